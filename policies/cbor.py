@@ -1,0 +1,140 @@
+"""Deterministic CBOR (RFC 8949 section 4.2.1) for ledger entries: one value, one byte string.
+
+``cbor2`` was rejected: it accepts non-canonical input, and the auditor's verifier must run with nothing but
+the standard library and ``cryptography``. Only what entries need exists: unsigned integers below 2^63, byte
+and text strings, arrays, and maps with text keys. Anything else, and any other encoding of these, is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+Value = int | bytes | str | list["Value"] | dict[str, "Value"]
+
+MAX_BYTES: Final = 1 << 20
+MAX_DEPTH: Final = 8
+_UINT, _BYTES, _TEXT, _ARRAY, _MAP = 0, 2, 3, 4, 5
+
+
+class MalformedEntry(ValueError):
+    """Not the deterministic encoding of a permitted value."""
+
+
+def _head(major: int, n: int) -> bytes:
+    if n < 24:
+        return bytes([major << 5 | n])
+    for info, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
+        if n < 1 << (8 * size):
+            return bytes([major << 5 | info]) + n.to_bytes(size, "big")
+    raise MalformedEntry("number too large")
+
+
+def encode(value: Value) -> bytes:
+    """The one encoding of ``value``.
+
+    Raises:
+        MalformedEntry: a negative or huge integer, a bool, a float, None, or a map with other than text keys.
+    """
+    if type(value) is int:
+        if not 0 <= value < 1 << 63:
+            raise MalformedEntry("integers must lie in [0, 2^63)")
+        return _head(_UINT, value)
+    if type(value) is bytes:
+        return _head(_BYTES, len(value)) + value
+    if type(value) is str:
+        raw = value.encode()
+        return _head(_TEXT, len(raw)) + raw
+    if type(value) is list:
+        return _head(_ARRAY, len(value)) + b"".join(encode(v) for v in value)
+    if type(value) is dict:
+        if not all(type(k) is str for k in value):
+            raise MalformedEntry("map keys must be text")
+        pairs = sorted((encode(k), encode(v)) for k, v in value.items())
+        return _head(_MAP, len(pairs)) + b"".join(k + v for k, v in pairs)
+    raise MalformedEntry(f"{type(value).__name__} has no place in an entry")
+
+
+class _Reader:
+    """A cursor over the bytes; every read is bounded by what is left."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw, self.at = raw, 0
+
+    def take(self, n: int) -> bytes:
+        if n > len(self.raw) - self.at:
+            raise MalformedEntry("cut short")
+        self.at += n
+        return self.raw[self.at - n : self.at]
+
+    def head(self) -> tuple[int, int]:
+        first = self.take(1)[0]
+        major, info = first >> 5, first & 31
+        if info < 24:
+            return major, info
+        if info > 27:
+            raise MalformedEntry("indefinite lengths are not deterministic")
+        size = 1 << (info - 24)
+        n = int.from_bytes(self.take(size), "big")
+        if n < (24 if size == 1 else 1 << (4 * size)):
+            raise MalformedEntry("number not in its shortest form")
+        return major, n
+
+    def value(self, depth: int) -> Value:
+        if depth > MAX_DEPTH:
+            raise MalformedEntry("nested too deep")
+        major, n = self.head()
+        if major == _UINT:
+            if n >= 1 << 63:
+                raise MalformedEntry("number too large")
+            return n
+        if major == _BYTES:
+            return self.take(n)
+        if major == _TEXT:
+            return self.text(n)
+        if major == _ARRAY:
+            return [self.value(depth + 1) for _ in range(self.bounded(n))]
+        if major == _MAP:
+            return self.map(n, depth)
+        raise MalformedEntry("type not permitted")
+
+    def bounded(self, n: int) -> int:
+        if n > len(self.raw) - self.at:
+            raise MalformedEntry("cut short")
+        return n
+
+    def text(self, n: int) -> str:
+        try:
+            return self.take(n).decode()
+        except UnicodeDecodeError:
+            raise MalformedEntry("text is not UTF-8") from None
+
+    def map(self, n: int, depth: int) -> Value:
+        out: dict[str, Value] = {}
+        last = b""
+        for _ in range(self.bounded(n)):
+            start = self.at
+            major, size = self.head()
+            if major != _TEXT:
+                raise MalformedEntry("map keys must be text")
+            key = self.text(size)
+            encoded = self.raw[start : self.at]
+            if encoded <= last:
+                raise MalformedEntry("map keys out of order or repeated")
+            last = encoded
+            out[key] = self.value(depth + 1)
+        return out
+
+
+def decode(raw: bytes) -> Value:
+    """The value of a deterministic encoding, which must be the whole of ``raw``.
+
+    Raises:
+        MalformedEntry: any other bytes. ``encode(decode(raw)) == raw`` for all that is accepted.
+    """
+    if len(raw) > MAX_BYTES:
+        raise MalformedEntry("entry too large")
+    reader = _Reader(raw)
+    value = reader.value(0)
+    if reader.at != len(raw):
+        raise MalformedEntry("trailing bytes")
+    return value

@@ -1,0 +1,216 @@
+"""The only place that says yes: pure reviews of what a site signed, against its account and the policy.
+
+Every comparison is written so that NaN, a missing value or a wrong type is a finding. A verdict without
+findings is an admission; the caller appends it, refusals too, to the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from policies.accounting import cost, epsilon_nano
+from policies.claims import RELATION, UNIT, Claim, KAnonymous, SubsampledGaussian
+from policies.ledger import Account, Grant
+from policies.policy import Policy
+from policies.statement import Release, Reservation, canonical, claim_from, claim_json, load_json
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason against: the rule's name, stable for machines, and a sentence for people."""
+
+    rule: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A decision: admitted when there is no finding. ``level`` is the claim level printed on the certificate."""
+
+    findings: tuple[Finding, ...]
+    level: str = ""  # "A" | "B" | "C"; "" where nothing is released
+    amount: int = 0  # what the account is charged (reservation) or the grant has used so far (release)
+
+    @property
+    def admitted(self) -> bool:
+        """True only without a single finding."""
+        return not self.findings
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the law knows of a mechanism: the claim it must make, what it releases, which components it names."""
+
+    claim: type[KAnonymous] | type[SubsampledGaussian]
+    artifact_type: str
+    components: frozenset[str]
+
+    @property
+    def kind(self) -> str:
+        """The kind of account that pays for it: ``rdp`` or ``k``; kinds never add (P4)."""
+        return "k" if self.claim is KAnonymous else "rdp"
+
+
+TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
+    {
+        "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"})),
+        "federated": Terms(SubsampledGaussian, "update", frozenset({"initial-model"})),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the books say of the one thing under review."""
+
+    account: Account | None
+    grant: Grant | None = None
+    reviewed_before: bool = False  # this release id or this envelope already has a verdict
+
+
+def price(claim: Claim, account: Account) -> int:
+    """What a claim takes from an account: nano-nats at its order, or one release per patient.
+
+    Raises:
+        UnsupportedClaim: the claim cannot be priced in an account of that kind.
+    """
+    if isinstance(claim, KAnonymous) and account.opened.order == 0:
+        return 1
+    return cost(claim, account.opened.order)
+
+
+def _terms(mechanism: str, claim: Claim, policy: Policy) -> Iterator[Finding]:
+    """The mechanism and its claim, whatever is done with them."""
+    terms = TERMS.get(mechanism)
+    if terms is None:
+        yield Finding("unknown_mechanism", f"no mechanism is named {mechanism}")
+        return
+    if mechanism not in policy.mechanisms:
+        yield Finding("mechanism_not_allowed", f"the policy {policy.name} does not admit {mechanism}")
+    if type(claim) is not terms.claim:
+        yield Finding("claim_kind", f"{mechanism} must claim {terms.claim.__name__}, not {type(claim).__name__}")
+    if isinstance(claim, KAnonymous):
+        if not claim.k >= policy.k_min:
+            yield Finding("min_k", f"k = {claim.k} is below the policy's {policy.k_min}")
+        if not claim.l_diversity >= policy.l_diversity:
+            yield Finding("l_diversity", f"{claim.l_diversity} labels are below the policy's {policy.l_diversity}")
+        if not claim.releases_per_patient <= policy.max_releases_per_patient:
+            yield Finding("releases_per_patient", "a patient would be in more releases than the policy admits")
+
+
+def _unit(statement: Reservation | Release) -> Iterator[Finding]:
+    if statement.unit != UNIT or statement.relation != RELATION:
+        yield Finding("unit", f"the unit must be {UNIT} and the relation {RELATION}")
+
+
+def review_reservation(reservation: Reservation, standing: Standing, policy: Policy) -> Verdict:
+    """May this claim's price be held? Depends on configuration and the books only, never on an image (P1, P9)."""
+    findings = [*_terms(reservation.mechanism, reservation.claim, policy), *_unit(reservation)]
+    account = standing.account
+    if standing.grant is not None:
+        findings.append(Finding("grant_exists", "a grant of that name was given before"))
+    if account is None:
+        findings.append(Finding("no_account", "the site has no account of that kind"))
+    if findings or account is None:
+        return Verdict(tuple(findings))
+    amount = price(reservation.claim, account)
+    if not amount <= account.left:
+        findings.append(Finding("budget", _shortage(reservation.claim, account)))
+    return Verdict(tuple(findings), amount=amount)
+
+
+def _shortage(claim: Claim, account: Account) -> str:
+    opened = account.opened
+    if isinstance(claim, KAnonymous):
+        return f"every patient may be in {opened.limit} release(s), and that is used up"
+    share = 100 * account.left / opened.limit if opened.limit else 0.0
+    wanted = epsilon_nano(claim, float(opened.delta), opened.order) / 1e9
+    return (
+        f"the claim alone is epsilon {wanted:.2f} at delta {opened.delta} (order {opened.order}); "
+        f"the budget is epsilon {opened.epsilon}, {share:.0f} % of it left"
+    )
+
+
+def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Finding]:
+    """Does the grant cover everything released under it, this release included?"""
+    held = grant.reserved
+    if grant.state != "held":
+        yield Finding("grant_closed", f"the grant is {grant.state}")
+    if (held.site, held.mechanism, held.run) != (release.site, release.mechanism, release.run):
+        yield Finding("grant_of_another", "the grant was given for another site, mechanism or run")
+        return
+    granted = claim_from(load_json(held.claim))
+    claim = release.claim
+    if isinstance(granted, SubsampledGaussian) and isinstance(claim, SubsampledGaussian):
+        same = (granted.sampling_rate, granted.noise_multiplier) == (claim.sampling_rate, claim.noise_multiplier)
+        if not (same and claim.steps <= granted.steps):
+            yield Finding("claim_not_granted", "the claim is not covered by the one that was granted")
+        elif not price(claim, account) > grant.used or not release.round > grant.last_round:
+            yield Finding("round_repeated", "this round's steps were released before")
+    elif canonical(claim_json(claim)) != held.claim:
+        yield Finding("claim_not_granted", "the claim is not the one that was granted")
+    elif grant.used:
+        yield Finding("grant_used", "the grant's one release was made before")
+
+
+def _epsilon(release: Release, account: Account, policy: Policy) -> Iterator[Finding]:
+    """Declared equals recomputed (P11); k-anonymity has no epsilon at all (P4)."""
+    if not isinstance(release.claim, SubsampledGaussian):
+        if release.epsilon_nano is not None or release.delta is not None:
+            yield Finding("epsilon_of_k", "a k-anonymous release has no epsilon, and none may be declared")
+        return
+    if release.delta != account.opened.delta or not float(account.opened.delta) <= policy.delta:
+        yield Finding("delta", f"delta must be the account's {account.opened.delta}")
+        return
+    truth = epsilon_nano(release.claim, float(account.opened.delta), account.opened.order)
+    if release.epsilon_nano != truth:
+        declared = "nothing" if release.epsilon_nano is None else f"{release.epsilon_nano / 1e9:.9f}"
+        yield Finding("epsilon", f"declared {declared}, recomputed {truth / 1e9:.9f}")
+
+
+def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
+    """What the artifact is, and what it was made with (P6)."""
+    terms = TERMS.get(release.mechanism)
+    if terms is not None and release.artifact_type != terms.artifact_type:
+        yield Finding("artifact_type", f"{release.mechanism} releases {terms.artifact_type}")
+    if release.artifact_type not in policy.artifact_types:
+        yield Finding("artifact_type_not_allowed", f"the policy does not admit {release.artifact_type}")
+    if not 0 < release.artifact_bytes <= policy.max_artifact_bytes:
+        yield Finding("artifact_size", f"the artifact must have 1 to {policy.max_artifact_bytes} bytes")
+    if terms is not None and set(release.components) != terms.components:
+        yield Finding("components", f"the components to declare are {', '.join(sorted(terms.components))}")
+    for component, provenance in sorted(release.components.items()):
+        if provenance not in policy.components:
+            yield Finding("provenance", f"the {component} is {provenance}; the policy does not admit that")
+    if release.vetted_against not in ("nothing", "public", "private"):
+        yield Finding("vetting", "vetted_against must be nothing, public or private")
+
+
+def level_of(release: Release) -> str:
+    """The claim level: what the certificate may print, and nothing stronger (design section 5, P7)."""
+    public = bool(release.components) and all(p == "public" for p in release.components.values())
+    if isinstance(release.claim, SubsampledGaussian) and release.vetted_against != "private" and public:
+        return "A"
+    return "B" if isinstance(release.claim, KAnonymous) and public else "C"
+
+
+def review(release: Release, standing: Standing, policy: Policy) -> Verdict:
+    """May this release be admitted? The artifact's bytes are checked against the statement by the caller."""
+    findings = [*_terms(release.mechanism, release.claim, policy), *_unit(release), *_contents(release, policy)]
+    level = level_of(release)
+    if level not in policy.levels:
+        findings.append(Finding("level", f"the policy {policy.name} does not admit releases of level {level}"))
+    if standing.reviewed_before:
+        findings.append(Finding("replay", "this release was reviewed before"))
+    account, grant = standing.account, standing.grant
+    if grant is None or account is None:
+        findings.append(Finding("no_grant", "nothing was granted under that name"))
+        return Verdict(tuple(findings), level=level)
+    if findings:
+        return Verdict(tuple(findings), level=level)
+    findings += [*_covered(release, grant, account), *_epsilon(release, account, policy)]
+    amount = 0 if findings else price(release.claim, account)
+    return Verdict(tuple(findings), level=level, amount=amount)

@@ -1,0 +1,251 @@
+"""What a site signs: in-toto Statements as canonical JSON bytes, and nothing that is not in the form below.
+
+Four predicates, one for each thing a site may say to the coordinator: an :class:`Enrolment`, a
+:class:`Reservation` (price first), a :class:`Release` (artifact made, please review) and a
+:class:`Settlement` (this grant is expired, or declined by the site's own ledger). Numbers that are not
+whole are decimal texts, so one value has one encoding; :func:`parse` accepts only bytes that encode back to
+themselves. The envelope around them is the protos package's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Final
+
+from policies.claims import KINDS, RELATION, UNIT, Claim, UnsupportedClaim
+
+PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
+_TYPE: Final = "https://in-toto.io/Statement/v1"
+_PREDICATES: Final = "https://lazaret.invalid/attestation/"  # reserved name: the address is an identifier only
+MAX_BYTES: Final = 1 << 18
+ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+HEX: Final = re.compile(r"[0-9a-f]{64}")
+_IDENTIFIERS: Final = frozenset({"site", "grant", "release", "mechanism", "run", "outcome", "reason"})
+JsonValue = None | bool | int | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+class MalformedStatement(ValueError):
+    """The bytes are not a statement in its one permitted form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolment:
+    """A hospital asks to take part: its public keys (base64, PEM, OpenSSH) and its own policy."""
+
+    site: str
+    sign_key: str  # Ed25519, raw, base64
+    csr: str  # PEM
+    node_key: str  # Flower node key, EC P-384, OpenSSH
+    policy: str  # TOML text
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Please hold this claim's price for the site, before an image is read."""
+
+    grant: str
+    site: str
+    run: str  # federated run, or "" for a mechanism of one site alone
+    mechanism: str
+    claim: Claim
+    unit: str = UNIT
+    relation: str = RELATION
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """An artifact was made under a grant; ``claim`` covers everything released under it so far, this included."""
+
+    release: str
+    grant: str
+    site: str
+    run: str
+    round: int  # 1.. of a federated run; 0 otherwise
+    mechanism: str
+    artifact_type: str
+    artifact_sha256: str
+    artifact_bytes: int
+    claim: Claim
+    epsilon_nano: int | None  # None: the claim has no epsilon (never 0 for k-anonymity, P4)
+    delta: str | None  # decimal text
+    components: Mapping[str, str]  # component -> provenance (P6)
+    vetted_against: str  # "nothing" | "public" | "private" (P7)
+    unit: str = UNIT
+    relation: str = RELATION
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What becomes of a grant that will see no release: ``expired`` (it is spent) or ``declined`` (never held)."""
+
+    grant: str
+    site: str
+    run: str
+    mechanism: str
+    outcome: str  # "expired" | "declined"
+    reason: str  # a finding's rule, from the site's own review
+
+
+Statement = Enrolment | Reservation | Release | Settlement
+_KINDS: Final[Mapping[str, type[Statement]]] = MappingProxyType(
+    {
+        "enrolment/v1": Enrolment,
+        "reservation/v1": Reservation,
+        "release/v1": Release,
+        "settlement/v1": Settlement,
+    }
+)
+
+
+def canonical(value: JsonValue) -> bytes:
+    """Sorted keys, no spaces, ASCII, no floats."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def claim_json(claim: Claim) -> dict[str, JsonValue]:
+    """A claim as JSON: its kind and its fields; reals as decimal text that reads back to the same float."""
+    kind = next(name for name, cls in KINDS.items() if type(claim) is cls)
+    values = {f.name: getattr(claim, f.name) for f in fields(claim)}
+    return {"kind": kind, **{k: repr(v) if type(v) is float else v for k, v in values.items()}}
+
+
+def claim_from(value: object) -> Claim:
+    """The claim of :func:`claim_json`'s form.
+
+    Raises:
+        UnsupportedClaim: unknown kind, missing or unknown fields, or parameters out of range.
+    """
+    if not isinstance(value, dict) or value.get("kind") not in KINDS:
+        raise UnsupportedClaim("unknown kind of claim")
+    cls: Any = KINDS[value["kind"]]
+    wanted = {f.name: str(f.type) for f in fields(cls)}
+    given = {k: v for k, v in value.items() if k != "kind"}
+    if set(given) != set(wanted):
+        raise UnsupportedClaim(f"a {value['kind']} claim has the fields {', '.join(sorted(wanted))}")
+    claim: Claim = cls(**{k: decimal(v) if wanted[k] == "float" else v for k, v in given.items()})
+    return claim
+
+
+def decimal(value: object) -> float:
+    """The float of a decimal text in its shortest form (``repr``)."""
+    try:
+        number = float(value) if type(value) is str else None
+    except ValueError:
+        number = None
+    if number is None or repr(number) != value:
+        raise UnsupportedClaim("a real number must be a decimal text in its shortest form")
+    return number
+
+
+def _subject(statement: Statement) -> list[JsonValue]:
+    if isinstance(statement, Release):
+        name, digest = "artifact", statement.artifact_sha256
+    else:
+        name = type(statement).__name__.lower()
+        digest = hashlib.sha256(canonical(_predicate(statement))).hexdigest()
+    return [{"digest": {"sha256": digest}, "name": name}]
+
+
+def _predicate(statement: Statement) -> dict[str, JsonValue]:
+    out: dict[str, JsonValue] = {}
+    for f in fields(statement):
+        value = getattr(statement, f.name)
+        if f.name == "claim":
+            value = claim_json(value)
+        elif isinstance(value, Mapping):
+            value = dict(value)
+        out[f.name] = value
+    return out
+
+
+def encode(statement: Statement) -> bytes:
+    """The canonical bytes that the site signs."""
+    kind = next(name for name, cls in _KINDS.items() if type(statement) is cls)
+    document: dict[str, JsonValue] = {
+        "_type": _TYPE,
+        "predicate": _predicate(statement),
+        "predicateType": _PREDICATES + kind,
+        "subject": _subject(statement),
+    }
+    return canonical(document)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise MalformedStatement("a key appears twice")
+    return out
+
+
+def _no_float(_text: str) -> float:
+    raise MalformedStatement("numbers are whole, or decimal texts")
+
+
+def load_json(raw: bytes) -> Any:
+    """Strict JSON: size, depth, duplicate keys and floats are refused.
+
+    Raises:
+        MalformedStatement: for any of these.
+    """
+    if len(raw) > MAX_BYTES:
+        raise MalformedStatement("too large")
+    try:
+        return json.loads(raw, object_pairs_hook=_unique, parse_float=_no_float, parse_constant=_no_float)
+    except (ValueError, RecursionError):
+        raise MalformedStatement("not strict JSON") from None
+
+
+def _field(name: str, kind: str, value: object) -> object:
+    """One field of a predicate, checked against its declared type."""
+    if name == "claim":
+        return claim_from(value)
+    if kind.startswith("Mapping"):
+        if not isinstance(value, dict) or not all(type(v) is str and ID.fullmatch(v) for v in value.values()):
+            raise MalformedStatement(f"{name}: must map components to provenances")
+        return MappingProxyType(dict(value))
+    if value is None and kind.endswith("| None"):
+        return None
+    if kind.startswith("int"):
+        if type(value) is not int or not 0 <= value < 1 << 53:
+            raise MalformedStatement(f"{name}: must be a whole number")
+        return value
+    return _text(name, value)
+
+
+def _text(name: str, value: object) -> str:
+    """A text field; identifiers are short and plain, so that none can carry a message or a path."""
+    if type(value) is not str or len(value) > 16_384:
+        raise MalformedStatement(f"{name}: must be a text")
+    if name in _IDENTIFIERS and not ID.fullmatch(value) and not (name == "run" and not value):
+        raise MalformedStatement(f"{name}: must be a short lower-case identifier")
+    if name == "artifact_sha256" and not HEX.fullmatch(value):
+        raise MalformedStatement("artifact_sha256: must be 64 hexadecimal digits")
+    return value
+
+
+def parse(raw: bytes) -> Statement:
+    """Read a statement; verify the envelope around it first.
+
+    Raises:
+        MalformedStatement: any departure from the one permitted form.
+        UnsupportedClaim: the claim inside is unknown or senseless.
+    """
+    document = load_json(raw)
+    if not isinstance(document, dict) or document.get("_type") != _TYPE:
+        raise MalformedStatement("not an in-toto statement")
+    cls: Any = _KINDS.get(str(document.get("predicateType", "")).removeprefix(_PREDICATES))
+    predicate = document.get("predicate")
+    if cls is None or not isinstance(predicate, dict):
+        raise MalformedStatement("unknown predicate")
+    wanted = {f.name: str(f.type) for f in fields(cls)}
+    if set(predicate) != set(wanted):
+        raise MalformedStatement("predicate: missing or unknown fields")
+    statement: Statement = cls(**{name: _field(name, wanted[name], value) for name, value in predicate.items()})
+    if encode(statement) != raw:
+        raise MalformedStatement("not in canonical form, or the subject is another one's")
+    return statement
