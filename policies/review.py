@@ -57,7 +57,7 @@ class Terms:
 TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
     {
         "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"})),
-        "federated": Terms(SubsampledGaussian, "update", frozenset({"initial-model"})),
+        "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"})),
     }
 )
 

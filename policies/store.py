@@ -201,6 +201,16 @@ class Store:
                 i += 1
             return found
 
+    @property
+    def public(self) -> bytes:
+        """The Ed25519 key that signs checkpoints, raw."""
+        return self._key.public_key().public_bytes_raw()
+
+    @property
+    def stopped(self) -> bool:
+        """True once a write failed: the process must end, and a restart replays."""
+        return self._stopped
+
     def checkpoint(self) -> str:
         """The signed head of what is durable now."""
         with self._mutex:
@@ -211,8 +221,7 @@ class Store:
         with self._mutex:
             entries = tuple(body for (body,) in self._db.execute("SELECT body FROM entry ORDER BY seq"))
             envelopes = tuple(body for (body,) in self._db.execute("SELECT body FROM envelope ORDER BY digest"))
-            public = self._key.public_key().public_bytes_raw()
-            return Export(public, entries, envelopes, self.checkpoint()).encode()
+            return Export(self.public, entries, envelopes, self.checkpoint()).encode()
 
 
 def _lock_file(path: Path) -> IO[str]:

@@ -1,0 +1,229 @@
+"""Reviews become entries: the books of a site and of the coordinator, over one :class:`policies.store.Store`.
+
+A review and the entry that it leads to happen under one lock, so nothing is decided on stale books. An
+idempotency key that comes back gets the answer it got before.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from policies.accounting import order_for
+from policies.claims import Claim
+from policies.ledger import (
+    Account,
+    Admitted,
+    Enrolled,
+    Entry,
+    Freed,
+    KeyReused,
+    Opened,
+    Refused,
+    Reserved,
+    RoundClosed,
+    Spent,
+)
+from policies.policy import Policy
+from policies.rdp import allowance
+from policies.review import TERMS, Finding, Standing, Verdict, price, review, review_reservation
+from policies.statement import (
+    Enrolment,
+    Release,
+    Reservation,
+    Settlement,
+    canonical,
+    claim_from,
+    claim_json,
+    load_json,
+)
+from policies.store import Draft, Line, Store
+
+
+def digest(envelope: bytes) -> bytes:
+    """How entries refer to an envelope: its SHA-256."""
+    return hashlib.sha256(envelope).digest()
+
+
+def open_accounts(site: str, policy: Policy) -> tuple[Opened, Opened]:
+    """One account of each kind under a policy; the Rényi order is fixed here, for ever (P9)."""
+    order = order_for(policy.epsilon, policy.delta)
+    limit = allowance(policy.epsilon, policy.delta, order)
+    return (
+        Opened(f"{site}/rdp", limit, order, repr(policy.epsilon), repr(policy.delta)),
+        Opened(f"{site}/k", policy.max_releases_per_patient, 0, "", ""),
+    )
+
+
+def account_name(site: str, mechanism: str) -> str:
+    """The account that pays for a mechanism; an unknown mechanism has none."""
+    terms = TERMS.get(mechanism)
+    return f"{site}/{terms.kind}" if terms else ""
+
+
+def verdict_of(line: Line) -> Verdict:
+    """The decision that a line of the ledger records; reasons by their rules alone."""
+    entry = line.record.entry
+    if isinstance(entry, Refused):
+        return Verdict(tuple(Finding(rule, "as recorded in the ledger") for rule in entry.findings))
+    if isinstance(entry, Admitted):
+        return Verdict((), entry.level, entry.used)
+    return Verdict((), amount=entry.amount if isinstance(entry, Reserved) else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """The books: one store, and the policy that holds for each site."""
+
+    store: Store
+    policy_of: Callable[[str], Policy]  # the strictest of the site's and the federation's
+
+    def enrol(self, statement: Enrolment, envelope: bytes, policy: Policy) -> None:
+        """A site's key and its accounts, in one transaction. ``policy`` sets the limits."""
+        key = base64.b64decode(statement.sign_key, validate=True)
+        text = hashlib.sha256(statement.policy.encode()).digest()
+        entry = Enrolled(statement.site, key, text, digest(envelope))
+        accounts = open_accounts(statement.site, policy)
+        self.store.append(f"enrol-{statement.site}", Draft((entry, *accounts), (envelope,)))
+
+    def account(self, site: str, claim: Claim) -> Account:
+        """The account that pays for a claim of this kind.
+
+        Raises:
+            KeyError: the site has none.
+        """
+        kind = next((t.kind for t in TERMS.values() if t.claim is type(claim)), "")
+        return self.store.state.accounts[f"{site}/{kind}"]
+
+    def answered(self, key: str, envelope: bytes) -> Verdict | None:
+        """What this key has led to, if it came with this envelope before.
+
+        Raises:
+            KeyReused: it came with another one.
+        """
+        lines = self.store.answer(key)
+        if not lines:
+            return None
+        if getattr(lines[0].record.entry, "envelope", digest(envelope)) != digest(envelope):
+            raise KeyReused("the key was used with another envelope")
+        return verdict_of(lines[0])
+
+    def reserve(self, key: str, reservation: Reservation, envelope: bytes) -> Verdict:
+        """Hold a claim's price, or append the refusal; durable when this returns."""
+        r = reservation
+        with self.store.exclusive() as state:
+            before = self.answered(key, envelope)
+            if before is not None:
+                return before
+            name = account_name(r.site, r.mechanism)
+            standing = Standing(state.accounts.get(name), state.grants.get(r.grant))
+            verdict = review_reservation(r, standing, self.policy_of(r.site))
+            claim = canonical(claim_json(r.claim))
+            entry: Entry = Reserved(
+                r.grant, r.site, r.run, r.mechanism, name, verdict.amount, claim, digest(envelope)
+            )
+            if not verdict.admitted:
+                entry = self._refusal(r.grant, r, "reservation", verdict, envelope)
+            self.store.append(key, Draft((entry,), (envelope,)))
+        return verdict
+
+    def admit(self, key: str, release: Release, envelope: bytes, facts: Iterable[Finding]) -> Verdict:
+        """Review a release and append the verdict.
+
+        Args:
+            key: idempotency key.
+            release: the statement inside ``envelope``, whose signature the caller verified.
+            envelope: the sealed bytes.
+            facts: what the caller found wrong with the artifact's bytes.
+        """
+        with self.store.exclusive() as state:
+            before = self.answered(key, envelope)
+            if before is not None:
+                return before
+            seen = release.release in state.releases or digest(envelope) in state.envelopes
+            name = account_name(release.site, release.mechanism)
+            standing = Standing(state.accounts.get(name), state.grants.get(release.grant), seen)
+            verdict = review(release, standing, self.policy_of(release.site))
+            verdict = Verdict((*verdict.findings, *facts), verdict.level, verdict.amount)
+            self.record(key, release, envelope, verdict)
+        return verdict
+
+    def record(self, key: str, release: Release, envelope: bytes, verdict: Verdict) -> None:
+        """Append a verdict on a release, and close the grant of a single one; the site does so as it was told."""
+        r = release
+        if not verdict.admitted:
+            refusal = self._refusal(r.release, r, "release", verdict, envelope)
+            self.store.append(key, Draft((refusal,), (envelope,)))
+            return
+        used = price(r.claim, self.account(r.site, r.claim))
+        artifact, claim = bytes.fromhex(r.artifact_sha256), canonical(claim_json(r.claim))
+        entry = Admitted(
+            r.release,
+            r.grant,
+            r.site,
+            r.run,
+            r.round,
+            r.mechanism,
+            verdict.level,
+            used,
+            claim,
+            artifact,
+            digest(envelope),
+        )
+        end = () if r.run else (Spent(r.grant, "released"),)
+        self.store.append(key, Draft((entry, *end), (envelope,)))
+
+    def refuse(self, key: str, refusal: Refused) -> None:
+        """Append a refusal that needed no review, such as an unknown key or a broken envelope."""
+        self.store.append(key, Draft((refusal,)))
+
+    def _refusal(
+        self, subject: str, of: Reservation | Release, stage: str, verdict: Verdict, envelope: bytes
+    ) -> Refused:
+        rules = [f.rule for f in verdict.findings]
+        return Refused(subject, of.site, of.mechanism, stage, rules, digest(envelope))
+
+    def settle(self, key: str, settlement: Settlement, envelope: bytes) -> Verdict:
+        """A site's word on a grant: declined by its own ledger (recorded), or expired (spent)."""
+        s = settlement
+        with self.store.exclusive() as state:
+            before = self.answered(key, envelope)
+            if before is not None:
+                return before
+            grant = state.grants.get(s.grant)
+            entries: list[Entry] = [Refused(s.grant, s.site, s.mechanism, s.outcome, [s.reason], digest(envelope))]
+            if grant is not None and grant.reserved.site != s.site:
+                return Verdict((Finding("grant_of_another", "the grant was given for another site"),))
+            if grant is not None and grant.state == "held":
+                entries.append(Spent(s.grant, "expired"))
+            self.store.append(key, Draft(tuple(entries), (envelope,)))
+        return Verdict(())
+
+    def free(self, grant: str, envelope: bytes) -> None:
+        """The site's own ledger only: the coordinator refused the price, and nothing was read under the grant."""
+        self.store.append(f"close-{grant}", Draft((Freed(grant, "refused", digest(envelope)),), (envelope,)))
+
+    def close(self, grant: str, why: str) -> None:
+        """Spend a held grant's whole amount; a grant that has its end keeps it."""
+        with self.store.exclusive() as state:
+            known = state.grants.get(grant)
+            if known is not None and known.state == "held":
+                self.store.append(f"close-{grant}", Draft((Spent(grant, why),)))
+
+    def close_round(self, run: str, round_index: int, sites: Iterable[str], model: bytes) -> None:
+        """A round was aggregated; ``model`` is the SHA-256 of the parameters, durable before this is called."""
+        entry = RoundClosed(run, round_index, sorted(sites), model)
+        self.store.append(f"round-{run}-{round_index}", Draft((entry,)))
+
+    def held(self) -> list[Reservation]:
+        """Grants without an end, oldest first."""
+        return [
+            Reservation(g.grant, g.site, g.run, g.mechanism, claim_from(load_json(g.claim)))
+            for g in (grant.reserved for grant in self.store.state.grants.values() if grant.state == "held")
+        ]
+
+    def runs(self) -> set[str]:
+        """Every federated run that was ever reserved for here."""
+        return {grant.reserved.run for grant in self.store.state.grants.values()}

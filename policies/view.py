@@ -1,0 +1,110 @@
+"""A ledger as people and scripts read it: plain values for ``--json``, rows for a table. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from policies.claims import RELATION, UNIT
+from policies.ledger import Admitted, Enrolled, Entry, Opened, Record, Refused, Reserved, RoundClosed, State, kind_of
+from policies.statement import load_json
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for f in fields(entry):
+        value = getattr(entry, f.name)
+        if f.name == "claim":
+            value = load_json(value)
+        out[f.name] = value.hex() if isinstance(value, bytes) else value
+    return out
+
+
+def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
+    """Everything in a ledger, as JSON values; the balances are folded from the records.
+
+    Raises:
+        InvalidEntry: the records do not fold.
+    """
+    state = State()
+    for record in records:
+        state.apply(record)
+    return {
+        "origin": origin,
+        "size": state.size,
+        "unit": UNIT,
+        "relation": RELATION,
+        "accounts": [
+            {
+                "account": name,
+                "site": name.rpartition("/")[0],
+                "kind": name.rpartition("/")[2],
+                "limit": a.opened.limit,
+                "held": a.held,
+                "spent": a.spent,
+                "order": a.opened.order,
+                "epsilon": a.opened.epsilon or None,
+                "delta": a.opened.delta or None,
+            }
+            for name, a in sorted(state.accounts.items())
+        ],
+        "grants": [
+            {
+                "grant": name,
+                "site": g.reserved.site,
+                "run": g.reserved.run,
+                "mechanism": g.reserved.mechanism,
+                "account": g.reserved.account,
+                "amount": g.reserved.amount,
+                "used": g.used,
+                "state": g.state,
+            }
+            for name, g in state.grants.items()
+        ],
+        "entries": [
+            {"seq": seq, "at": r.at, "key": r.key, "type": kind_of(r.entry), **_plain(r.entry)}
+            for seq, r in enumerate(records)
+        ],
+    }
+
+
+def _details(entry: Entry, state: State) -> str:
+    if isinstance(entry, Enrolled):
+        return f"key {entry.sign_key.hex()[:12]}, policy {entry.policy.hex()[:12]}"
+    if isinstance(entry, Opened):
+        budget = f"epsilon {entry.epsilon} at delta {entry.delta}, order {entry.order}" if entry.order else ""
+        return budget or f"{entry.limit} k-anonymous release(s) for each patient"
+    if isinstance(entry, Reserved):
+        return f"{entry.mechanism}: {_share(entry.amount, entry.account, state)} of {entry.account} held"
+    if isinstance(entry, Refused):
+        return f"{entry.stage}: {', '.join(entry.findings)}"
+    if isinstance(entry, Admitted):
+        where = f" round {entry.round}" if entry.run else ""
+        return f"{entry.mechanism}{where}: level {entry.level}, artifact {entry.artifact.hex()[:12]}"
+    if isinstance(entry, RoundClosed):
+        return f"round {entry.round} of {', '.join(entry.sites)}, model {entry.model.hex()[:12]}"
+    grant = state.grants[entry.grant].reserved
+    return f"{grant.mechanism}: {_share(grant.amount, grant.account, state)} of {grant.account}, {entry.why}"
+
+
+def _share(amount: int, account: str, state: State) -> str:
+    limit = state.accounts[account].opened.limit
+    return f"{100 * amount / limit:.1f} %" if limit else "all"
+
+
+def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
+    """One row a record: number, time (UTC), kind, site or run, what it says."""
+    state, out = State(), []
+    for seq, record in enumerate(records):
+        state.apply(record)
+        entry = record.entry
+        when = dt.datetime.fromtimestamp(record.at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
+        who = getattr(entry, "site", "") or getattr(entry, "run", "")
+        if not who and hasattr(entry, "grant"):
+            who = state.grants[entry.grant].reserved.site
+        if isinstance(entry, Opened):
+            who = entry.account.rpartition("/")[0]
+        out.append((str(seq), when, kind_of(entry), who, _details(entry, state)))
+    return out
