@@ -22,12 +22,13 @@ import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.ledger import Entry, InvalidEntry, KeyReused, Record, State, decode, encode, fingerprint
-from policies.merkle import Checkpoint, CompactRange, leaf_hash, sign_checkpoint
+from policies.merkle import Checkpoint, CompactRange, leaf_hash, open_checkpoint, sign_checkpoint
 from policies.verify import Export
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS entry(seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS envelope(digest BLOB PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS head(one INTEGER PRIMARY KEY CHECK(one = 1), note TEXT NOT NULL) STRICT;
 CREATE TRIGGER IF NOT EXISTS entry_is_kept BEFORE DELETE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
 CREATE TRIGGER IF NOT EXISTS entry_is_fixed BEFORE UPDATE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
 """
@@ -108,9 +109,19 @@ class Store:
                     raise InvalidEntry("an entry is missing")
                 self.state.apply(decode(body))
                 self._tree.append(leaf_hash(body))
+            self._compare_head()
         except ValueError as error:
             self.close()
             raise LedgerUnsound(f"entry {self.state.size} of {self.origin}: {error}") from None
+
+    def _compare_head(self) -> None:
+        """What is on disk must be exactly what this key signed last: no cut tail, no edited last entry."""
+        notes = [note for (note,) in self._db.execute("SELECT note FROM head")]
+        if not notes and not self.state.size:
+            return
+        head = open_checkpoint(notes[0] if notes else "", self.public)
+        if head != Checkpoint(self.origin, self._tree.size, self._tree.root()):
+            raise InvalidEntry("the entries are not the ones under the signed head")
 
     def close(self) -> None:
         """Release the file and its lock."""
@@ -170,6 +181,7 @@ class Store:
                 self._db.execute("INSERT INTO entry VALUES(?, ?)", (seq, body))
                 self._tree.append(leaf_hash(body))
                 lines.append(Line(seq, record))
+            self._db.execute("INSERT OR REPLACE INTO head VALUES(1, ?)", (self.checkpoint(),))
             self._db.execute("COMMIT")
         except InvalidEntry:
             self._db.execute("ROLLBACK")
@@ -216,12 +228,23 @@ class Store:
         with self._mutex:
             return sign_checkpoint(Checkpoint(self.origin, self._tree.size, self._tree.root()), self._key)
 
-    def export(self) -> bytes:
-        """Everything an auditor needs, as one text file for ``lazaret-verify``."""
-        with self._mutex:
-            entries = tuple(body for (body,) in self._db.execute("SELECT body FROM entry ORDER BY seq"))
-            envelopes = tuple(body for (body,) in self._db.execute("SELECT body FROM envelope ORDER BY digest"))
-            return Export(self.public, entries, envelopes, self.checkpoint()).encode()
+
+def export_file(path: Path, origin: str, key: Ed25519PrivateKey) -> bytes:
+    """Everything an auditor needs, as one text for ``lazaret-verify``; also while another process is writing.
+
+    Raises:
+        FileNotFoundError: there is no ledger.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"no ledger at {path.name}")
+    with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as db, db:
+        entries = tuple(body for (body,) in db.execute("SELECT body FROM entry ORDER BY seq"))
+        envelopes = tuple(body for (body,) in db.execute("SELECT body FROM envelope ORDER BY digest"))
+    tree = CompactRange()
+    for body in entries:
+        tree.append(leaf_hash(body))
+    note = sign_checkpoint(Checkpoint(origin, tree.size, tree.root()), key)
+    return Export(key.public_key().public_bytes_raw(), entries, envelopes, note).encode()
 
 
 def _lock_file(path: Path) -> IO[str]:

@@ -1,0 +1,281 @@
+"""Never overspent, exactly once, crash is spent: a state machine against a small reference, and the store's faults."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import apsw
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from policies.accounting import cost
+from policies.claims import SubsampledGaussian
+from policies.ledger import InvalidEntry, KeyReused, Opened, Record, Reserved, Spent, State, decode, encode
+from policies.statement import Settlement
+from policies.store import Draft, LedgerBusy, LedgerStopped, LedgerUnsound, Store, read_lines
+from policies.verify import verify
+from tests.support.books import DP, Clock, Hospital, open_register, policy
+
+CLAIMS = [SubsampledGaussian(0.25, 1.8, steps) for steps in (1, 5, 15, 30, 60, 200)]
+
+
+class Books(RuleBasedStateMachine):
+    """Reserve, retry, expire, crash and reopen, in any order; a dict of numbers is the reference."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "ledger.db"
+        self.key = Ed25519PrivateKey.generate()
+        self.hospital = Hospital("site-a")
+        self.register = open_register(self.path, self.hospital, key=self.key)
+        self.limit = self.register.store.state.accounts["site-a/rdp"].opened.limit
+        self.order = self.register.store.state.accounts["site-a/rdp"].opened.order
+        self.held: dict[str, int] = {}
+        self.spent = 0
+        self.sealed: dict[str, tuple[object, bytes]] = {}
+        self.made = 0
+
+    @rule(claim=st.sampled_from(CLAIMS))
+    def reserve(self, claim: SubsampledGaussian) -> None:
+        self.made += 1
+        name = f"grant-{self.made}"
+        reservation = self.hospital.reservation(name, claim, "federated", "run")
+        envelope = self.hospital.seal(reservation)
+        self.sealed[name] = (reservation, envelope)
+        fits = cost(claim, self.order) <= self.limit - self.spent - sum(self.held.values())
+        verdict = self.register.reserve(f"k-{name}", reservation, envelope)
+        assert verdict.admitted == fits
+        if fits:
+            self.held[name] = cost(claim, self.order)
+
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        if self.sealed:
+            name = data.draw(st.sampled_from(sorted(self.sealed)))
+            before = self.register.store.state.size
+            reservation, envelope = self.sealed[name]
+            self.register.reserve(f"k-{name}", reservation, envelope)  # type: ignore[arg-type]
+            assert self.register.store.state.size == before
+
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        if self.held:
+            name = data.draw(st.sampled_from(sorted(self.held)))
+            told = Settlement(name, "site-a", "run", "federated", "expired", "restart")
+            self.register.settle(f"s-{name}", told, self.hospital.seal(told))
+            self.spent += self.held.pop(name)
+
+    @rule()
+    def crash_and_reopen(self) -> None:
+        self.register.store.close()
+        self.register = open_register(self.path, self.hospital, key=self.key)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "register"):
+            account = self.register.store.state.accounts["site-a/rdp"]
+            assert (account.held, account.spent) == (sum(self.held.values()), self.spent)
+            assert account.held + account.spent <= self.limit
+
+    def teardown(self) -> None:
+        if hasattr(self, "register"):
+            self.register.store.close()
+            from policies.store import export_file
+
+            verify(export_file(self.path, "lazaret/test", self.key))
+            self.folder.cleanup()
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+def chain(*entries: object) -> list[Record]:
+    out, last = [], bytes(32)
+    for i, entry in enumerate(entries):
+        record = Record(i, f"k{i}", last, entry)  # type: ignore[arg-type]
+        last = hashlib.sha256(encode(record)).digest()
+        out.append(record)
+    return out
+
+
+OPENED = Opened("site-a/rdp", 100, 4, "8.0", "4e-06")
+
+
+def reserved(grant: str, amount: int) -> Reserved:
+    return Reserved(grant, "site-a", "", "federated", "site-a/rdp", amount, b"{}", bytes(32))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        (OPENED, OPENED),
+        (OPENED, reserved("a", 101)),
+        (OPENED, reserved("a", 60), reserved("b", 41)),
+        (OPENED, reserved("a", 0)),
+        (OPENED, reserved("a", 1), reserved("a", 1)),
+        (OPENED, reserved("a", 1), Spent("a", "x"), Spent("a", "x")),
+        (OPENED, Spent("a", "x")),
+        (reserved("a", 1),),
+        (Opened("site-a/rdp", 1, 0, "", ""),),
+        (Opened("site-a/gold", 1, 4, "", ""),),
+    ],
+)
+def test_the_fold_refuses_what_breaks_the_books(entries: tuple[object, ...]) -> None:
+    state = State()
+    records = chain(*entries)
+    for record in records[:-1]:
+        state.apply(record)
+    with pytest.raises(InvalidEntry):
+        state.apply(records[-1])
+
+
+def test_records_survive_encoding_and_a_dropped_one_breaks_the_link() -> None:
+    records = chain(OPENED, reserved("a", 1), Spent("a", "x"))
+    assert [decode(encode(r)) for r in records] == records
+    state = State()
+    state.apply(records[0])
+    with pytest.raises(InvalidEntry, match="predecessor"):
+        state.apply(records[2])
+
+
+def test_the_same_key_gives_the_same_answer_and_other_content_is_an_error(tmp_path: Path) -> None:
+    hospital = Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", hospital)
+    one = hospital.reservation("grant-1", DP, "federated", "run")
+    envelope = hospital.seal(one)
+    first = register.reserve("key", one, envelope)
+    size = register.store.state.size
+    assert register.reserve("key", one, envelope).admitted == first.admitted
+    assert register.store.state.size == size
+    with pytest.raises(KeyReused):
+        other = hospital.reservation("grant-2", DP, "federated", "run")
+        register.reserve("key", other, hospital.seal(other))
+
+
+def test_the_sites_own_limit_is_the_bound_when_the_federation_would_give_more(tmp_path: Path) -> None:
+    poor = Hospital("site-c", policy(epsilon="2.0"))
+    register = open_register(tmp_path / "ledger.db", poor)
+    reservation = poor.reservation("grant-1", DP, "federated", "run")
+    verdict = register.reserve("key", reservation, poor.seal(reservation))
+    assert [f.rule for f in verdict.findings] == ["budget"]
+    entry = read_lines(tmp_path / "ledger.db")[-1].record.entry
+    assert type(entry).__name__ == "Refused"
+
+
+def test_a_second_writer_is_kept_out_and_readers_are_not(tmp_path: Path) -> None:
+    register = open_register(tmp_path / "ledger.db", Hospital("site-a"))
+    with pytest.raises(LedgerBusy):
+        Store(tmp_path / "ledger.db", "lazaret/test", Ed25519PrivateKey.generate(), Clock())
+    assert len(read_lines(tmp_path / "ledger.db")) == register.store.state.size
+
+
+def test_sqlite_itself_refuses_to_change_or_delete_an_entry(tmp_path: Path) -> None:
+    open_register(tmp_path / "ledger.db", Hospital("site-a")).store.close()
+    db = apsw.Connection(str(tmp_path / "ledger.db"))
+    for statement in ("DELETE FROM entry", "UPDATE entry SET body = x'00'"):
+        with pytest.raises(apsw.ConstraintError):
+            db.execute(statement)
+
+
+def test_the_ledger_commits_with_full_synchrony(tmp_path: Path) -> None:
+    store = open_register(tmp_path / "ledger.db", Hospital("site-a")).store
+    assert store._db.execute("PRAGMA synchronous").fetchall() == [(2,)]
+    assert store._db.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_ledger_edited_behind_our_back_does_not_open(tmp_path: Path, last: bool) -> None:
+    key = Ed25519PrivateKey.generate()
+    open_register(tmp_path / "ledger.db", Hospital("site-a"), key=key).store.close()
+    db = apsw.Connection(str(tmp_path / "ledger.db"))
+    db.execute("DROP TRIGGER entry_is_fixed")
+    seq, body = db.execute("SELECT seq, body FROM entry ORDER BY seq DESC" if last else "SELECT seq, body FROM entry").fetchone()
+    db.execute("UPDATE entry SET body = ? WHERE seq = ?", (body.replace(b"site-a", b"site-b"), seq))
+    db.close()
+    with pytest.raises(LedgerUnsound):
+        Store(tmp_path / "ledger.db", "lazaret/test", key, Clock())
+
+
+def test_a_cut_tail_does_not_open(tmp_path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    open_register(tmp_path / "ledger.db", Hospital("site-a"), key=key).store.close()
+    db = apsw.Connection(str(tmp_path / "ledger.db"))
+    db.execute("DROP TRIGGER entry_is_kept")
+    db.execute("DELETE FROM entry WHERE seq = (SELECT max(seq) FROM entry)")
+    db.close()
+    with pytest.raises(LedgerUnsound, match="signed head"):
+        Store(tmp_path / "ledger.db", "lazaret/test", key, Clock())
+
+
+def test_a_failed_write_stops_the_ledger_and_a_restart_replays(tmp_path: Path) -> None:
+    key, hospital = Ed25519PrivateKey.generate(), Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", hospital, key=key)
+    size = register.store.state.size
+    pages = register.store._db.execute("PRAGMA page_count").fetchall()[0][0]
+    register.store._db.execute(f"PRAGMA max_page_count = {pages}").fetchall()  # the disk is full
+    with pytest.raises(LedgerStopped):
+        for i in range(100):
+            register.store.append(f"big-{i}", Draft((), (os.urandom(8000),)) if i % 2 else _refusal(hospital, i))
+    assert register.store.stopped
+    with pytest.raises(LedgerStopped):
+        register.store.append("again", _refusal(hospital, 1))
+    register.store.close()
+    again = open_register(tmp_path / "ledger.db", hospital, key=key)
+    assert again.store.state.size >= size
+    assert not again.store.stopped
+
+
+def _refusal(hospital: Hospital, i: int) -> Draft:
+    from policies.ledger import Refused
+
+    return Draft((Refused(f"s{i}", hospital.name, "ksame", "call", ["test" * 500], b""),))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from tests.support.books import DP, Hospital, open_register
+from policies.claims import SubsampledGaussian
+folder = Path(sys.argv[1])
+key = load_pem_private_key((folder / "key.pem").read_bytes(), None)
+hospital = Hospital("site-a", key=key)
+register = open_register(folder / "ledger.db", hospital, key=key)
+tiny = SubsampledGaussian(0.001, 20.0, 1)
+for i in range(100000):
+    r = hospital.reservation(f"grant-{register.store.state.size}", tiny, "federated", "run")
+    register.reserve(f"key-{r.grant}", r, hospital.seal(r))
+    print(r.grant, flush=True)
+"""
+
+
+def test_no_acknowledged_entry_is_lost_to_kill_9(tmp_path: Path) -> None:
+    from protos.identity import pem
+
+    key = Ed25519PrivateKey.generate()
+    (tmp_path / "key.pem").write_bytes(pem(key))
+    hospital, acknowledged = Hospital("site-a", key=key), []
+    for _ in range(3):
+        command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(40):
+                acknowledged.append(process.stdout.readline().strip())
+            process.send_signal(signal.SIGKILL)
+            acknowledged += process.stdout.read().split()
+        register = open_register(tmp_path / "ledger.db", hospital, key=key)
+        assert all(name in register.store.state.grants for name in acknowledged)
+        register.store.close()
+    assert len(set(acknowledged)) == len(acknowledged) >= 120

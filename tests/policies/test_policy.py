@@ -1,0 +1,66 @@
+"""Policies: every key required, all problems at once, and the strictest of two admits what both admit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.policy import Policy, PolicyError, parse, preset, strictest
+from tests.support.books import policy
+
+NAMES = st.frozensets(st.sampled_from(["ksame", "federated", "other"]))
+POLICIES = st.builds(
+    Policy,
+    name=st.sampled_from(["a", "b", "c"]),
+    epsilon=st.floats(0.1, 50),
+    delta=st.floats(1e-9, 1e-3),
+    k_min=st.integers(2, 50),
+    l_diversity=st.integers(1, 5),
+    max_releases_per_patient=st.integers(1, 5),
+    max_artifact_bytes=st.integers(1, 1 << 30),
+    mechanisms=NAMES,
+    artifact_types=st.frozensets(st.sampled_from(["image-set", "update"])),
+    components=st.frozensets(st.sampled_from(["public", "dp", "private"])),
+    levels=st.frozensets(st.sampled_from(["A", "B", "C"])),
+)
+
+
+@pytest.mark.parametrize("name", ["internal", "controlled", "public"])
+def test_presets_parse_and_grow_stricter(name: str) -> None:
+    parsed = parse(preset(name), name)
+    assert parsed.name == name
+    assert parsed.k_min >= {"internal": 5, "controlled": 11, "public": 20}[name]
+
+
+def test_all_problems_are_reported_at_once_with_file_and_key() -> None:
+    text = policy(delta='"tiny"', k_min=1).replace('name = "internal"', 'nam = "x"')
+    with pytest.raises(PolicyError) as caught:
+        parse(text, "site.toml")
+    for part in ("site.toml", "name: missing", "nam: unknown key", "delta: must be", "k_min: must be"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-1.0", "0.0", "true", '"8"', "1000.0"])
+def test_an_epsilon_that_is_no_budget_is_refused(bad: str) -> None:
+    with pytest.raises(PolicyError, match="epsilon"):
+        parse(policy(epsilon=bad), "p")
+
+
+def test_a_boolean_is_not_a_k() -> None:
+    with pytest.raises(PolicyError, match="k_min"):
+        parse(policy(k_min="true"), "p")
+
+
+@given(POLICIES, POLICIES)
+def test_strictest_commutes_and_is_idempotent(a: Policy, b: Policy) -> None:
+    assert strictest(a, b) == strictest(b, a)
+    assert strictest(a, a) == a
+
+
+@given(POLICIES, POLICIES, st.integers(2, 60), st.floats(0.01, 60), st.sampled_from(["ksame", "federated", "other"]))
+def test_strictest_admits_exactly_what_both_admit(a: Policy, b: Policy, k: int, eps: float, mechanism: str) -> None:
+    def admits(p: Policy) -> bool:
+        return k >= p.k_min and eps <= p.epsilon and mechanism in p.mechanisms
+
+    assert admits(strictest(a, b)) == (admits(a) and admits(b))

@@ -1,0 +1,100 @@
+"""Statements have one form: what parses encodes back to itself, and everything else is our own error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.claims import KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
+from policies.statement import MalformedStatement, Settlement, canonical, claim_from, claim_json, encode, parse
+from tests.support.books import DP, K5, Hospital
+
+SITE = Hospital("site-a")
+STATEMENTS = [
+    SITE.enrolment()[0],
+    SITE.reservation("grant-1"),
+    SITE.reservation("grant-2", DP, "federated", "run-1"),
+    SITE.release("release-1", "grant-1"),
+    SITE.release("r", "g", run="run-1", round=2, claim=DP, epsilon_nano=6_511_125_604, delta="4e-06"),
+    Settlement("grant-1", "site-a", "", "ksame", "expired", "restart"),
+]
+
+
+@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda s: type(s).__name__)
+def test_what_is_encoded_parses_to_itself(statement: object) -> None:
+    assert parse(encode(statement)) == statement  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("claim", [DP, K5, NoClaim(), SubsampledGaussian(0.1, 1e-3, 1)])
+def test_claims_survive_json(claim: object) -> None:
+    assert claim_from(json.loads(canonical(claim_json(claim)))) == claim  # type: ignore[arg-type]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(STATEMENTS), st.data())
+def test_any_changed_byte_is_found_or_says_something_else(statement: object, data: st.DataObject) -> None:
+    raw = bytearray(encode(statement))  # type: ignore[arg-type]
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] ^= data.draw(st.integers(1, 255))
+    try:
+        assert parse(bytes(raw)) != statement
+    except (MalformedStatement, UnsupportedClaim):
+        pass
+
+
+@given(st.binary(max_size=200))
+def test_noise_gives_our_own_errors_only(raw: bytes) -> None:
+    with pytest.raises((MalformedStatement, UnsupportedClaim)):
+        parse(raw)
+
+
+def _changed(**fields: object) -> bytes:
+    document = json.loads(encode(STATEMENTS[3]))
+    document["predicate"].update(fields)
+    return canonical(document)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"artifact_bytes": 1.5}, {"artifact_bytes": True}, {"artifact_bytes": -1}, {"artifact_bytes": 10**30},
+        {"site": "../etc"}, {"site": ""}, {"release": "A B"}, {"epsilon_nano": "0"}, {"round": None},
+        {"components": {"x": 1}}, {"components": []}, {"artifact_sha256": "zz"}, {"extra": 1}, {"vetted_against": 7},
+    ],
+)  # fmt: skip
+def test_ill_typed_fields_are_refused(fields: dict[str, object]) -> None:
+    try:
+        raw = _changed(**fields)
+    except (ValueError, TypeError):
+        return
+    with pytest.raises(MalformedStatement):
+        parse(raw)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"kind": "perfect"}, {"kind": "k-anonymous", "k": 5}, {"kind": ["k-anonymous"]}, "k", None, 7,
+        {"kind": "subsampled-gaussian", "sampling_rate": "nan", "noise_multiplier": "1.0", "steps": 1},
+        {"kind": "subsampled-gaussian", "sampling_rate": "0.10", "noise_multiplier": "1.0", "steps": 1},
+        {"kind": "subsampled-gaussian", "sampling_rate": "0.1", "noise_multiplier": "1.0", "steps": 1, "more": 1},
+    ],
+)  # fmt: skip
+def test_an_unknown_claim_is_refused_and_never_guessed(claim: object) -> None:
+    with pytest.raises((UnsupportedClaim, TypeError)):
+        claim_from(claim)
+
+
+def test_a_duplicate_key_is_refused() -> None:
+    raw = encode(STATEMENTS[1]).replace(b'{"_type"', b'{"_type":"x","_type"', 1)
+    with pytest.raises(MalformedStatement):
+        parse(raw)
+
+
+def test_k_is_not_a_float() -> None:
+    with pytest.raises(UnsupportedClaim):
+        claim_from({"kind": "k-anonymous", "k": 5.0, "l_diversity": 2, "releases_per_patient": 1})
+    assert claim_from({"kind": "k-anonymous", "k": 5, "l_diversity": 2, "releases_per_patient": 1}) == KAnonymous(5, 2, 1)

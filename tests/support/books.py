@@ -1,0 +1,95 @@
+"""Real sites for tests: keys, sealed statements, registers over real SQLite ledgers."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from policies.claims import Claim, KAnonymous, SubsampledGaussian
+from policies.policy import Policy, parse, preset, strictest
+from policies.register import Register
+from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Statement, encode
+from policies.store import Store
+from protos.envelope import seal
+
+K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)
+DP = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=1.8, steps=60)
+
+
+def policy(**changes: object) -> str:
+    """The text of the preset "internal" with some keys changed."""
+    text = preset("internal")
+    for key, value in changes.items():
+        lines = [f"{key} = {value}" if line.startswith(f"{key} ") else line for line in text.splitlines()]
+        text = "\n".join(lines)
+    return text
+
+
+@dataclass
+class Hospital:
+    """One site's signing key and what it would send."""
+
+    name: str
+    policy_text: str = field(default_factory=policy)
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+
+    @property
+    def public(self) -> bytes:
+        return self.key.public_key().public_bytes_raw()
+
+    def seal(self, statement: Statement) -> bytes:
+        return seal(encode(statement), PAYLOAD_TYPE, self.key)
+
+    def enrolment(self) -> tuple[Enrolment, bytes]:
+        statement = Enrolment(self.name, base64.b64encode(self.public).decode(), "csr", "node", self.policy_text)
+        return statement, self.seal(statement)
+
+    def reservation(self, grant: str, claim: Claim = K5, mechanism: str = "ksame", run: str = "") -> Reservation:
+        return Reservation(grant, self.name, run, mechanism, claim)
+
+    def release(self, name: str, grant: str, **changes: object) -> Release:
+        values: dict[str, object] = {
+            "release": name,
+            "grant": grant,
+            "site": self.name,
+            "run": "",
+            "round": 0,
+            "mechanism": "ksame",
+            "artifact_type": "image-set",
+            "artifact_sha256": "ab" * 32,
+            "artifact_bytes": 100,
+            "claim": K5,
+            "epsilon_nano": None,
+            "delta": None,
+            "components": {"encoder": "public", "generator": "public"},
+            "vetted_against": "nothing",
+            **changes,
+        }
+        return Release(**values)  # type: ignore[arg-type]
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000
+
+    def __call__(self) -> int:
+        self.now += 1
+        return self.now
+
+
+def open_register(path: Path, *hospitals: Hospital, key: Ed25519PrivateKey | None = None) -> Register:
+    """A register over a new or existing ledger, with these hospitals enrolled."""
+    federation: Policy = parse(policy(), "federation")
+    own = {h.name: parse(h.policy_text, h.name) for h in hospitals}
+    store = Store(path, "lazaret/test", key or Ed25519PrivateKey.generate(), Clock())
+    register = Register(store, lambda site: strictest(own[site], federation))
+    for hospital in hospitals:
+        if hospital.name not in store.state.sites:
+            statement, envelope = hospital.enrolment()
+            register.enrol(statement, envelope, register.policy_of(hospital.name))
+    return register
