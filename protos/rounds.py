@@ -1,0 +1,96 @@
+"""What the two ends of a federated round agree on: message types, records, keys, codes, the stub.
+
+Agent and coordinator never import each other; both import this. A run has two kinds of message, as
+`flwr.app.Message`. Records and keys are exact: anything missing or extra is refused by the receiver.
+
+``query.price``, coordinator to site: one ConfigRecord ``order`` {run: str, round: int, config: bytes}
+    reply: one ConfigRecord ``answer`` {envelope: bytes}, or an Error
+``train``, coordinator to site: the same ``order`` and one ArrayRecord ``parameters`` {flat: (n,) float32}
+    reply: the same ``answer`` and one ArrayRecord ``parameters`` {flat: (n,) float32}, or an Error
+
+``run`` is Lazaret's run id (not Flower's), ``round`` counts from 0 (always 0 in ``query.price``),
+``config`` is the mechanism's public configuration, opaque here. Parameters travel as one flat tensor,
+because Flower's cost is per tensor. An Error carries a code of `CODES` and that code's name as its
+reason, never other text.
+
+Flower starts a run from an app bundle. Lazaret runs no received code, so the bundle is a stub: it is
+built here, byte for byte the same everywhere, both sides know its SHA-256, and nobody unpacks it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Mapping
+from typing import Final
+
+PRICE: Final = "query.price"
+TRAIN: Final = "train"
+
+ORDER: Final = "order"
+RUN: Final = "run"
+ROUND: Final = "round"
+CONFIG: Final = "config"
+
+ANSWER: Final = "answer"
+ENVELOPE: Final = "envelope"
+
+PARAMETERS: Final = "parameters"
+FLAT: Final = "flat"
+
+MAX_RUN: Final = 128  # characters of a run id
+MAX_CONFIG: Final = 1 << 20  # bytes
+MAX_ENVELOPE: Final = 1 << 20  # bytes
+
+# Why a site declines. Codes below 1000 are Flower's own. A cause that depends on patients (too few of
+# them, none at all, data that cannot be read) has one code only, "unavailable": the coordinator's side
+# must not be able to tell such causes apart.
+CODES: Final[Mapping[str, int]] = {
+    "internal": 1000,  # something failed at the site; its log knows what
+    "bundle": 1001,  # the run's bundle is not the pinned stub
+    "message_type": 1002,
+    "malformed": 1003,  # records, keys, types or sizes are not as above
+    "policy": 1004,  # the site's policy forbids it
+    "budget": 1005,  # the site's account does not cover it
+    "mechanism": 1006,  # unknown mechanism or configuration
+    "not_granted": 1007,  # training was asked for without a grant
+    "unavailable": 1008,
+}
+
+_WORDS: Final = '"""A stub. It does nothing: Lazaret runs only code that is installed locally."""\n'
+STUB_FILES: Final[Mapping[str, str]] = {
+    "pyproject.toml": (
+        '[project]\nname = "lazaret-stub"\nversion = "1.0.0"\n'
+        'description = "Does nothing: Lazaret runs only code that is installed locally."\n'
+        'license = "Apache-2.0"\ndependencies = []\n\n'
+        '[tool.flwr.app]\npublisher = "lazaret"\n\n'
+        '[tool.flwr.app.components]\nserverapp = "stub:nothing"\nclientapp = "stub:nothing"\n\n'
+        "[tool.flwr.app.config]\n"
+    ),
+    "stub.py": _WORDS + "nothing = None\n",
+}
+
+
+def bundle(files: Mapping[str, str]) -> bytes:
+    """A Flower app bundle of text ``files`` (path to content): a zip with a manifest of SHA-256 digests.
+
+    Stored uncompressed with fixed dates and modes, so that equal files give equal bytes with every
+    version of zlib. The manifest line is Flower's: ``path,sha256,size in bits``.
+    """
+    manifest = "\n".join(
+        f"{path},{hashlib.sha256(text.encode()).hexdigest()},{len(text.encode()) * 8}"
+        for path, text in files.items()
+    )
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for path, text in {**files, ".info/CONTENT": manifest}.items():
+            entry = zipfile.ZipInfo(path, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.create_system = 3  # "made on Unix", wherever it is made
+            entry.external_attr = 0o600 << 16
+            archive.writestr(entry, text.encode())
+    return out.getvalue()
+
+
+STUB_BUNDLE: Final = bundle(STUB_FILES)
+STUB_DIGEST: Final = hashlib.sha256(STUB_BUNDLE).hexdigest()
