@@ -1,0 +1,113 @@
+"""NIfTI volumes: checked before they are inflated, and written again with nothing but grid and voxels."""
+
+# mypy: disable-error-code="no-untyped-call"
+# nibabel has no annotations on its header classes
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zlib
+from typing import Final
+
+import nibabel
+import numpy as np
+
+from agent.deidentify.reasons import Refused
+
+GZIP_MAGIC: Final = b"\x1f\x8b"
+_NIFTI1: Final = (348, 344, b"n+1\0")  # header size, offset and text of the magic
+_NIFTI2: Final = (540, 4, b"n+2\0\r\n\x1a\n")
+_CHUNK: Final = 1 << 20
+
+
+def looks_like_nifti(data: bytes) -> bool:
+    """True for a single-file NIfTI-1 or NIfTI-2, plain, or for anything gzipped."""
+    return data.startswith(GZIP_MAGIC) or _version(data) is not None
+
+
+def _version(data: bytes) -> type[nibabel.Nifti1Image] | None:
+    for (size, offset, magic), kind in ((_NIFTI1, nibabel.Nifti1Image), (_NIFTI2, nibabel.Nifti2Image)):
+        sizes = (struct.pack("<i", size), struct.pack(">i", size))
+        if data[:4] in sizes and data[offset : offset + len(magic)] == magic:
+            return kind
+    return None
+
+
+def inflate(data: bytes, max_bytes: int) -> bytes:
+    """Undo gzip, never making more than ``max_bytes``.
+
+    Raises:
+        Refused: ``too_large``, ``truncated``, ``malformed``.
+    """
+    if not data.startswith(GZIP_MAGIC):
+        return data
+    machine, parts, total = zlib.decompressobj(wbits=31), [], 0
+    try:
+        for start in range(0, len(data), _CHUNK):
+            rest = data[start : start + _CHUNK]
+            while rest and not machine.eof:
+                part = machine.decompress(rest, _CHUNK)
+                rest = machine.unconsumed_tail
+                total += len(part)
+                if total > max_bytes:
+                    raise Refused("too_large")
+                parts.append(part)
+        while not machine.eof and (part := machine.decompress(b"", _CHUNK)):
+            parts.append(part)
+    except zlib.error:
+        raise Refused("malformed") from None
+    if not machine.eof:
+        raise Refused("truncated")
+    return b"".join(parts)
+
+
+def clean(data: bytes, max_pixels: int) -> bytes:
+    """A NIfTI file with the same voxels, bit for bit, on the same grid, and no words.
+
+    The header is a new one: description, auxiliary file, intent and data base names, and all extensions
+    are gone.
+
+    Raises:
+        Refused: ``not_dicom`` (neither format), ``truncated``, ``too_large``, ``undecodable``.
+    """
+    kind = _version(data)
+    if kind is None:
+        raise Refused("not_dicom")
+    header = kind.header_class.from_fileobj(io.BytesIO(data[: kind.header_class.sizeof_hdr]), check=True)
+    shape, dtype = header.get_data_shape(), header.get_data_dtype()
+    while len(shape) > 3 and shape[-1] == 1:
+        shape = shape[:-1]
+    if len(shape) not in (3, 4) or not all(n > 0 for n in shape) or dtype.kind not in "iuf":
+        raise Refused("undecodable")
+    voxels = math.prod(shape)
+    if not voxels <= max_pixels:
+        raise Refused("too_large")
+    offset = int(header.get_data_offset())
+    if not 0 < offset <= len(data):
+        raise Refused("malformed")
+    if len(data) < offset + voxels * dtype.itemsize:
+        raise Refused("truncated")
+    stored = np.frombuffer(data, dtype=dtype, count=voxels, offset=offset).reshape(shape, order="F")
+    if not bool(np.isfinite(stored).all()):
+        raise Refused("undecodable")
+    return _write(kind, header, stored)
+
+
+def _write(kind: type[nibabel.Nifti1Image], header: nibabel.Nifti1Header, stored: np.ndarray) -> bytes:
+    native = stored.astype(stored.dtype.newbyteorder("<"))
+    image = kind(native, header.get_best_affine(), dtype=native.dtype)
+    new = image.header
+    new.set_qform(header.get_qform(), int(header["qform_code"]))
+    new.set_sform(header.get_sform(), int(header["sform_code"]))
+    new.set_zooms(header.get_zooms()[: native.ndim])
+    new.set_xyzt_units(*header.get_xyzt_units())
+    slope, inter = header.get_slope_inter()
+    # nibabel would rescale the array on writing; header and voxels are written side by side instead
+    new.set_slope_inter(1.0 if slope is None else slope, 0.0 if inter is None else inter)
+    new.set_data_offset(new.single_vox_offset)
+    out = io.BytesIO()
+    new.write_to(out)
+    out.write(b"\0" * (new.single_vox_offset - out.tell()))
+    out.write(native.tobytes(order="F"))
+    return out.getvalue()

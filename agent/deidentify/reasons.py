@@ -1,0 +1,59 @@
+"""Why a file does not come in: a closed list of codes, each with a sentence for the operator.
+
+A refusal carries its code and nothing of the file: no value, no name, no text of a parser (P14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+REASONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "not_dicom": "Neither DICOM (with its 128-byte preamble) nor NIfTI. Nothing to do unless it should"
+        " be an image: then export it from the PACS again.",
+        "not_a_file": "A link, socket or device, which is never followed. Put the file itself in the folder.",
+        "unreadable": "The file could not be opened or read. Check its permissions and the disk.",
+        "truncated": "The file ends before its contents do. Copy or export it again.",
+        "malformed": "The structure breaks the DICOM or NIfTI standard. Export it again; if it stays so, ask"
+        " the vendor of the device.",
+        "too_large": "More bytes or pixels than the rules allow. Raise max_bytes or max_pixels if this is"
+        " a real image.",
+        "too_deep": "Nested deeper, or more elements, than any real image has. Treat the file as hostile.",
+        "incomplete": "An identifier that every image must have (SOP class, instance, study) is missing."
+        " Export it again from the PACS.",
+        "unsupported_encoding": "The transfer syntax or colour model is not one this agent decodes. Let the"
+        " PACS send it uncompressed, as JPEG 2000, JPEG-LS, RLE or baseline JPEG.",
+        "dicomdir": "The index of a medium, not an image. Nothing to do.",
+        "not_an_image": "A report, plan, dose, waveform, document, segmentation or presentation state."
+        " Leave such objects out of the export.",
+        "no_pixels": "An image object without pixel data. Export it again with its pixels.",
+        "sop_class_not_allowed": "This kind of object is not on the site's list. Add its SOP class to the"
+        " rules if the protocol covers it.",
+        "modality_not_allowed": "This modality is not on the site's list. Add it to the rules if the"
+        " protocol covers it.",
+        "burned_in_risk": "The picture may show the patient's name: ultrasound, a captured screen, a derived"
+        " or colour picture, or marked as such. Have a person look, or leave it out.",
+        "missing_patient": "No patient identifier, so the patient cannot be counted once. Complete it in the"
+        " PACS and export again.",
+        "undecodable": "The pixel data cannot be decoded or makes no sense. Export it again, uncompressed.",
+        "conflicting_instance": "This instance was already kept with other bytes. Find out which one is"
+        " right, and remove the other.",
+        "parser_stopped": "Reading the file took too long or too much memory, or crashed the reader."
+        " Treat the file as hostile.",
+        "nifti_without_patient": "A NIfTI file names no patient. Add a line with its file and patient_id to"
+        " nifti.csv.",
+    }
+)
+
+
+class Refused(Exception):
+    """A file is not let in. ``code`` is a key of ``REASONS``; nothing of the file is in the exception."""
+
+    def __init__(self, code: str) -> None:
+        """Take a known code only."""
+        if code not in REASONS:
+            raise ValueError("unknown reason code")
+        super().__init__(code)
+        self.code = code

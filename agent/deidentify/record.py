@@ -1,0 +1,43 @@
+"""What comes in: one de-identified image or volume, ready for the vault."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+_KEYED: Final = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One file that was let in. Every identity in it is keyed; it stays inside the site all the same."""
+
+    name: str  # of the instance: from its SOP Instance UID, or from the content of a volume file
+    digest: str  # of the source file's bytes
+    pseudonym: str
+    study: str
+    modality: str
+    kind: Literal["image", "volume"]
+    label: str  # from the hospital's own list; "" when it has none
+    pixels: NDArray[np.float32] | None  # (h, w) in [0, 1]; None for volumes and multi-frame images
+    payload: bytes  # the de-identified DICOM or NIfTI file
+    face: bool  # a face may be reconstructed from it: not eligible for any release before defacing
+
+    def __post_init__(self) -> None:
+        """Refuse what is not keyed and pixels outside [0, 1]: this also checks what the reader sent."""
+        for value in (self.name, self.digest, self.pseudonym, self.study):
+            if not _KEYED.fullmatch(value):
+                raise ValueError("identities of a record must be 32 hex characters")
+        if self.kind not in ("image", "volume") or (self.pixels is None) is (self.kind == "image"):
+            raise ValueError("an image has pixels, a volume has none")
+        if not re.fullmatch(r"[A-Z0-9]{1,16}", self.modality) or not self.payload:
+            raise ValueError("a record has a modality and a payload")
+        p = self.pixels
+        if p is not None and not (p.ndim == 2 and p.dtype == np.float32 and p.size):
+            raise ValueError("pixels must be a non-empty (h, w) float32 array")
+        if p is not None and not bool(np.isfinite(p).all() and p.min() >= 0 and p.max() <= 1):
+            raise ValueError("pixels must be finite and lie in [0, 1]")

@@ -1,0 +1,60 @@
+"""DICOM PS3.15 Table E.1-1, edition 2026c: what the Basic Profile does with each listed attribute.
+
+The rows are frozen data in ``ps315.json``, which names their source and carries its BSD licence. Codes
+(PS3.15 section E.1.1): D a dummy value, Z a zero-length or dummy value, X removed, U a new UID; ``X/Z``
+and the like leave the choice to the object's type, ``X/Z/U*`` is for sequences of references.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Final
+
+CODES: Final = frozenset({"D", "Z", "X", "U", "Z/D", "X/Z", "X/D", "X/Z/D", "X/Z/U*"})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One attribute of the table."""
+
+    action: str  # one of CODES
+    name: str  # the attribute's name in the standard
+
+    def __post_init__(self) -> None:
+        """Refuse an action that the engine does not know."""
+        if self.action not in CODES:
+            raise ValueError(f"unknown action {self.action!r} in ps315.json")
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatingRow:
+    """A row for a repeating group: it covers every tag with ``tag & mask == value``."""
+
+    value: int
+    mask: int
+    row: Row
+
+
+def _load() -> tuple[str, Mapping[int, Row], tuple[RepeatingRow, ...]]:
+    raw = json.loads(files("agent.deidentify").joinpath("ps315.json").read_text(encoding="utf-8"))
+    single = {int(tag, 16): Row(action, name) for tag, (action, name) in raw["attributes"].items()}
+    repeating = tuple(
+        RepeatingRow(int(value, 16), int(mask, 16), Row(action, name))
+        for value, mask, action, name in raw["repeating"]
+    )
+    return raw["edition"], MappingProxyType(single), repeating
+
+
+EDITION, ATTRIBUTES, REPEATING = _load()
+
+
+def row(tag: int) -> Row | None:
+    """The table's row for one attribute, or None when the table does not list it."""
+    found = ATTRIBUTES.get(tag)
+    if found is not None:
+        return found
+    return next((r.row for r in REPEATING if tag & r.mask == r.value), None)

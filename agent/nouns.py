@@ -1,0 +1,123 @@
+"""The nouns of one hospital's agent: frozen values, checked when they are built.
+
+Every arrow of the pipeline takes one of these and gives the next; none of them knows a file, a
+clock or a network. Pseudonyms (keyed HMACs of the patient's identity) stay inside the site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class CohortTooSmall(ValueError):
+    """Fewer eligible patients than the mechanism needs. The text never says how many there are (P14)."""
+
+    def __init__(self) -> None:
+        """Say only that the cohort does not qualify."""
+        super().__init__("the cohort does not qualify for this release")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """One de-identified 2-D image of one patient."""
+
+    pixels: NDArray[np.float32]  # (h, w), intensities in [0, 1]
+    label: str  # coarse class given by the hospital; "" when it has none
+
+    def __post_init__(self) -> None:
+        """Refuse anything but a finite (h, w) float32 image in [0, 1]."""
+        p = self.pixels
+        if p.ndim != 2 or p.dtype != np.float32 or not p.size:
+            raise ValueError("pixels must be a non-empty (h, w) float32 array")
+        if not bool(np.isfinite(p).all() and p.min() >= 0 and p.max() <= 1):
+            raise ValueError("pixels must be finite and lie in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patient:
+    """The unit of privacy: everything the site holds of one person, under one pseudonym."""
+
+    pseudonym: str
+    images: tuple[Image, ...]
+
+    def __post_init__(self) -> None:
+        """A patient has a pseudonym and at least one image."""
+        if not self.pseudonym or not self.images:
+            raise ValueError("a patient needs a pseudonym and an image")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cohort:
+    """The patients eligible for one release, each once, in pseudonym order, images of one shape."""
+
+    patients: tuple[Patient, ...]
+
+    def __post_init__(self) -> None:
+        """Order and uniqueness make a run deterministic and k countable."""
+        if not all(a.pseudonym < b.pseudonym for a, b in pairwise(self.patients)):
+            raise ValueError("patients must be distinct and sorted by pseudonym")
+        if len({image.pixels.shape for p in self.patients for image in p.images}) > 1:
+            raise ValueError("all images of a cohort must have one shape")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """One latent code per patient: the mean over the patient's images."""
+
+    codes: NDArray[np.float32]  # (n, d)
+    patients: tuple[str, ...]  # n pseudonyms, each once
+
+    def __post_init__(self) -> None:
+        """One finite code for each distinct patient."""
+        if self.codes.ndim != 2 or self.codes.shape[0] != len(self.patients):
+            raise ValueError("codes must be (n, d) with one row for each patient")
+        if len(set(self.patients)) != len(self.patients):
+            raise ValueError("a patient appears twice")
+        if not bool(np.isfinite(self.codes).all()):
+            raise ValueError("codes must be finite")
+
+
+@dataclass(frozen=True, slots=True)
+class Clusters:
+    """A partition of patients: the equivalence classes of k-anonymity."""
+
+    members: tuple[tuple[str, ...], ...]  # pseudonyms; every patient in exactly one cluster
+
+    def __post_init__(self) -> None:
+        """No patient in two clusters, none twice in one."""
+        flat = [p for cluster in self.members for p in cluster]
+        if len(set(flat)) != len(flat):
+            raise ValueError("a patient is in two clusters")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SyntheticSet:
+    """What a synthesis mechanism releases: representatives with their aggregated labels."""
+
+    images: NDArray[np.uint8]  # (m, h, w)
+    labels: tuple[str, ...]  # m
+
+    def __post_init__(self) -> None:
+        """One label for each image."""
+        if self.images.ndim != 3 or self.images.dtype != np.uint8:
+            raise ValueError("images must be (m, h, w) uint8")
+        if len(self.labels) != self.images.shape[0]:
+            raise ValueError("one label for each image")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """What one federated round releases: the site's new parameters, packed flat."""
+
+    vector: NDArray[np.float32]  # (p,)
+
+    def __post_init__(self) -> None:
+        """A finite flat vector."""
+        if self.vector.ndim != 1 or self.vector.dtype != np.float32 or not self.vector.size:
+            raise ValueError("vector must be a non-empty (p,) float32 array")
+        if not bool(np.isfinite(self.vector).all()):
+            raise ValueError("vector must be finite")
