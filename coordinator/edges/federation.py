@@ -1,0 +1,361 @@
+"""Flower at the coordinator: the embedded SuperLink and one run at a time over it.
+
+All use of Flower's private interfaces at this side is here and in grid.py (agent/edges/federation.py is
+the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them to it. What
+travels is documented in protos/rounds.py.
+
+One SuperLink state, two listeners:
+
+- *public*: TLS 1.3, client certificate required, and only the Fleet calls that an agent makes (and
+  /health). Registering a node and fetching an app bundle are not among them.
+- *private*: loopback, everything, but only with this process's random secret in a header: Flower's
+  Control API has no login of its own, so without it any local user could register nodes or start runs.
+
+Flower's own log is switched off: it holds addresses and exception texts. Callers hear of progress and
+results as values, and log what their own allow-list permits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+import uvicorn
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.common.serde import fab_to_proto
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StopRunRequest,
+    UnregisterNodeRequest,
+)
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.constant import NodeStatus
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
+from flwr.superlink.config_loader import SuperLinkLifespanConfig
+from flwr.superlink.main import create_app
+
+from coordinator.edges.grid import PrivateWay, PromptGrid, direct
+from coordinator.edges.listeners import PrivateGate, PublicGate, listen, server_tls
+from coordinator.edges.strategy import (
+    Gate,
+    GatedStrategy,
+    Progress,
+    Result,
+    RoundFailed,
+    RoundPlan,
+    pack,
+)
+from protos import quiet
+from protos.rounds import STUB_BUNDLE, STUB_DIGEST
+
+__all__ = [
+    "STUB_DIGEST",
+    "FlowerHost",
+    "Gate",
+    "HostConfig",
+    "HostFailed",
+    "Progress",
+    "Result",
+    "RoundFailed",
+    "RoundPlan",
+    "RunInProgress",
+    "conduct",
+]
+
+for _name in ("flwr", "httpx", "httpcore", "uvicorn"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
+
+_POLL_S: Final = 0.2
+_START_S: Final = 60.0
+_CLAIM_S: Final = 30.0
+# Flower keeps "which task am I" in a class attribute of the process, so two runs would mix.
+_CONDUCTING: Final = threading.Lock()
+
+
+class HostFailed(RuntimeError):
+    """The embedded SuperLink did not start or does not answer as it must."""
+
+
+class RunInProgress(RuntimeError):
+    """This process is already conducting a run; Flower's task identity is one per process."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """Where the SuperLink listens and what it shows. Port 0 picks a free one (`FlowerHost.public`)."""
+
+    state: Path  # a directory, made with mode 0700; updates lie in it in clear while a round is open
+    ca: Path  # PEM; issues the agents' client certificates
+    cert: Path  # PEM, of the public listener
+    key: Path  # PEM
+    public: tuple[str, int]
+    private: tuple[str, int]
+
+    def __post_init__(self) -> None:
+        """The private listener must not be reachable from another machine."""
+        if not ipaddress.ip_address(self.private[0]).is_loopback:
+            raise ValueError("private: must be a loopback address such as 127.0.0.1")
+
+
+class FlowerHost:
+    """The embedded SuperLink, as a context manager. Registrations survive restarts on the same state."""
+
+    def __init__(self, config: HostConfig) -> None:
+        """Check the process and the certificates; nothing listens yet.
+
+        Raises:
+            NotQuiet: `protos.quiet.hush` was not called before the imports.
+            OSError, ssl.SSLError: a certificate or key cannot be used.
+        """
+        quiet.require()
+        self.config = config
+        self.stopping = threading.Event()
+        self._tls = server_tls(config.ca, config.cert, config.key)
+        self._secret = secrets.token_bytes(32)
+        self._key = secrets.token_hex(32)
+        self._servers: list[uvicorn.Server] = []
+        self._sockets: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve, name="superlink", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Listen, and end whatever runs an earlier process left open.
+
+        Raises:
+            HostFailed: the SuperLink did not come up.
+            OSError: an address is in use.
+        """
+        self.config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.config.state.chmod(0o700)  # Flower's files in it are readable by all
+        for address in (self.config.private, self.config.public):
+            self._sockets.append(listen(address))
+        self._servers = self._make_servers()
+        self._thread.start()
+        until = time.monotonic() + _START_S
+        while not all(server.started for server in self._servers):
+            if not self._thread.is_alive() or not time.monotonic() < until:
+                self.__exit__(None, None, None)
+                raise HostFailed("the SuperLink did not start")
+            time.sleep(0.05)
+        self._control = direct(ControlHttpClient.from_server_address(*self._way().args("flwr CLI")))
+        self._end_open_runs()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop listening. A run that is being conducted ends with `RoundFailed`."""
+        self.stopping.set()
+        for server in self._servers:
+            server.should_exit = True
+        if self._thread.ident is not None:
+            self._thread.join(15)
+        for listener in self._sockets:
+            listener.close()
+
+    @property
+    def public(self) -> tuple[str, int]:
+        """Address and port of the public listener."""
+        return _address(self._sockets[1])
+
+    @property
+    def private(self) -> tuple[str, int]:
+        """Address and port of the private listener."""
+        return _address(self._sockets[0])
+
+    def register(self, site: str, node_key: bytes) -> None:
+        """Let the agent that holds ``node_key`` take part as ``site``. Again with the same key: no change.
+
+        Args:
+            site: the name by which a `RoundPlan` asks for it.
+            node_key: OpenSSH public key, EC P-384 (Flower refuses Ed25519 for nodes). A new key for a
+                known site replaces the old one.
+        Raises:
+            ValueError: no such key, or another site already has it.
+        """
+        key = load_ssh_public_key(node_key)
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+            raise ValueError(f"the node key of {site} must be EC P-384 in OpenSSH format")
+        if not site:
+            raise ValueError("a site needs a name")
+        wanted = public_key_to_bytes(key)
+        nodes = self._nodes()
+        if any(node.public_key == wanted and node.name != site for node in nodes):
+            raise ValueError(f"the node key of {site} belongs to another site already")
+        for node in nodes:
+            if node.name == site and node.public_key != wanted:
+                self._control.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+        if not any(node.public_key == wanted for node in nodes):
+            self._control.RegisterNode(RegisterNodeRequest(public_key=wanted, name=site))
+
+    def online(self) -> set[str]:
+        """The sites whose agents are connected now (or were within the last two heartbeats)."""
+        return {node.name for node in self._nodes() if node.status == NodeStatus.ONLINE}
+
+    def _nodes(self) -> list[NodeInfo]:
+        listed = self._control.ListNodes(ListNodesRequest()).nodes_info
+        return [node for node in listed if node.status != NodeStatus.UNREGISTERED]
+
+    def _end_open_runs(self) -> None:
+        """A run of a process that is gone is never resumed by Flower: its caller starts a new one."""
+        for run_id, run in self._control.ListRuns(ListRunsRequest(limit=1000)).run_dict.items():
+            if run.status.status != "finished":
+                self._control.StopRun(StopRunRequest(run_id=run_id))
+                self._purge(run_id)
+
+    def _way(self) -> PrivateWay:
+        host, port = self.private
+        return PrivateWay(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._key)
+
+    def _make_servers(self) -> list[uvicorn.Server]:
+        host, port = self.private
+        app = create_app(
+            SuperLinkLifespanConfig(
+                control_address="",
+                health_server_address=None,
+                host=host,
+                port=port,
+                insecure=True,  # of the old gRPC listeners, which stay off
+                certificates=None,
+                superexec_auth_secret=self._secret,
+                authn_plugin=NoOpControlAuthnPlugin(),
+                event_log_plugin=None,
+                fleet_event_log_plugin=None,
+                enable_event_log=False,
+                artifact_provider=None,
+                enable_supernode_auth=True,
+                fleet_api_type="grpc-rere",
+                fleet_api_address=None,
+                simulation=False,
+                ssl_ca_certfile=None,
+                ssl_certfile=None,
+                ssl_keyfile=None,
+                database=str(self.config.state.absolute() / "flower.db"),
+                isolation="process",  # Flower starts no process of its own
+                runtime_dependency_install=False,
+            ),
+            SuperLinkLifespan,
+        )
+        common: dict[str, Any] = {
+            "log_config": None,
+            "access_log": False,
+            "server_header": False,
+            "proxy_headers": False,
+            "ws": "none",
+            "timeout_graceful_shutdown": 3,
+        }
+        private = uvicorn.Config(PrivateGate(app, self._key), lifespan="on", **common)
+        public = uvicorn.Config(
+            PublicGate(app), lifespan="off", ssl_context_factory=lambda _config, _default: self._tls, **common
+        )
+        return [uvicorn.Server(private), uvicorn.Server(public)]
+
+    def _serve(self) -> None:
+        async def both() -> None:
+            pairs = zip(self._servers, self._sockets, strict=True)
+            await asyncio.gather(*(server.serve(sockets=[listener]) for server, listener in pairs))
+
+        with contextlib.suppress(SystemExit):  # uvicorn's way to say that it could not start
+            asyncio.run(both())
+
+    @contextlib.contextmanager
+    def grid(self) -> Iterator[PromptGrid]:
+        """Start a run with the stub bundle and stand in for the ServerApp that Flower would execute.
+
+        Raises:
+            RunInProgress: another run is being conducted in this process.
+        """
+        if not _CONDUCTING.acquire(blocking=False):
+            raise RunInProgress("one federated run at a time in one process")
+        try:
+            run_id = self._control.StartRun(
+                StartRunRequest(fab=fab_to_proto(Fab(STUB_DIGEST, STUB_BUNDLE, {})), federation="")
+            ).run_id
+            grid = PromptGrid(self._way(), self._claim(run_id), self.stopping)
+            try:
+                yield grid.begin()
+            except BaseException:
+                grid.end("failed")
+                raise
+            else:
+                grid.end("completed")
+            finally:
+                self._purge(run_id)
+        finally:
+            _CONDUCTING.release()
+
+    def _purge(self, run_id: int) -> None:
+        """Make Flower drop what is left of a finished run, unread messages too: listing it does that."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            self._control.ListRuns(ListRunsRequest(run_id=run_id))
+
+    def _claim(self, run_id: int) -> str:
+        """The token of the run's ServerApp task. Tasks of other runs, if any, are ended unexecuted."""
+        signer = SuperExecAuthHttpInterceptor(
+            master_secret=self._secret,
+            protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
+        )
+        args = self._way().args("SuperExec", signer)
+        with direct(RuntimeHttpClient.from_server_address(*args)) as runtime:
+            until = time.monotonic() + _CLAIM_S
+            while time.monotonic() < until:
+                got = runtime.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-serverapp"]))
+                if got.token and got.task.run_id == run_id:
+                    return str(got.token)
+                if got.token:
+                    PromptGrid(self._way(), got.token, self.stopping).end("failed")
+                time.sleep(_POLL_S)
+        raise HostFailed("the SuperLink has no task for the run that it just started")
+
+
+def conduct(host: FlowerHost, plan: RoundPlan, gate: Gate, progress: Callable[[Progress], None]) -> Result:
+    """Conduct one federated run to its end: price, then the rounds from ``plan.first_round`` on.
+
+    Blocks. ``gate.round_done`` is called after each round, before the next begins, so that an
+    interrupted run goes on as a new call with the last durable vector and round.
+
+    Raises:
+        RoundFailed: too few usable sites at the price or in a round, or the host is stopping.
+        RunInProgress: this process conducts another run.
+        HostFailed: the SuperLink does not answer.
+    """
+    strategy = GatedStrategy(plan, gate, progress, host.stopping)
+    try:
+        with host.grid() as grid:
+            strategy.price(grid)
+            strategy.start(
+                grid=grid,
+                initial_arrays=pack(plan.vector),
+                num_rounds=plan.rounds - plan.first_round,
+                timeout=plan.round_timeout_s,
+            )
+    except httpx.HTTPError:  # its text may quote what came over the wire
+        raise HostFailed("the SuperLink does not answer") from None
+    return strategy.result()
+
+
+def _address(listener: socket.socket) -> tuple[str, int]:
+    host, port = listener.getsockname()[:2]
+    return str(host), int(port)

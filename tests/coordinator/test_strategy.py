@@ -1,0 +1,246 @@
+"""The gated strategy on messages made by hand: what the honest other end never sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app.message import make_message
+from flwr.supercore.task_identity import TaskIdentity
+from numpy.typing import NDArray
+
+from coordinator.edges.strategy import GatedStrategy, RoundFailed, RoundPlan, pack
+
+SITES = ("north", "south", "west")
+PLAN = RoundPlan(
+    run="r1",
+    sites=SITES,
+    rounds=1,
+    first_round=0,
+    vector=np.zeros(4, np.float32),
+    config=b"{}",
+    min_sites=1,
+    round_timeout_s=5.0,
+    node_wait_s=0.0,
+)
+
+
+@dataclass
+class Books:
+    """A gate that admits all and remembers."""
+
+    seen: list[str] = field(default_factory=list)
+
+    def admit(self, site: str, round_index: int, envelope: bytes, vector: NDArray[np.float32]) -> str | None:
+        """Yes."""
+        assert not vector.flags.writeable
+        self.seen.append(site)
+        return None
+
+    def round_done(
+        self, round_index: int, vector: NDArray[np.float32], used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
+        """Nothing to keep."""
+
+
+class Sites:
+    """A grid whose sites answer by a function; node ids are 10, 11, 12 in the order of `SITES`."""
+
+    def __init__(self, answer: Callable[[str, Message], list[Message]]) -> None:
+        self.answer = answer
+        self.until = dict.fromkeys(SITES, 100.0)
+
+    def get_nodes(self) -> list[Any]:
+        """All sites are online."""
+        return [
+            SimpleNamespace(name=s, node_id=10 + i, online_until=self.until[s]) for i, s in enumerate(SITES)
+        ]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Give each message an identifier, as Flower does when it pushes, and collect the answers."""
+        replies: list[Message] = []
+        for position, message in enumerate(messages):
+            site = SITES[message.metadata.dst_node_id - 10]
+            message.metadata.__dict__["_message_id"] = f"{message.metadata.message_type}-{position}"
+            replies += self.answer(site, message)
+        return replies
+
+
+def _good(message: Message, value: float = 1.0) -> Message:
+    records: dict[str, Any] = {"answer": ConfigRecord({"envelope": b"e"})}
+    if message.metadata.message_type == "train":
+        records["parameters"] = pack(np.full(4, value, np.float32))
+    return Message(RecordDict(records), reply_to=message)
+
+
+def _with(message: Message, **metadata: Any) -> Message:
+    reply = _good(message, 100.0)
+    for name, value in metadata.items():
+        reply.metadata.__dict__[f"_{name}"] = value
+    return make_message(reply.metadata, content=reply.content)
+
+
+def _conduct(answer: Callable[[str, Message], list[Message]], plan: RoundPlan = PLAN) -> GatedStrategy:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    strategy = GatedStrategy(plan, Books(), lambda _event: None)
+    grid: Any = Sites(answer)
+    strategy.price(grid)
+    strategy.start(grid=grid, initial_arrays=pack(plan.vector), num_rounds=plan.rounds)
+    return strategy
+
+
+def _train_only(odd: Callable[[str, Message], list[Message]]) -> Callable[[str, Message], list[Message]]:
+    return lambda site, m: odd(site, m) if m.metadata.message_type == "train" else [_good(m)]
+
+
+def test_a_second_reply_to_the_same_message_is_not_counted() -> None:
+    done = _conduct(_train_only(lambda site, m: [_good(m), _with(m)] if site == "west" else [_good(m)]))
+    assert done.vector.tolist() == [1.0] * 4
+    assert done.used == [SITES]
+
+
+def test_a_reply_that_names_another_source_is_refused() -> None:
+    done = _conduct(_train_only(lambda site, m: [_with(m, src_node_id=10)] if site == "west" else [_good(m)]))
+    assert done.refused == [{"west": "wrong_source"}]
+    assert done.vector.tolist() == [1.0] * 4
+
+
+def test_a_reply_to_no_message_of_this_round_is_dropped() -> None:
+    stray = _train_only(
+        lambda site, m: [_with(m, reply_to_message_id="query.price-2")] if site == "west" else [_good(m)]
+    )
+    done = _conduct(stray)
+    assert done.refused == [{"west": "no_reply"}]
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(5, "offline"), (3, "no_reply"), (1005, "budget"), (8, "failed"), (987654, "failed")]
+)
+def test_an_error_becomes_a_code_and_its_text_is_never_read(code: int, name: str) -> None:
+    def odd(site: str, m: Message) -> list[Message]:
+        return [Message(Error(code, "patient 4711"), reply_to=m)] if site == "west" else [_good(m)]
+
+    done = _conduct(_train_only(odd))
+    assert done.refused == [{"west": name}]
+    assert "4711" not in repr(done.result())
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {},
+        {"answer": ConfigRecord({"envelope": b"e"})},
+        {"answer": ConfigRecord({"envelope": "text"}), "parameters": pack(np.ones(4, np.float32))},
+        {"answer": ConfigRecord({"envelope": b"e", "n": 3}), "parameters": pack(np.ones(4, np.float32))},
+        {"answer": ConfigRecord({"envelope": b"e" * (1 << 21)}), "parameters": pack(np.ones(4, np.float32))},
+        {"answer": pack(np.ones(4, np.float32)), "parameters": pack(np.ones(4, np.float32))},
+        {
+            "answer": ConfigRecord({"envelope": b"e"}),
+            "parameters": ArrayRecord({"a": pack(np.ones(4, np.float32))["flat"]}),
+        },
+        {"answer": ConfigRecord({"envelope": b"e"}), "parameters": ConfigRecord({"flat": b"x"})},
+    ],
+    ids=["empty", "no vector", "text", "extra key", "huge", "swapped", "other name", "not an array"],
+)
+def test_records_that_are_not_exactly_as_agreed_are_refused(records: dict[str, Any]) -> None:
+    odd = _train_only(
+        lambda site, m: [Message(RecordDict(records), reply_to=m)] if site == "west" else [_good(m)]
+    )
+    done = _conduct(odd)
+    assert done.refused == [{"west": "schema"}]
+    assert isinstance(done.gate, Books)
+    assert done.gate.seen == ["north", "south"]
+
+
+def test_an_array_whose_header_lies_about_its_size_is_refused() -> None:
+    def odd(site: str, m: Message) -> list[Message]:
+        reply = _good(m)
+        if site == "west":
+            array = reply.content.array_records["parameters"]["flat"]
+            array.data = array.data.replace(b"(4,)", b"(9,)")
+        return [reply]
+
+    assert _conduct(_train_only(odd)).refused == [{"west": "schema"}]
+
+
+def test_a_site_without_a_grant_gets_no_parameters() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(site: str, m: Message) -> list[Message]:
+        asked.append((site, m.metadata.message_type))
+        if site == "west":
+            return [Message(Error(1005, "budget"), reply_to=m)]
+        return [_good(m)]
+
+    done = _conduct(answer)
+    assert ("west", "train") not in asked
+    assert done.declined == {"west": "budget"}
+
+
+def test_too_few_grants_end_the_run_before_any_training() -> None:
+    kinds: set[str] = set()
+
+    def answer(site: str, m: Message) -> list[Message]:
+        kinds.add(m.metadata.message_type)
+        return [_good(m)] if site == "north" else []
+
+    with pytest.raises(RoundFailed, match="pricing: too_few_grants") as failure:
+        _conduct(answer, replace(PLAN, min_sites=2))
+    assert failure.value.refused == {"south": "no_reply", "west": "no_reply"}
+    assert kinds == {"query.price"}
+
+
+def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
+    asked: list[int] = []
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    plan = replace(PLAN, rounds=4)
+    strategy = GatedStrategy(plan, Books(), lambda _event: None)
+
+    def answer(site: str, m: Message) -> list[Message]:
+        if m.metadata.message_type == "train" and site == "west":
+            asked.append(int(m.metadata.group_id))
+            if asked[-1] == 2:
+                return [_good(m)]
+            return []
+        return [_good(m)]
+
+    sites = Sites(answer)
+    grid: Any = sites
+    strategy.price(grid)
+    arrays = pack(plan.vector)
+    for number in range(1, 4):
+        if number == 3:
+            sites.until["west"] += 8.0
+        replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
+        strategy.aggregate_train(number, replies)
+    assert asked == [0, 2]
+    assert strategy.refused == [{"west": "no_reply"}, {"west": "offline"}, {}]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"run": ""},
+        {"sites": ()},
+        {"sites": ("north", "north")},
+        {"first_round": 1},
+        {"first_round": -1},
+        {"vector": np.array([math.nan], np.float32)},
+        {"vector": np.empty(0, np.float32)},
+        {"min_sites": 0},
+        {"min_sites": 4},
+        {"round_timeout_s": math.nan},
+        {"round_timeout_s": math.inf},
+        {"node_wait_s": -1.0},
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong)).removeprefix("first_")):
+        replace(PLAN, **wrong)

@@ -1,0 +1,440 @@
+"""The two Flower adapters against each other: real processes, real TLS, real SuperLink, no stand-ins.
+
+This is the test that says whether a new Flower still fits: it runs one coordinator and three agents, each
+in a process of its own that may speak to loopback only, and conducts runs between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import sqlite3
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from protos.rounds import STUB_DIGEST
+from tests.support.pki import Authority, node_key
+
+SITES = ("north", "south", "west")
+ADD = {"north": 1.0, "south": 2.0, "west": 6.0}
+ROOT = Path(__file__).parents[1]
+
+
+class Process:
+    """A helper process; its output lines arrive in a queue."""
+
+    def __init__(self, module: str, home: Path, settings: dict[str, Any]) -> None:
+        self.home, self.module = home, module
+        home.mkdir(parents=True, exist_ok=True)
+        self.settings = home / "settings.json"
+        self.settings.write_text(json.dumps({"home": str(home), **settings}))
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.said: list[str] = []
+        # A proxy in the environment must not be used, by either side.
+        env = {**os.environ, "HTTPS_PROXY": "http://192.0.2.1:3128", "HTTP_PROXY": "http://192.0.2.1:3128"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"tests.support.flower.{module}", str(self.settings)],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(home / "stderr.txt").open("w"),
+            text=True,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+
+    def hear(self, seconds: float = 40.0) -> str:
+        """The next line."""
+        try:
+            line = self.lines.get(timeout=seconds)
+        except queue.Empty:
+            raise AssertionError(f"{self.module} is silent: {self.errors()[-2000:]}") from None
+        self.said.append(line)
+        return line
+
+    def wait_for(self, state: str, seconds: float = 40.0) -> None:
+        """Until that line was said."""
+        until = time.monotonic() + seconds
+        while self.hear(max(0.1, until - time.monotonic())) != state:
+            pass
+
+    def tell(self, **command: Any) -> None:
+        """One command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, **command: Any) -> Any:
+        """One command, one answer."""
+        self.tell(**command)
+        return json.loads(self.hear(90.0))
+
+    def errors(self) -> str:
+        """What it wrote to standard error."""
+        return (self.home / "stderr.txt").read_text()
+
+    def left_loopback(self) -> str:
+        """What it tried to reach outside this machine."""
+        notes = self.home / "network.txt"
+        return notes.read_text() if notes.exists() else ""
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """End in an orderly way."""
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+class Federation:
+    """One coordinator, three agents, their certificates and keys."""
+
+    def __init__(self, folder: Path, **coordinator: Any) -> None:
+        self.folder = folder
+        self.authority = Authority(folder / "pki")
+        cert, key = self.authority.server()
+        self.node_keys = {site: node_key(folder / "pki", site) for site in SITES}
+        self.settings = {
+            "state": str(folder / "state"),
+            "ca": str(self.authority.ca),
+            "cert": str(cert),
+            "key": str(key),
+            "nodes": {site: str(public) for site, (_, public) in self.node_keys.items()},
+            **coordinator,
+        }
+        self.coordinator = Process("coordinator_process", folder / "coordinator", self.settings)
+        self.ready = json.loads(self.coordinator.hear())
+        self.agents: dict[str, Process] = {}
+
+    def restart(self) -> None:
+        """The coordinator again, on the same state and ports."""
+        again = {**self.settings, "public": self.ready["public"], "private": self.ready["private"]}
+        self.coordinator = Process("coordinator_process", self.folder / "again", again)
+        self.ready = json.loads(self.coordinator.hear())
+
+    def start_agent(self, site: str, digest: str | None = None, folder: str | None = None) -> Process:
+        """An agent of ``site``; a replaced one gets a folder of its own."""
+        cert, key = self.authority.agent(site)
+        self.agents[site] = Process(
+            "agent_process",
+            self.folder / (folder or site),
+            {
+                "site": site,
+                "superlink": f"127.0.0.1:{self.ready['public']}",
+                "ca": str(self.authority.ca),
+                "cert": str(cert),
+                "key": str(key),
+                "node_key": str(self.node_keys[site][0]),
+                "digest": digest,
+            },
+        )
+        return self.agents[site]
+
+    def conduct(self, run: str, config: dict[str, Any] | None = None, **plan: Any) -> dict[str, Any]:
+        """Conduct a run and return the coordinator's report."""
+        plan = {"sites": SITES, "rounds": 2, "min_sites": 2, **plan}
+        report: dict[str, Any] = self.coordinator.ask(
+            do="conduct", run=run, config={"add": ADD, **(config or {})}, **plan
+        )
+        return report
+
+    def tls(self, site: str | None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> ssl.SSLContext:
+        """A client's context, with that site's certificate or none."""
+        context = ssl.create_default_context(cafile=str(self.authority.ca))
+        context.maximum_version = version
+        if site is not None:
+            context.load_cert_chain(*self.authority.agent(site))
+        return context
+
+    def post(self, path: str, context: ssl.SSLContext, content: bytes = b"") -> int:
+        """The status of a POST to the public listener."""
+        url = f"https://127.0.0.1:{self.ready['public']}{path}"
+        with httpx.Client(verify=context, trust_env=False) as client:
+            return client.post(
+                url, content=content, headers={"content-type": "application/protobuf"}
+            ).status_code
+
+    def close(self) -> None:
+        """End everything."""
+        for process in (*self.agents.values(), self.coordinator):
+            process.stop()
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """Three agents online at one coordinator."""
+    made = Federation(tmp_path_factory.mktemp("federation"))
+    try:
+        for site in SITES:
+            made.start_agent(site)
+        for agent in made.agents.values():
+            agent.wait_for("online")
+        yield made
+    finally:
+        made.close()
+
+
+def test_two_rounds_over_three_sites_give_exactly_the_uniform_mean(federation: Federation) -> None:
+    report = federation.conduct("plain")
+    assert report["shift"] == [6.0]  # (1 + 2 + 6) / 3, twice
+    assert report["used"] == [list(SITES), list(SITES)]
+    assert report["rounds_done"] == 2
+    assert report["declined"] == {}
+    assert report["granted"] == {site: f"grant plain {site}" for site in SITES}
+    assert [point["first"] for point in report["checkpoints"]] == [3.0, 6.0]
+
+
+def test_a_site_that_declines_the_price_is_left_out_and_the_run_goes_on(federation: Federation) -> None:
+    report = federation.conduct("declined", {"decline": {"west": "budget"}}, rounds=1)
+    assert report["declined"] == {"west": "budget"}
+    assert report["used"] == [["north", "south"]]
+    assert report["shift"] == [1.5]
+
+
+def test_an_update_that_the_gate_refuses_is_not_aggregated(federation: Federation) -> None:
+    report = federation.conduct("refused", {"gate_refuses": {"west": "no_grant"}}, rounds=1)
+    assert sorted(report["reviewed"]) == sorted(SITES)
+    assert report["refused"] == [{"west": "no_grant"}]
+    assert report["shift"] == [1.5]
+
+
+def test_a_gate_that_breaks_or_speaks_nonsense_admits_nothing(federation: Federation) -> None:
+    config = {"gate_breaks": ["north"], "gate_refuses": {"west": "a text, not a code"}}
+    report = federation.conduct("broken", config, rounds=1, min_sites=1)
+    assert report["refused"] == [{"north": "internal", "west": "internal"}]
+    assert report["shift"] == [2.0]
+
+
+def test_too_few_usable_updates_fail_the_round_and_leave_no_checkpoint(federation: Federation) -> None:
+    report = federation.conduct("failed", {"gate_refuses": {"west": "no_grant", "south": "no_grant"}})
+    assert report["failed"] == "too_few_updates"
+    assert report["refused"] == {"south": "no_grant", "west": "no_grant"}
+    assert report["checkpoints"] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("extra", "schema"), ("float64", "schema"), ("short", "schema"), ("nan", "not_finite")],
+)
+def test_a_reply_of_another_shape_is_refused_before_the_gate_sees_it(
+    federation: Federation, fault: str, code: str
+) -> None:
+    report = federation.conduct(f"rogue-{fault}", {"rogue": {"south": fault}}, rounds=1)
+    assert report["refused"] == [{"south": code}]
+    assert "south" not in report["reviewed"]
+    assert report["shift"] == [3.5]
+
+
+def test_an_exception_at_a_site_becomes_a_code_and_its_text_stays_there(federation: Federation) -> None:
+    report = federation.conduct("raises", {"raise": {"north": 0}}, rounds=1)
+    assert report["refused"] == [{"north": "internal"}]
+    assert "4711" not in json.dumps(report) + federation.coordinator.errors()
+    assert "4711" not in federation.agents["north"].errors()
+
+
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(federation: Federation) -> None:
+    report = federation.conduct("resumed", rounds=3, first_round=2)
+    assert [point["round"] for point in report["checkpoints"]] == [2]
+    assert report["rounds_done"] == 3
+
+
+def test_a_second_run_at_the_same_time_is_refused(federation: Federation) -> None:
+    report = federation.coordinator.ask(
+        do="conduct", run="outer", nested=True, config={"add": ADD}, sites=SITES, rounds=1, min_sites=3
+    )
+    assert set(report["nested"]) == {"one federated run at a time in one process"}
+    assert report["shift"] == [3.0]
+
+
+def test_a_site_that_is_not_listed_is_not_asked(federation: Federation) -> None:
+    report = federation.conduct("listed", sites=["north", "west"], rounds=1)
+    assert report["granted"].keys() == {"north", "west"}
+    assert report["shift"] == [3.5]
+
+
+def test_the_public_port_wants_a_client_certificate_of_the_federation(
+    federation: Federation, tmp_path: Path
+) -> None:
+    stranger = federation.tls(None)
+    stranger.load_cert_chain(*Authority(tmp_path, "another CA").agent("north"))
+    for context in (federation.tls(None), stranger):
+        with pytest.raises(httpx.TransportError):
+            federation.post("/v1/fleet/pull-messages", context)
+    assert federation.post("/v1/fleet/pull-messages", federation.tls("north")) in range(400, 500)
+
+
+def test_the_public_port_speaks_nothing_older_than_tls_1_3(federation: Federation) -> None:
+    with pytest.raises(httpx.TransportError):
+        federation.post("/v1/fleet/pull-messages", federation.tls("north", ssl.TLSVersion.TLSv1_2))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/control/start-run",
+        "/v1/control/register-node",
+        "/v1/control/list-nodes",
+        "/v1/runtime/acquire-task",
+        "/v1/fleet/register-node",
+        "/v1/fleet/get-fab",
+        "/v1/fleet/../control/list-nodes",
+        "/docs",
+        "/",
+    ],
+)
+def test_the_public_port_offers_nothing_but_an_agents_fleet_calls(federation: Federation, path: str) -> None:
+    assert federation.post(path, federation.tls("north")) == 404
+
+
+def test_the_public_port_refuses_a_body_that_is_too_great_before_reading_it(federation: Federation) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", federation.ready["public"]), timeout=10) as plain,
+        federation.tls("north").wrap_socket(plain, server_hostname="localhost") as line,
+    ):
+        line.sendall(b"POST /v1/fleet/push-object HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        assert line.recv(64).startswith(b"HTTP/1.1 413")
+
+
+def test_the_private_port_answers_only_the_process_that_opened_it(federation: Federation) -> None:
+    address = f"http://127.0.0.1:{federation.ready['private']}/v1/control/list-nodes"
+    with httpx.Client(trust_env=False) as client:
+        for headers in ({}, {"x-lazaret-private": "0" * 64}):
+            kind = {"content-type": "application/protobuf"}
+            assert client.post(address, headers={**kind, **headers}).status_code == 404
+
+
+def test_registering_again_changes_nothing_and_a_key_belongs_to_one_site(federation: Federation) -> None:
+    public = str(federation.node_keys["north"][1])
+    assert federation.coordinator.ask(do="register", site="north", key=public) == {}
+    assert federation.coordinator.ask(do="register", site="south", key=public) == "ValueError"
+    assert federation.coordinator.ask(do="online") == sorted(SITES)
+
+
+@pytest.mark.slow
+def test_after_a_run_nothing_of_it_is_left_in_the_state(federation: Federation) -> None:
+    frozen = federation.agents["west"].process
+    os.kill(frozen.pid, signal.SIGSTOP)  # Flower believes it online; what is sent to it stays unread
+    try:
+        report = federation.conduct("purged", rounds=1, round_timeout_s=5.0)
+        assert report["declined"] == {"west": "no_reply"}
+        assert report["shift"] == [1.5]
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    database = f"file:{federation.folder / 'state' / 'flower.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(database, uri=True)) as state:
+        tables = {name for (name,) in state.execute("select name from sqlite_master where type = 'table'")}
+        assert "objects" in tables
+        assert state.execute("select count(*) from objects").fetchone() == (0,)
+    assert (federation.folder / "state").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+def test_an_agent_that_was_frozen_takes_part_again_afterwards(federation: Federation) -> None:
+    assert federation.conduct("thawed", rounds=1)["used"] == [list(SITES)]
+
+
+def test_an_agent_killed_in_a_round_costs_that_round_its_timeout_and_no_more(federation: Federation) -> None:
+    began = time.monotonic()
+    report = federation.conduct("killed", {"die": {"west": 0}}, round_timeout_s=5.0, node_wait_s=1.0)
+    assert report["used"] == [["north", "south"], ["north", "south"]]
+    assert report["refused"] == [{"west": "no_reply"}, {"west": "offline"}]
+    assert report["shift"] == [3.0]
+    assert time.monotonic() - began < 10.0  # two timeouts
+    federation.agents["west"].process.wait(5)
+    assert federation.agents["west"].process.returncode == -signal.SIGKILL
+
+
+def test_agents_stay_through_a_coordinator_killed_in_a_round_and_started_again(
+    federation: Federation,
+) -> None:
+    config = {"add": ADD, "sleep": {"north": 4.0}}
+    plan = {"sites": ["north", "south"], "rounds": 1, "min_sites": 2}
+    federation.coordinator.tell(do="conduct", run="cut", config=config, **plan)
+    time.sleep(3.0)  # north is training
+    federation.coordinator.kill()
+    federation.agents["south"].wait_for("unreachable")
+    federation.restart()
+    federation.agents["south"].wait_for("online")
+    assert federation.agents["north"].process.poll() is None
+    report = federation.conduct("again", sites=["north", "south"], rounds=1)
+    assert report["shift"] == [1.5]
+
+
+def test_an_agent_pinned_to_another_bundle_declines_everything(federation: Federation) -> None:
+    federation.agents["west"].stop()
+    federation.start_agent("west", digest="0" * 64, folder="west-pinned").wait_for("online")
+    report = federation.conduct("pinned", rounds=1)
+    assert report["declined"] == {"west": "bundle"}
+
+
+def test_nobody_reached_beyond_loopback(federation: Federation) -> None:
+    for process in (federation.coordinator, *federation.agents.values()):
+        assert process.left_loopback() == ""
+        assert "TELEMETRY" not in process.errors().upper()
+
+
+def test_the_guard_that_says_so_does_bite(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, socket, sys; from tests.support.flower.loopback import guard\n"
+        f"guard(pathlib.Path({str(tmp_path / 'notes')!r}))\n"
+        "socket.create_connection(('192.0.2.1', 80), timeout=0.1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert b"LeftLoopback" in done.stderr
+    assert "192.0.2.1" in (tmp_path / "notes").read_text()
+
+
+@pytest.mark.slow
+def test_a_bundle_that_would_leave_a_trace_is_carried_and_never_run(tmp_path: Path) -> None:
+    made = Federation(tmp_path, canary=str(tmp_path / "canary"))
+    try:
+        assert made.ready["digest"] != STUB_DIGEST
+        for site in ("north", "south"):
+            made.start_agent(site, digest=made.ready["digest"]).wait_for("online")
+        report = made.conduct("canary", sites=["north", "south"], rounds=1)
+        assert report["shift"] == [1.5]
+        assert not (tmp_path / "canary").exists()
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_registered_late_comes_online_by_itself(tmp_path: Path) -> None:
+    made = Federation(tmp_path, nodes={})
+    try:
+        agent = made.start_agent("north")
+        agent.wait_for("unregistered")
+        public = str(made.node_keys["north"][1])
+        assert made.coordinator.ask(do="register", site="north", key=public) == {}
+        agent.wait_for("online")
+        report = made.conduct("late", sites=["north"], rounds=1, min_sites=1)
+        assert report["shift"] == [1.0]
+    finally:
+        made.close()
