@@ -21,6 +21,10 @@ class CohortTooSmall(ValueError):
         super().__init__("the cohort does not qualify for this release")
 
 
+class Unreachable(Exception):
+    """No answer from the coordinator. The outcome is unknown, so the grant counts as spent until it is known."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """One de-identified 2-D image of one patient."""

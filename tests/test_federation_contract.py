@@ -177,9 +177,7 @@ class Federation:
         """The status of a POST to the public listener."""
         url = f"https://127.0.0.1:{self.ready['public']}{path}"
         with httpx.Client(verify=context, trust_env=False) as client:
-            return client.post(
-                url, content=content, headers={"content-type": "application/protobuf"}
-            ).status_code
+            return client.post(url, content=content, headers={"content-type": "application/protobuf"}).status_code
 
     def close(self) -> None:
         """End everything."""
@@ -279,9 +277,7 @@ def test_a_site_that_is_not_listed_is_not_asked(federation: Federation) -> None:
     assert report["shift"] == [3.5]
 
 
-def test_the_public_port_wants_a_client_certificate_of_the_federation(
-    federation: Federation, tmp_path: Path
-) -> None:
+def test_the_public_port_wants_a_client_certificate_of_the_federation(federation: Federation, tmp_path: Path) -> None:
     stranger = federation.tls(None)
     stranger.load_cert_chain(*Authority(tmp_path, "another CA").agent("north"))
     for context in (federation.tls(None), stranger):

@@ -21,9 +21,7 @@ IMPLICIT_LE: Final = "1.2.840.10008.1.2"
 EXPLICIT_LE: Final = "1.2.840.10008.1.2.1"
 EXPLICIT_BE: Final = "1.2.840.10008.1.2.2"
 
-_LONG: Final = frozenset(
-    {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}
-)
+_LONG: Final = frozenset({b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"})
 _SHORT: Final = frozenset(
     {b"AE", b"AS", b"AT", b"CS", b"DA", b"DS", b"DT", b"FD", b"FL", b"IS", b"LO", b"LT"}
     | {b"PN", b"SH", b"SL", b"SS", b"ST", b"TM", b"UI", b"UL", b"US"}

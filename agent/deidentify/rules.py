@@ -31,8 +31,7 @@ _IMAGE: Final = "1.2.840.10008.5.1.4.1.1."
 # Storage classes that are no picture (PS3.4 B.5): presentation states, documents, structured reports,
 # waveforms, radiotherapy, raw data, registrations, segmentations, surfaces, lens and eye measurements.
 NOT_IMAGES: Final = tuple(
-    _IMAGE + part
-    for part in ("11.", "104.", "88.", "9.", "481.", "34.", "66", "67", "68.", "78.", "79.", "80.")
+    _IMAGE + part for part in ("11.", "104.", "88.", "9.", "481.", "34.", "66", "67", "68.", "78.", "79.", "80.")
 )
 _ULTRASOUND: Final = frozenset(_IMAGE + part for part in ("3.1", "6.1", "6.2", "6.3"))
 _GREY: Final = frozenset({"MONOCHROME1", "MONOCHROME2"})

@@ -285,9 +285,7 @@ class _Session:
     def _pull(self, node: Node, run_id: int, tree: ObjectTree) -> Message:
         return pull_and_inflate_object_from_tree(
             tree,
-            make_pull_object_fn_protobuf(
-                lambda part: _patiently(lambda: self.client.PullObject(part)), node, run_id
-            ),
+            make_pull_object_fn_protobuf(lambda part: _patiently(lambda: self.client.PullObject(part)), node, run_id),
             make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, node, run_id),
             return_type=Message,
             initial_backoff=0.1,

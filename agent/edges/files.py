@@ -190,9 +190,7 @@ def _read_list(path: Path, columns: tuple[str, str]) -> dict[str, str]:
                     continue
                 line = rows.line_num
                 if len(row) != len(columns) or not all(cell.strip() for cell in row) or line > _MAX_ROWS:
-                    raise BadFolder(
-                        f"{path.name} line {line}: two values are needed, {' and '.join(columns)}"
-                    )
+                    raise BadFolder(f"{path.name} line {line}: two values are needed, {' and '.join(columns)}")
                 key, value = row[0].strip(), row[1].strip()
                 if found.setdefault(key, value) != value:
                     raise BadFolder(f"{path.name} line {line}: contradicts an earlier line")

@@ -164,9 +164,7 @@ def _deal(pools: list[list[int]], wanted: int, count: int) -> list[int]:
 
 def upsample(images: NDArray[np.float32]) -> NDArray[np.uint8]:
     """(n, 8, 8) in [0, 1] to (n, 32, 32) uint8, by cubic splines on pixel areas."""
-    large: NDArray[np.float32] = ndimage.zoom(
-        images, (1, _SCALE, _SCALE), order=3, mode="nearest", grid_mode=True
-    )
+    large: NDArray[np.float32] = ndimage.zoom(images, (1, _SCALE, _SCALE), order=3, mode="nearest", grid_mode=True)
     pictures: NDArray[np.uint8] = np.rint(np.clip(large, 0.0, 1.0) * 255.0).astype(np.uint8)
     return pictures
 
@@ -216,9 +214,7 @@ def write_hospital(
 
 def _shared(site: int) -> frozenset[str]:
     names = {part for p in _PHYSICIANS for part in p.split("^")}
-    return frozenset(
-        names | {_HOSPITALS[site % len(_HOSPITALS)], f"SCANCAM-{site:02d}-7741", "Ward Telemetry B"}
-    )
+    return frozenset(names | {_HOSPITALS[site % len(_HOSPITALS)], f"SCANCAM-{site:02d}-7741", "Ward Telemetry B"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +309,7 @@ def _instance(person: _Person, index: int, picture: NDArray[np.uint8]) -> Datase
         ImageComments=f"{spoken}, born {person.birth_date}, lives at {person.address}",
     )
     dataset.OtherPatientIDsSequence = [_item(PatientID=f"ALT-{person.patient_id}", TypeOfPatientID="TEXT")]
-    step = _item(
-        ScheduledProcedureStepDescription=f"control for {spoken}", RequestingPhysician=person.physician
-    )
+    step = _item(ScheduledProcedureStepDescription=f"control for {spoken}", RequestingPhysician=person.physician)
     step.ReferencedStudySequence = [_item(ReferencedSOPInstanceUID=UID(f"{person.uid_root}.1"))]
     dataset.RequestAttributesSequence = [step]
     dataset.ReferencedImageSequence = [
@@ -344,6 +338,4 @@ def _write(dataset: Dataset, path: Path, syntax: UID, person: _Person) -> None:
     meta.MediaStorageSOPClassUID = dataset.SOPClassUID
     meta.MediaStorageSOPInstanceUID = dataset.SOPInstanceUID
     meta.SourceApplicationEntityTitle = f"SCANCAM-{person.site:02d}-7741"[:16]
-    FileDataset(str(path), dataset, preamble=b"\0" * 128, file_meta=meta).save_as(
-        path, enforce_file_format=True
-    )
+    FileDataset(str(path), dataset, preamble=b"\0" * 128, file_meta=meta).save_as(path, enforce_file_format=True)

@@ -117,13 +117,7 @@ def sequence_bomb(depth: int) -> bytes:
 
 def length_beyond_end() -> bytes:
     """An element that claims 4 GiB in a file of a few hundred bytes."""
-    return (
-        _meta()
-        + b"\x08\0\x60\0CS\x02\0OT"
-        + b"\xe0\x7f\x10\0OW\0\0"
-        + struct.pack("<I", 0xFFFFFFF0)
-        + b"\0" * 64
-    )
+    return _meta() + b"\x08\0\x60\0CS\x02\0OT" + b"\xe0\x7f\x10\0OW\0\0" + struct.pack("<I", 0xFFFFFFF0) + b"\0" * 64
 
 
 def find_head(below: Path = Path("/usr/share")) -> Path | None:

@@ -199,9 +199,7 @@ def test_references_stay_consistent_and_no_original_uid_survives() -> None:
     ]
     clean = WHO.apply(dataset)
     first, second = clean.ReferencedImageSequence
-    assert (
-        first.ReferencedSOPInstanceUID == clean.SOPInstanceUID == clean.file_meta.MediaStorageSOPInstanceUID
-    )
+    assert first.ReferencedSOPInstanceUID == clean.SOPInstanceUID == clean.file_meta.MediaStorageSOPInstanceUID
     assert second.ReferencedSOPInstanceUID == WHO.uid(other) != other
     assert first.ReferencedSOPClassUID == MRImageStorage
     assert "ReferencedSOPClassUID" not in second  # no class that the standard defines
@@ -221,9 +219,7 @@ def test_a_short_key_is_refused_and_a_key_is_never_printed() -> None:
     assert "key" not in repr(WHO)
 
 
-@pytest.mark.parametrize(
-    ("issuer", "patient"), [("hospital", "abc 1"), ("", " ABC  1 "), (" HOSPITAL ", "Abc 1")]
-)
+@pytest.mark.parametrize(("issuer", "patient"), [("hospital", "abc 1"), ("", " ABC  1 "), (" HOSPITAL ", "Abc 1")])
 def test_one_patient_has_one_pseudonym_however_it_is_spelled(issuer: str, patient: str) -> None:
     assert WHO.pseudonym(issuer, patient) == WHO.pseudonym("HOSPITAL", "ABC 1")
 
@@ -281,9 +277,7 @@ def test_the_result_says_that_and_how_it_was_de_identified() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["test-SR.dcm", "rtdose.dcm", "rtplan.dcm", "waveform_ecg.dcm", "liver_1frame.dcm"]
-)
+@pytest.mark.parametrize("name", ["test-SR.dcm", "rtdose.dcm", "rtplan.dcm", "waveform_ecg.dcm", "liver_1frame.dcm"])
 def test_reports_plans_and_waveforms_are_refused(name: str) -> None:
     dataset = pydicom.dcmread(get_testdata_file(name, download=False))
     dataset.PatientID = "1"
@@ -292,9 +286,7 @@ def test_reports_plans_and_waveforms_are_refused(name: str) -> None:
 
 
 def test_an_encapsulated_document_is_refused() -> None:
-    dataset = _item(
-        (0x00080016, "UI", EncapsulatedPDFStorage), (0x00080018, "UI", "1.2.3"), (0x00100020, "LO", "1")
-    )
+    dataset = _item((0x00080016, "UI", EncapsulatedPDFStorage), (0x00080018, "UI", "1.2.3"), (0x00100020, "LO", "1"))
     dataset.EncapsulatedDocument = b"%PDF-1.7 of Mr Smith"
     with pytest.raises(Refused, match="not_an_image"):
         WHO.apply(dataset)

@@ -219,9 +219,7 @@ def test_dates_are_in_no_attribute_of_what_is_kept(hospital: Hospital) -> None:
     _, planted, shelf, _ = hospital
     for record in shelf.records[:24]:
         dataset = pydicom.dcmread(io.BytesIO(record.payload))
-        values = {
-            str(e.value) for e in dataset.iterall() if e.VR in ("DA", "TM", "DT", "LO", "SH", "CS", "IS")
-        }
+        values = {str(e.value) for e in dataset.iterall() if e.VR in ("DA", "TM", "DT", "LO", "SH", "CS", "IS")}
         assert not values & planted.dates
 
 
@@ -297,9 +295,7 @@ def test_a_file_that_needs_too_much_memory_loses_itself_only(tmp_path: Path) -> 
     folder.mkdir()
     (folder / "a_bomb.dcm").write_bytes(_memory_bomb())
     (folder / "b_good.dcm").write_bytes(_bytes("CT_small.dcm"))
-    generous = Rules(
-        modalities=RULES.modalities, image_types=RULES.image_types, max_bytes=2**32, max_pixels=2**32
-    )
+    generous = Rules(modalities=RULES.modalities, image_types=RULES.image_types, max_bytes=2**32, max_pixels=2**32)
     shelf = Shelf()
     report = _ingest(folder, shelf, rules=generous)
     assert report.quarantined == {"parser_stopped": 1}
@@ -349,9 +345,7 @@ def test_a_multi_frame_object_is_a_volume_without_pixels(tmp_path: Path) -> None
         ("nifti.csv", "file,patient_id\nx.nii,\n", "line 2"),
     ],
 )
-def test_a_bad_list_stops_the_run_before_anything_is_kept(
-    tmp_path: Path, name: str, text: str, says: str
-) -> None:
+def test_a_bad_list_stops_the_run_before_anything_is_kept(tmp_path: Path, name: str, text: str, says: str) -> None:
     folder = tmp_path / "export"
     folder.mkdir()
     (folder / "ct.dcm").write_bytes(_bytes("CT_small.dcm"))

@@ -31,9 +31,7 @@ from agent.stages.finetune import (
 )
 from tests.support.entropy import UnsafeSeededEntropy
 
-JOB = PrivateSgd(
-    sampling_rate=0.2, noise_multiplier=1.5, steps=3, clip=0.7, images_per_patient=4, expected_batch=4.0
-)
+JOB = PrivateSgd(sampling_rate=0.2, noise_multiplier=1.5, steps=3, clip=0.7, images_per_patient=4, expected_batch=4.0)
 
 
 def _sgd(rate=1.0):
@@ -72,9 +70,7 @@ def test_removing_any_patient_moves_the_sum_by_at_most_the_clip(engine):
     units[4] = Unit(units[4].images * 1e12, units[4].targets)
     full = engine(model, cross_entropy, units, 0.7)
     assert torch.isfinite(full).all()
-    moves = [
-        float((full - engine(model, cross_entropy, units[:i] + units[i + 1 :], 0.7)).norm()) for i in range(5)
-    ]
+    moves = [float((full - engine(model, cross_entropy, units[:i] + units[i + 1 :], 0.7)).norm()) for i in range(5)]
     assert all(move <= 0.7 for move in moves)
     assert moves[3] == 0.0
     assert max(moves) > 0.69  # the clip binds, else this would prove nothing
@@ -235,9 +231,7 @@ def test_the_same_seed_in_each_step_is_caught():
 
 def test_skipped_empty_batches_are_caught(monkeypatch):
     honest = finetune._noisy
-    monkeypatch.setattr(
-        finetune, "_noisy", lambda total, job, e: honest(total, job, e) if total.any() else total
-    )
+    monkeypatch.setattr(finetune, "_noisy", lambda total, job, e: honest(total, job, e) if total.any() else total)
     assert _p_value(*_emitted(CLAIM, canaries=5)) < 1e-3
 
 

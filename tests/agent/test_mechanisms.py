@@ -162,10 +162,7 @@ class TestConformance:
 def test_k_counts_patients_not_images():
     # P3 broken on purpose: nine patients with ten images each are no cluster of eleven
     many = Cohort(
-        tuple(
-            Patient(f"p{n}", tuple(Image(LARGE[10 * n + j], "ab"[j % 2]) for j in range(10)))
-            for n in range(9)
-        )
+        tuple(Patient(f"p{n}", tuple(Image(LARGE[10 * n + j], "ab"[j % 2]) for j in range(10))) for n in range(9))
     )
     with pytest.raises(CohortTooSmall):
         KSame(11, 1, KSAME.basis).run(many, np.random.default_rng(0))

@@ -89,18 +89,12 @@ def test_the_persons_come_from_the_generator_that_was_given(tmp_path: Path) -> N
     )
     assert one == two != other
     same = [(p.relative_to(tmp_path / "a"), p.read_bytes()) for p in sorted((tmp_path / "a").rglob("*.dcm"))]
-    assert same == [
-        (p.relative_to(tmp_path / "b"), p.read_bytes()) for p in sorted((tmp_path / "b").rglob("*.dcm"))
-    ]
+    assert same == [(p.relative_to(tmp_path / "b"), p.read_bytes()) for p in sorted((tmp_path / "b").rglob("*.dcm"))]
 
 
 def test_persons_of_different_sites_share_no_identifier(tmp_path: Path) -> None:
-    hospitals = [
-        digits.write_hospital(tmp_path / str(s), s, 2, 30, 1, np.random.default_rng(9)) for s in (0, 1)
-    ]
-    uids = [
-        {s for p in h.patients for s in p.strings if s.startswith(("1.2.", "MRN", "ACC"))} for h in hospitals
-    ]
+    hospitals = [digits.write_hospital(tmp_path / str(s), s, 2, 30, 1, np.random.default_rng(9)) for s in (0, 1)]
+    uids = [{s for p in h.patients for s in p.strings if s.startswith(("1.2.", "MRN", "ACC"))} for h in hospitals]
     assert len(uids[0]) >= 120
     assert not uids[0] & uids[1]
 

@@ -58,9 +58,7 @@ class Sites:
 
     def get_nodes(self) -> list[Any]:
         """All sites are online."""
-        return [
-            SimpleNamespace(name=s, node_id=10 + i, online_until=self.until[s]) for i, s in enumerate(SITES)
-        ]
+        return [SimpleNamespace(name=s, node_id=10 + i, online_until=self.until[s]) for i, s in enumerate(SITES)]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Give each message an identifier, as Flower does when it pushes, and collect the answers."""
@@ -149,9 +147,7 @@ def test_an_error_becomes_a_code_and_its_text_is_never_read(code: int, name: str
     ids=["empty", "no vector", "text", "extra key", "huge", "swapped", "other name", "not an array"],
 )
 def test_records_that_are_not_exactly_as_agreed_are_refused(records: dict[str, Any]) -> None:
-    odd = _train_only(
-        lambda site, m: [Message(RecordDict(records), reply_to=m)] if site == "west" else [_good(m)]
-    )
+    odd = _train_only(lambda site, m: [Message(RecordDict(records), reply_to=m)] if site == "west" else [_good(m)])
     done = _conduct(odd)
     assert done.refused == [{"west": "schema"}]
     assert isinstance(done.gate, Books)

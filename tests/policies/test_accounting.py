@@ -1,4 +1,4 @@
-"""The price is right: two accountants, closed forms and published figures agree; rounding never favours the spender."""
+"""The price is right: accountants, closed forms and published figures agree; rounding never helps the spender."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ from policies.cbor import MalformedEntry, decode, encode
 
 LEAVES = st.integers(0, (1 << 63) - 1) | st.binary(max_size=300) | st.text(max_size=300)
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4), max_leaves=12
-)  # fmt: skip
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)
 
 
 @given(VALUES)
@@ -39,7 +41,9 @@ def test_any_accepted_bytes_encode_back_to_themselves(raw: bytes) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"\x18\x17", b"\x19\x00\xff", b"\x9f\xff", b"\xa2\x61b\x01\x61a\x01", b"\xa2\x61a\x01\x61a\x02", b"\xf5", b"\xf6",
+    [
+     b"\x18\x17", b"\x19\x00\xff", b"\x9f\xff", b"\xa2\x61b\x01\x61a\x01", b"\xa2\x61a\x01\x61a\x02",
+     b"\xf5", b"\xf6",
      b"\x20", b"\xfb\x3f\xf0\0\0\0\0\0\0", b"\x01\x01", b"", b"\x62\xff\xfe", b"\x5b\xff\xff\xff\xff\xff\xff\xff\xff",
      b"\x81" * 50 + b"\x01", b"\xa1\x01\x01", b"\x1b\x80\0\0\0\0\0\0\0"],
 )  # fmt: skip

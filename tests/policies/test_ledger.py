@@ -1,4 +1,4 @@
-"""Never overspent, exactly once, crash is spent: a state machine against a small reference, and the store's faults."""
+"""Never overspent, exactly once, crash is spent: a state machine against a reference, and faults."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from policies.accounting import cost
 from policies.claims import SubsampledGaussian
 from policies.ledger import InvalidEntry, KeyReused, Opened, Record, Reserved, Spent, State, decode, encode
+from policies.register import Register
 from policies.statement import Settlement
 from policies.store import Draft, LedgerBusy, LedgerStopped, LedgerUnsound, Store, read_lines
 from policies.verify import verify
@@ -159,8 +160,8 @@ def test_the_same_key_gives_the_same_answer_and_other_content_is_an_error(tmp_pa
     size = register.store.state.size
     assert register.reserve("key", one, envelope).admitted == first.admitted
     assert register.store.state.size == size
+    other = hospital.reservation("grant-2", DP, "federated", "run")
     with pytest.raises(KeyReused):
-        other = hospital.reservation("grant-2", DP, "federated", "run")
         register.reserve("key", other, hospital.seal(other))
 
 
@@ -201,7 +202,8 @@ def test_a_ledger_edited_behind_our_back_does_not_open(tmp_path: Path, last: boo
     open_register(tmp_path / "ledger.db", Hospital("site-a"), key=key).store.close()
     db = apsw.Connection(str(tmp_path / "ledger.db"))
     db.execute("DROP TRIGGER entry_is_fixed")
-    seq, body = db.execute("SELECT seq, body FROM entry ORDER BY seq DESC" if last else "SELECT seq, body FROM entry").fetchone()
+    order = "DESC" if last else "ASC"
+    seq, body = db.execute(f"SELECT seq, body FROM entry ORDER BY seq {order}").fetchone()
     db.execute("UPDATE entry SET body = ? WHERE seq = ?", (body.replace(b"site-a", b"site-b"), seq))
     db.close()
     with pytest.raises(LedgerUnsound):
@@ -226,8 +228,7 @@ def test_a_failed_write_stops_the_ledger_and_a_restart_replays(tmp_path: Path) -
     pages = register.store._db.execute("PRAGMA page_count").fetchall()[0][0]
     register.store._db.execute(f"PRAGMA max_page_count = {pages}").fetchall()  # the disk is full
     with pytest.raises(LedgerStopped):
-        for i in range(100):
-            register.store.append(f"big-{i}", Draft((), (os.urandom(8000),)) if i % 2 else _refusal(hospital, i))
+        _fill(register, hospital)
     assert register.store.stopped
     with pytest.raises(LedgerStopped):
         register.store.append("again", _refusal(hospital, 1))
@@ -235,6 +236,11 @@ def test_a_failed_write_stops_the_ledger_and_a_restart_replays(tmp_path: Path) -
     again = open_register(tmp_path / "ledger.db", hospital, key=key)
     assert again.store.state.size >= size
     assert not again.store.stopped
+
+
+def _fill(register: Register, hospital: Hospital) -> None:
+    for i in range(100):
+        register.store.append(f"big-{i}", Draft((), (os.urandom(8000),)) if i % 2 else _refusal(hospital, i))
 
 
 def _refusal(hospital: Hospital, i: int) -> Draft:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -39,10 +40,8 @@ def test_any_changed_byte_is_found_or_says_something_else(statement: object, dat
     raw = bytearray(encode(statement))  # type: ignore[arg-type]
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
-    try:
+    with contextlib.suppress(MalformedStatement, UnsupportedClaim):
         assert parse(bytes(raw)) != statement
-    except (MalformedStatement, UnsupportedClaim):
-        pass
 
 
 @given(st.binary(max_size=200))
@@ -97,4 +96,6 @@ def test_a_duplicate_key_is_refused() -> None:
 def test_k_is_not_a_float() -> None:
     with pytest.raises(UnsupportedClaim):
         claim_from({"kind": "k-anonymous", "k": 5.0, "l_diversity": 2, "releases_per_patient": 1})
-    assert claim_from({"kind": "k-anonymous", "k": 5, "l_diversity": 2, "releases_per_patient": 1}) == KAnonymous(5, 2, 1)
+    assert claim_from({"kind": "k-anonymous", "k": 5, "l_diversity": 2, "releases_per_patient": 1}) == KAnonymous(
+        5, 2, 1
+    )

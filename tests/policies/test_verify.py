@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.ledger import Opened, Refused, Reserved, Spent
+from policies.ledger import Refused, Reserved
 from policies.merkle import open_checkpoint
 from policies.statement import canonical, claim_json
 from policies.store import Draft, export_file
@@ -148,7 +148,9 @@ def test_an_envelope_that_no_entry_rests_on_is_found(tmp_path: Path) -> None:
         verify(smuggled.encode())
 
 
-def test_the_command_exits_0_1_and_2(ledger: tuple[Path, Ed25519PrivateKey], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exits_0_1_and_2(
+    ledger: tuple[Path, Ed25519PrivateKey], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = ledger[0].with_suffix(".export")
     path.write_bytes(export_file(ledger[0], "lazaret/test", ledger[1]))
     assert main([str(path)]) == 0
@@ -175,7 +177,9 @@ def test_the_verifier_needs_nothing_but_the_standard_library_and_cryptography(
         "bad = {m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names) - ours\n"
         "print('FOREIGN', sorted(m for m in bad if not m.startswith(('_', 'editable'))))\n"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", _with_paths(code), str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", _with_paths(code), str(path)], capture_output=True, text=True, check=False
+    )
     assert "FOREIGN []" in done.stdout, done.stdout + done.stderr
 
 
@@ -184,7 +188,8 @@ def _with_paths(code: str) -> str:
     return f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
 
 
-
-def test_a_checkpoint_of_an_export_opens_with_the_key_that_is_published(ledger: tuple[Path, Ed25519PrivateKey]) -> None:
+def test_a_checkpoint_of_an_export_opens_with_the_key_that_is_published(
+    ledger: tuple[Path, Ed25519PrivateKey],
+) -> None:
     export = Export.parse(export_file(ledger[0], "lazaret/test", ledger[1]))
     assert open_checkpoint(export.checkpoint, ledger[1].public_key().public_bytes_raw()).size == len(export.entries)

@@ -49,9 +49,7 @@ class Authority:
         uri = x509.UniformResourceIdentifier(f"spiffe://lazaret/hospital/{site}/agent")
         return self._leaf(site, [uri], ExtendedKeyUsageOID.CLIENT_AUTH)
 
-    def _leaf(
-        self, stem: str, names: list[x509.GeneralName], purpose: x509.ObjectIdentifier
-    ) -> tuple[Path, Path]:
+    def _leaf(self, stem: str, names: list[x509.GeneralName], purpose: x509.ObjectIdentifier) -> tuple[Path, Path]:
         key = ec.generate_private_key(ec.SECP384R1())
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         cert = (

@@ -68,9 +68,7 @@ def handle(task: Task) -> Answer:
     time.sleep(config.get("sleep", {}).get(SITE, 0.0))
     assert task.vector is not None
     vector = (task.vector + np.float32(config["add"][SITE])).astype(np.float32)
-    return Answer(
-        sha256(f"{task.run} {task.round_index} {SITE}".encode() + vector.tobytes()).digest(), vector
-    )
+    return Answer(sha256(f"{task.run} {task.round_index} {SITE}".encode() + vector.tobytes()).digest(), vector)
 
 
 def say(state: str) -> None:

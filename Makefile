@@ -1,0 +1,40 @@
+# Everything happens in .venv; nothing is installed anywhere else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test test-slow check bench protos clean
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): the pinned packages of constraints.txt (a few minutes, about 2 GB)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## three hospitals, one coordinator, two mechanisms, end to end; results in demo-out/
+	$(BIN)/python -m deploy.demo --out demo-out
+
+test: $(STAMP)  ## every test but the slow ones
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(STAMP)  ## the long forms
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)  ## what CI checks besides the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p policies -p protos -p agent -p coordinator -p deploy.demo
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## ratios against named peers
+	$(BIN)/python -m tests.benchmarks clustering
+	$(BIN)/python -m tests.benchmarks dp_engine
+
+protos: $(STAMP)  ## regenerate the committed gRPC code; a test compares
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/v1/gateway.proto
+
+clean:
+	rm -rf $(VENV) demo-out .demo build *.egg-info

@@ -1,0 +1,184 @@
+"""``lazaret-agent``: one hospital's side. Ingest, price, release, take part in rounds, show the ledger."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agent.edges import home as homes
+from agent.edges.door import GrpcDoor
+from agent.nouns import Unreachable
+from policies.ledger import InvalidEntry
+from policies.policy import PolicyError, preset
+from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, export_file, read_lines
+from policies.view import as_json, rows
+from protos.identity import BadKeyFile
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+EXPECTED = (
+    homes.BadSite,
+    BadKeyFile,
+    InvalidEntry,
+    LedgerBusy,
+    OSError,
+    PolicyError,
+    Unreachable,
+)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    listed = json.dumps(arguments.secondary_capture_modality)
+    settings = (
+        f'site = "{arguments.site}"\n'
+        f'coordinator = "{arguments.coordinator}"\n'
+        f'superlink = "{arguments.superlink}"\n'
+        f"input = {json.dumps(str(arguments.input))}  # the folder that `ingest` reads, relative to this one\n"
+        f"modalities = {json.dumps(arguments.modality)}\n"
+        f"secondary_capture_modalities = {listed}  # captures may show names: vouch for each\n"
+        f"public_components = {json.dumps(arguments.public_component)}  # SHA-256 of bases you vouch to be public\n"
+    )
+    policy = Path(arguments.policy)
+    text = policy.read_text() if policy.suffix == ".toml" else preset(arguments.policy)
+    home = homes.create(arguments.home, settings, text)
+    (arguments.home / "request.json").write_bytes(homes.enrolment(home))
+    OUT.print(f"made {arguments.home.name}: keys (they never leave it), site.toml, policy.toml")
+    OUT.print("give request.json to the coordinator, and run `enrol` with what comes back")
+    return 0
+
+
+def _enrol(arguments: argparse.Namespace) -> int:
+    homes.accept(homes.Home(arguments.home), arguments.bundle.read_bytes())
+    OUT.print("enrolled; `doctor` checks the way to the coordinator")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Check what a release will need, one line each."""
+    home = homes.Home(arguments.home)
+    checks: list[tuple[str, Callable[[], Any]]] = [
+        ("site.toml", home.settings),
+        ("policy.toml", home.policy),
+        ("keys are private", lambda: [home.sign_key(), home.secret("vault"), home.secret("deidentify")]),
+        ("enrolled", home.federation_policy),
+        ("coordinator answers over mutual TLS", lambda: _knock(home)),
+    ]
+    failed = False
+    for name, check in checks:
+        try:
+            check()
+            OUT.print(f"ok    {name}")
+        except EXPECTED as error:
+            failed = True
+            OUT.print(f"FAIL  {name}: {error}", markup=False)
+    return 1 if failed else 0
+
+
+def _knock(home: homes.Home) -> str:
+    door = GrpcDoor(home.settings().coordinator, home.keys, home.coordinator_key(), patience_s=3)
+    try:
+        return door.hello()
+    finally:
+        door.close()
+
+
+def _ledger_show(arguments: argparse.Namespace) -> int:
+    site = homes.Home(arguments.home).settings().site
+    records = [line.record for line in read_lines(arguments.home / "ledger.db")]
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(homes.origin(site), records), indent=2) + "\n")
+        return 0
+    table = Table("#", "time (UTC)", "entry", "who", "what", title=f"ledger of {homes.origin(site)}")
+    for row in rows(records):
+        table.add_row(*row)
+    OUT.print(table)
+    return 0
+
+
+def _ledger_export(arguments: argparse.Namespace) -> int:
+    home = homes.Home(arguments.home)
+    raw = export_file(arguments.home / "ledger.db", homes.origin(home.settings().site), home.sign_key())
+    arguments.out.write_bytes(raw)
+    OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name}")
+    return 0
+
+
+def _with_patients(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command of :mod:`agent.commands`, which is imported only when one of them is typed."""
+
+    def act(arguments: argparse.Namespace) -> int:
+        from agent import commands  # noqa: PLC0415 - torch: two seconds that init, doctor and ledger need not wait
+
+        return commands.run(name, arguments)
+
+    return act
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lazaret-agent", description=__doc__)
+    parser.add_argument("--home", type=Path, required=True, help="the site's directory")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(group: Any, name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = group.add_parser(name, help=text, description=text)
+        command.set_defaults(act=act)
+        return command
+
+    init = add(commands, "init", _init, "make the site's directory, its keys and its request to take part")
+    init.add_argument("--site", required=True, help="short lower-case name")
+    init.add_argument("--coordinator", default="127.0.0.1:7443", help="host:port")
+    init.add_argument("--superlink", default="127.0.0.1:7444", help="host:port")
+    init.add_argument("--input", type=Path, default=Path("../input"), help="the folder that `ingest` reads")
+    init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
+    init.add_argument("--modality", action="append", default=[], help="let in; may be repeated")
+    init.add_argument("--secondary-capture-modality", action="append", default=[], help="see site.toml")
+    init.add_argument("--public-component", action="append", default=[], help="SHA-256; see site.toml")
+    enrol = add(commands, "enrol", _enrol, "store what the coordinator issued")
+    enrol.add_argument("bundle", type=Path)
+    add(commands, "doctor", _doctor, "check configuration, keys and the way to the coordinator")
+    into = add(commands, "ingest", _with_patients("ingest"), "read the input folder into the vault")
+    into.add_argument("--json", action="store_true")
+    release = commands.add_parser("release", help="make a release").add_subparsers(required=True, metavar="MECHANISM")
+    ksame = add(release, "ksame", _with_patients("release"), "a k-anonymous synthetic set (k-Same-PCA)")
+    ksame.add_argument("--basis", type=Path, required=True, help="PCA basis fitted on public images")
+    ksame.add_argument("--k", type=int, default=11, help="distinct patients behind every image")
+    ksame.add_argument("--l-diversity", type=int, default=2, help="distinct labels behind every image")
+    ksame.add_argument("--modality", required=True, help="DICOM modality of the cohort")
+    ksame.add_argument("--json", action="store_true")
+    serve = add(commands, "serve", _with_patients("serve"), "take part in federated rounds")
+    serve.add_argument("--modality", required=True, help="DICOM modality of the cohort")
+    ledger = commands.add_parser("ledger", help="the site's ledger").add_subparsers(required=True, metavar="WHAT")
+    show = add(ledger, "show", _ledger_show, "print the ledger")
+    show.add_argument("--json", action="store_true")
+    export = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
+    export.add_argument("out", type=Path)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit 0 done, 1 refused or failed, 2 usage, 70 internal."""
+    os.umask(0o077)
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.act(arguments))
+    except EXPECTED as error:
+        ERR.print(f"refused: {error}", markup=False)
+        return 1
+    except (LedgerUnsound, LedgerStopped) as error:
+        ERR.print(f"stopped: {error}", markup=False)
+        return 70
+    except Exception as error:  # noqa: BLE001 - whatever it is: stop, and say no text that may hold patient data
+        ERR.print(f"stopped: internal fault ({type(error).__name__})", markup=False)
+        return 70
+
+
+if __name__ == "__main__":
+    sys.exit(main())

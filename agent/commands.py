@@ -1,0 +1,251 @@
+"""The commands that work with patients: ingest, release, serve. Apart: torch takes two seconds to import."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from agent.deidentify.rules import Rules
+from agent.deidentify.tags import Deidentifier
+from agent.edges import home as homes
+from agent.edges.door import GrpcDoor
+from agent.edges.files import BadFolder, IngestReport, ingest
+from agent.edges.log import open_log
+from agent.edges.vault import Vault, VaultError
+from agent.mechanisms.ksame import KSame, RepeatsAnInput
+from agent.nouns import CohortTooSmall
+from agent.pipeline import Participant, Refused, Site, recover, release_synthetic
+from agent.stages.finetune import SystemEntropy
+from agent.stages.invert import BadBasis, Basis, load_basis
+from policies.claims import UnsupportedClaim
+from policies.policy import strictest
+from policies.register import Register
+from policies.review import Verdict
+from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Statement, encode, parse
+from policies.store import Store
+from protos import quiet
+from protos.envelope import open_sealed, seal
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+EXPECTED = (BadBasis, BadFolder, CohortTooSmall, RepeatsAnInput, UnsupportedClaim, VaultError)
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What a command works with, opened once."""
+
+    home: homes.Home
+    settings: homes.Settings
+    site: Site
+    vault: Vault
+    log: Any
+
+
+@contextmanager
+def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
+    """Open the site: ledger (this process alone), vault, door, log."""
+    home = homes.Home(root)
+    settings, key = home.settings(), home.sign_key()
+    policy = strictest(home.policy(), home.federation_policy())
+    log = open_log(root / "agent.log")
+    vault = Vault(root / "vault.db", home.secret("vault"))
+    door = GrpcDoor(settings.coordinator, home.keys, home.coordinator_key())
+    with Store(root / "ledger.db", homes.origin(settings.site), key, lambda: int(time.time())) as store:
+        register = Register(store, lambda _site: policy)
+        _found(home, register)
+
+        def step(name: str, detail: str) -> None:
+            log.info("step", step=name)
+            say(name, detail)
+
+        site = Site(
+            name=settings.site,
+            books=register,
+            door=door,
+            vault=vault,
+            seal=lambda statement: seal(encode(statement), PAYLOAD_TYPE, key),
+            new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
+            say=step,
+        )
+        try:
+            yield Desk(home, settings, site, vault, log)
+        finally:
+            door.close()
+            vault.close()
+
+
+def _found(home: homes.Home, register: Register) -> None:
+    """The site's ledger begins with the site itself and its accounts, at the stricter of both policies."""
+    if register.store.state.sites:
+        return
+    envelope = homes.enrolment(home)
+    public = home.sign_key().public_key().public_bytes_raw()
+    statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
+    assert isinstance(statement, Enrolment)
+    register.enrol(statement, envelope, register.policy_of(statement.site))
+
+
+def _reader(home: homes.Home) -> Callable[[bytes], Release]:
+    """Reads back a release statement that this site sealed itself."""
+    public = home.sign_key().public_key().public_bytes_raw()
+
+    def read(envelope: bytes) -> Release:
+        statement: Statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
+        assert isinstance(statement, Release)
+        return statement
+
+    return read
+
+
+def _recover(desk: Desk) -> None:
+    closed = recover(desk.site, _reader(desk.home))
+    for grant in closed:
+        desk.log.warning("grant_closed_at_start", grant=grant)
+    if closed:
+        OUT.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")
+
+
+def ingest_folder(arguments: argparse.Namespace) -> int:
+    """Read the input folder into the vault; refused files are listed with their reasons."""
+    home = homes.Home(arguments.home)
+    settings, log = home.settings(), open_log(arguments.home / "agent.log")
+    rules = Rules(modalities=settings.modalities, secondary_capture_modalities=settings.secondary_capture_modalities)
+    vault = Vault(arguments.home / "vault.db", home.secret("vault"))
+    try:
+        with _bar("ingest", arguments.json) as progress:
+            report = ingest(
+                settings.input,
+                rules=rules,
+                deidentifier=Deidentifier(home.secret("deidentify")),
+                already=vault.has,
+                keep=vault.keep,
+                quarantine=arguments.home / "quarantine",
+                progress=progress,
+            )
+    finally:
+        vault.close()
+    refused = sum(report.quarantined.values())
+    log.info("ingested", kept=report.kept, duplicates=report.duplicates, quarantined=refused)
+    _print_ingest(report, arguments.json)
+    return 0
+
+
+@contextmanager
+def _bar(title: str, silent: bool) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=ERR, disable=silent) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print_ingest(report: IngestReport, as_lines: bool) -> None:
+    if as_lines:
+        counts = {"files": report.files, "kept": report.kept, "duplicates": report.duplicates}
+        sys.stdout.write(json.dumps({**counts, "quarantined": dict(report.quarantined)}) + "\n")
+        return
+    table = Table("what became of the files", "count", title=f"{report.files} files read")
+    table.add_row("kept, de-identified, in the vault", str(report.kept))
+    table.add_row("duplicates", str(report.duplicates))
+    for reason, count in report.quarantined.items():
+        table.add_row(f"quarantined: {reason}", str(count))
+    OUT.print(table)
+
+
+def _basis(path: Path, settings: homes.Settings) -> Basis:
+    """A basis from a file; it counts as public only if the site's own configuration vouches for its digest."""
+    raw = path.read_bytes()
+    basis = load_basis(raw)
+    if hashlib.sha256(raw).hexdigest() not in settings.public_components:
+        return replace(basis, provenance="private")
+    return basis
+
+
+def release(arguments: argparse.Namespace) -> int:
+    """Make and submit a synthetic set; exit 1 when any review refuses it."""
+    with open_desk(arguments.home, lambda name, detail: _say(name, detail, arguments.json)) as desk:
+        _recover(desk)
+        mechanism = KSame(arguments.k, arguments.l_diversity, _basis(arguments.basis, desk.settings))
+        try:
+            rng = np.random.default_rng(secrets.randbits(256))
+            goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng)
+            name = goods.release.release
+        except Refused as refusal:
+            name, verdict = "", refusal.verdict
+        desk.log.info("verdict", release=name, rules=[f.rule for f in verdict.findings])
+        _print_verdict(name, mechanism.name, verdict, arguments.json)
+        return 0 if verdict.admitted else 1
+
+
+def _say(name: str, detail: str, silent: bool) -> None:
+    if not silent:
+        OUT.print(f"{name:>6}  {detail}", markup=False)
+
+
+def _print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: bool) -> None:
+    if as_lines:
+        findings = [{"rule": f.rule, "detail": f.detail} for f in verdict.findings]
+        line = {"release": release, "mechanism": mechanism, "admitted": verdict.admitted}
+        sys.stdout.write(json.dumps({**line, "level": verdict.level, "findings": findings}) + "\n")
+        return
+    OUT.print(f"admitted at level {verdict.level}: {release}" if verdict.admitted else "refused:")
+    for finding in verdict.findings:
+        OUT.print(f"  {finding.rule}: {finding.detail}", markup=False)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Take part in federated rounds until told to stop."""
+    quiet.hush(arguments.home / "flower")
+    from agent.edges.federation import LinkConfig  # noqa: PLC0415 - Flower reads its environment when imported
+    from agent.edges.rounds import attend  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
+        _recover(desk)
+        keys = desk.home.keys
+        link = LinkConfig(
+            superlink=desk.settings.superlink,
+            ca=keys / "ca.crt",
+            cert=keys / "tls.crt",
+            key=keys / "tls.key",
+            node_key=keys / "node.key",
+            bundle_digest=None,
+        )
+        participant = Participant(desk.site, arguments.modality, SystemEntropy())
+        return attend(link, participant, desk.log, OUT.print, stop)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "ingest": ingest_folder,
+    "release": release,
+    "serve": serve,
+}
+
+
+def run(name: str, arguments: argparse.Namespace) -> int:
+    """Run one command; what it expects to go wrong becomes a sentence and exit status 1."""
+    try:
+        return COMMANDS[name](arguments)
+    except EXPECTED as error:
+        ERR.print(f"refused: {error}", markup=False)
+        return 1

@@ -1,0 +1,208 @@
+"""One site's directory: configuration, keys and where everything lies. Keys are born here and never leave."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+
+from policies.policy import Policy
+from policies.policy import parse as parse_policy
+from policies.statement import PAYLOAD_TYPE, Enrolment, encode
+from protos.envelope import seal
+from protos.identity import SITE_NAME, agent_name, node_public, pem, read_private, request, signing_key, write_private
+
+_KEYS = {
+    "site": str,
+    "coordinator": str,
+    "superlink": str,
+    "input": str,
+    "modalities": list,
+    "secondary_capture_modalities": list,
+    "public_components": list,
+}
+
+
+class BadSite(ValueError):
+    """The site's directory cannot be used; the text says which file and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``site.toml``, checked."""
+
+    site: str
+    coordinator: str  # host:port of the coordinator's gRPC service
+    superlink: str  # host:port of the coordinator's Flower listener
+    input: Path  # the folder that `ingest` reads
+    modalities: frozenset[str]
+    secondary_capture_modalities: frozenset[str]
+    public_components: frozenset[str]  # SHA-256 of bases and models that the site vouches to be public (P6)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Paths and keys of one site."""
+
+    root: Path
+
+    @property
+    def keys(self) -> Path:
+        """The key directory, 0700."""
+        return self.root / "keys"
+
+    def settings(self) -> Settings:
+        """Parse ``site.toml``; all problems at once.
+
+        Raises:
+            BadSite: missing, not TOML, or with missing, unknown or ill-typed keys.
+        """
+        path = self.root / "site.toml"
+        try:
+            table = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise BadSite(f"{path.name} is missing: run `lazaret-agent --home DIR init` first") from None
+        except tomllib.TOMLDecodeError as error:
+            raise BadSite(f"site.toml: not TOML: {error}") from None
+        problems = [f"{k}: missing" for k in _KEYS if k not in table]
+        problems += [f"{k}: unknown key" for k in table if k not in _KEYS]
+        typed = [(k, t) for k, t in _KEYS.items() if k in table]
+        problems += [f"{k}: must be a {t.__name__}" for k, t in typed if type(table[k]) is not t]
+        if not problems and not SITE_NAME.fullmatch(table["site"]):
+            problems.append("site: must be a short lower-case name")
+        if problems:
+            raise BadSite("site.toml: " + "; ".join(problems))
+        return _settings(self.root, table)
+
+    def policy_text(self) -> str:
+        """The site's own policy, as written."""
+        try:
+            return (self.root / "policy.toml").read_text()
+        except OSError:
+            raise BadSite("policy.toml is missing: without a policy nothing may leave") from None
+
+    def policy(self) -> Policy:
+        """The site's own policy, parsed."""
+        return parse_policy(self.policy_text(), "policy.toml")
+
+    def sign_key(self) -> Ed25519PrivateKey:
+        """The key the site seals with."""
+        return signing_key(self.keys / "sign.key")
+
+    def secret(self, name: str) -> bytes:
+        """One of the site's 32-byte secrets: ``vault`` or ``deidentify``."""
+        return read_private(self.keys / f"{name}.key")
+
+    def federation_policy(self) -> Policy:
+        """The federation's policy, as received at enrolment."""
+        try:
+            return parse_policy((self.keys / "federation.toml").read_text(), "federation.toml")
+        except OSError:
+            raise BadSite("the site is not enrolled: run `lazaret-agent enrol BUNDLE`") from None
+
+    def coordinator_key(self) -> bytes:
+        """The Ed25519 key that signs the coordinator's ledger, as received at enrolment."""
+        try:
+            return base64.b64decode((self.keys / "coordinator.pub").read_text(), validate=True)
+        except (OSError, ValueError):
+            raise BadSite("the site is not enrolled: run `lazaret-agent enrol BUNDLE`") from None
+
+
+def _settings(root: Path, table: dict[str, Any]) -> Settings:
+    return Settings(
+        table["site"],
+        table["coordinator"],
+        table["superlink"],
+        root / table["input"],
+        frozenset(table["modalities"]),
+        frozenset(table["secondary_capture_modalities"]),
+        frozenset(table["public_components"]),
+    )
+
+
+def origin(site: str) -> str:
+    """The name of a site's ledger in checkpoints."""
+    return f"lazaret/{site}"
+
+
+def create(root: Path, settings: str, policy: str) -> Home:
+    """Make a site's directory and its keys; nothing is overwritten.
+
+    Args:
+        root: the directory, which must be new or empty.
+        settings: text of ``site.toml``.
+        policy: text of ``policy.toml``.
+    Raises:
+        BadSite: the directory holds something, or a text is not valid.
+    """
+    if root.exists() and any(root.iterdir()):
+        raise BadSite(f"{root.name} is not empty: nothing was written")
+    parse_policy(policy, "policy.toml")
+    root.mkdir(parents=True, exist_ok=True)
+    root.chmod(0o700)
+    home = Home(root)
+    (root / "site.toml").write_text(settings)
+    (root / "policy.toml").write_text(policy)
+    home.settings()
+    home.keys.mkdir(mode=0o700)
+    write_private(home.keys / "sign.key", pem(Ed25519PrivateKey.generate()))
+    write_private(home.keys / "tls.key", pem(ec.generate_private_key(ec.SECP256R1())))
+    node = ec.generate_private_key(ec.SECP384R1())  # Flower accepts NIST curves only
+    write_private(home.keys / "node.key", node.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    (home.keys / "node.pub").write_bytes(node_public(node))
+    for name in ("vault", "deidentify"):
+        write_private(home.keys / f"{name}.key", secrets.token_bytes(32))
+    return home
+
+
+def enrolment(home: Home) -> bytes:
+    """The sealed request to take part: public keys and the site's own policy."""
+    site, key = home.settings().site, home.sign_key()
+    tls = _ec_key(read_private(home.keys / "tls.key"))
+    statement = Enrolment(
+        site=site,
+        sign_key=base64.b64encode(key.public_key().public_bytes_raw()).decode(),
+        csr=request(tls, agent_name(site)).decode(),
+        node_key=(home.keys / "node.pub").read_text(),
+        policy=home.policy_text(),
+    )
+    return seal(encode(statement), PAYLOAD_TYPE, key)
+
+
+def accept(home: Home, bundle: bytes) -> None:
+    """Store what the coordinator issued at enrolment; all of it, or nothing.
+
+    Raises:
+        BadSite: the bundle is malformed, for another site, or its certificate is not for this site's key.
+    """
+    try:
+        given = json.loads(bundle)
+        files = {"tls.crt": given["certificate"], "ca.crt": given["ca"], "federation.toml": given["policy"]}
+        files["coordinator.pub"] = given["ledger_key"]
+        certificate = x509.load_pem_x509_certificate(files["tls.crt"].encode())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadSite("the bundle is malformed; ask the coordinator for a new one") from None
+    own = _ec_key(read_private(home.keys / "tls.key")).public_key()
+    if given.get("site") != home.settings().site or certificate.public_key() != own:
+        raise BadSite("the bundle is for another site, or for a key that this site no longer has")
+    parse_policy(files["federation.toml"], "the federation's policy")
+    for name, text in files.items():
+        part = home.keys / f"{name}.part"
+        part.write_text(text)
+        os.replace(part, home.keys / name)
+
+
+def _ec_key(body: bytes) -> ec.EllipticCurvePrivateKey:
+    key = load_pem_private_key(body, None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key

@@ -1,0 +1,97 @@
+"""The agent's long-running side: take part in federated rounds over the Flower link, with code installed here.
+
+Imported after :func:`protos.quiet.hush`, since Flower reads its environment while it is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from agent.edges.federation import Answer, Declined, LinkConfig, Task, serve
+from agent.mechanisms.federated import BadConfiguration, Federated
+from agent.nouns import CohortTooSmall, Unreachable, Update
+from agent.pipeline import Participant, Refused
+from policies.claims import UnsupportedClaim
+from policies.store import LedgerStopped
+
+FOLLOW_S = 1.0
+_BUDGET = frozenset({"budget", "releases_per_patient"})
+
+
+def attend(
+    link: LinkConfig, participant: Participant, log: Any, say: Callable[[str], None], stop: threading.Event
+) -> int:
+    """Answer rounds until ``stop``; verdicts on updates are asked for and written into the site's ledger.
+
+    Returns:
+        0, or 70 when the site's ledger could not be written.
+    """
+    mutex = threading.Lock()
+    desk = _Desk(participant, mutex, log)
+
+    def state(name: str) -> None:
+        log.info("link", state=name)
+        say(f"link: {name}")
+
+    thread = threading.Thread(target=serve, args=(link, desk.handle, stop, state), name="link", daemon=True)
+    thread.start()
+    books = participant.site.books.store
+    while not stop.wait(FOLLOW_S) and not books.stopped:
+        with mutex:
+            desk.follow()
+    stop.set()
+    thread.join(30)
+    with mutex:
+        desk.follow()
+    return 70 if books.stopped else 0
+
+
+class _Desk:
+    """Tasks from the link become calls of the pipeline; what the pipeline refuses becomes a code."""
+
+    def __init__(self, participant: Participant, mutex: threading.Lock, log: Any) -> None:
+        self.participant, self.mutex, self.log = participant, mutex, log
+
+    def handle(self, task: Task) -> Answer:
+        """Price a run, or train one round.
+
+        Raises:
+            Declined: with a code that tells nothing of patients.
+        """
+        with self.mutex:
+            try:
+                return self._price(task) if task.kind == "price" else self._train(task)
+            except Refused as refusal:
+                rules = [f.rule for f in refusal.verdict.findings]
+                self.log.warning("declined", run=task.run, where=refusal.where, rules=rules)
+                raise Declined("budget" if _BUDGET & set(rules) else "policy") from None
+            except (BadConfiguration, UnsupportedClaim):
+                self.log.warning("declined", run=task.run, rules=["configuration"])
+                raise Declined("mechanism") from None
+            except (CohortTooSmall, Unreachable) as fault:
+                self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
+                raise Declined("unavailable") from None
+            except LedgerStopped:
+                raise Declined("internal") from None
+
+    def _price(self, task: Task) -> Answer:
+        self.participant.join(task.run, Federated.from_json(task.config.decode()))
+        self.log.info("granted", run=task.run, grant=self.participant.grant)
+        return Answer(b"granted", None)
+
+    def _train(self, task: Task) -> Answer:
+        assert task.vector is not None
+        number = task.round_index + 1
+        goods, update = self.participant.train(task.run, number, Update(task.vector.copy()))
+        self.log.info("round", run=task.run, round=number, release=goods.release.release)
+        return Answer(goods.envelope, update.vector)
+
+    def follow(self) -> None:
+        """Ask for verdicts; an unreachable coordinator is asked again later."""
+        try:
+            if self.participant.follow():
+                self.log.info("run_closed", run=self.participant.run)
+        except (Unreachable, LedgerStopped):
+            return

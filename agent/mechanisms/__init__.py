@@ -1,0 +1,16 @@
+"""The mechanisms: one file each, a frozen dataclass of public configuration with ``claim()`` and a run.
+
+``MECHANISMS`` is the whole list: a name that comes over the wire or from a file is looked up here, and
+nothing is ever imported by name (P13). To add one, write the file, add its entry, and add a case to the
+conformance suite in ``tests/agent/test_mechanisms.py``, which fails until there is one.
+"""
+
+from agent.mechanisms.federated import Federated
+from agent.mechanisms.ksame import KSame
+
+MECHANISMS: dict[str, type[KSame] | type[Federated]] = {
+    "ksame": KSame,  # claim: k-anonymous; run(cohort, rng, settled)
+    "federated": Federated,  # claim: (epsilon, delta)-DP per patient; run_round(cohort, update, entropy)
+}
+
+__all__ = ["MECHANISMS", "Federated", "KSame"]

@@ -1,0 +1,213 @@
+"""``lazaret-coordinator``: enrols hospitals, serves their agents, conducts rounds, shows the ledger."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import datetime as dt
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.edges import home as homes
+from coordinator.intake import Intake
+from coordinator.report import render, views
+from policies.ledger import InvalidEntry
+from policies.policy import PolicyError, preset
+from policies.statement import MalformedStatement
+from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, export_file, read_lines
+from policies.view import as_json, rows
+from protos import quiet
+from protos.envelope import BadEnvelope
+from protos.identity import BadKeyFile, agent_name, issue, read_private
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayStub
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+EXPECTED = (
+    homes.BadCoordinator,
+    PolicyError,
+    BadKeyFile,
+    BadEnvelope,
+    MalformedStatement,
+    InvalidEntry,
+    LedgerBusy,
+    OSError,
+)
+
+
+def _policy(name: str) -> str:
+    path = Path(name)
+    return path.read_text() if path.suffix == ".toml" else preset(name)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    settings = f'listen = "{arguments.listen}"\nsuperlink = "{arguments.superlink}"\n'
+    home = homes.create(arguments.home, settings, _policy(arguments.policy), dt.datetime.now(dt.UTC))
+    with homes.open_ledger(home):
+        pass
+    OUT.print(f"made {home.root.name}: keys, CA, operator's certificate, an empty ledger")
+    return 0
+
+
+def _approve(arguments: argparse.Namespace) -> int:
+    """Write the site into the ledger and issue its certificate."""
+    home = homes.Home(arguments.home)
+    envelope = arguments.request.read_bytes()
+    with homes.open_ledger(home) as store:
+        intake = Intake.over(store, home.policy())
+        statement = intake.enrol(envelope)
+        name = agent_name(statement.site)
+        certificate = issue(statement.csr.encode(), name, home.ca(), dt.datetime.now(dt.UTC))
+        bundle = {
+            "ca": home.ca()[1].decode(),
+            "certificate": certificate.decode(),
+            "ledger_key": base64.b64encode(store.public).decode(),
+            "policy": home.policy_text(),
+            "site": statement.site,
+        }
+    arguments.out.write_text(json.dumps(bundle, indent=2) + "\n")
+    OUT.print(f"enrolled {statement.site}; give it {arguments.out.name}")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop; exit 70 when the ledger cannot be written."""
+    home = homes.Home(arguments.home)
+    quiet.hush(home.root / "flower")
+    from coordinator.edges.server import serve  # noqa: PLC0415 - Flower reads its environment while it is imported
+
+    return serve(home, OUT.print)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """Start or follow a run; exit 1 when it failed."""
+    home = homes.Home(arguments.home)
+    job = json.loads(arguments.job.read_text())
+    credentials = grpc.ssl_channel_credentials(
+        (home.keys / "ca.crt").read_bytes(),
+        read_private(home.keys / "operator.key"),
+        (home.keys / "operator.crt").read_bytes(),
+    )
+    request = pb.LaunchRequest(
+        run=arguments.run,
+        mechanism=job["mechanism"],
+        config=json.dumps(job["config"]).encode(),
+        parameters=job["parameters"],
+        sites=job["sites"],
+        rounds=job["rounds"],
+        min_sites=job["min_sites"],
+    )
+    state = "failed"
+    with grpc.secure_channel(home.settings().listen, credentials, [("grpc.enable_http_proxy", 0)]) as channel:
+        for event in GatewayStub(channel).Launch(request):
+            state = event.state
+            _print_event(event, arguments.json, job["rounds"])
+    return 0 if state == "finished" else 1
+
+
+def _print_event(event: Any, as_lines: bool, rounds: int) -> None:
+    if as_lines:
+        line = {"round": event.round, "state": event.state, "sites": list(event.sites), "reason": event.reason}
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+        return
+    where = f"round {event.round} of {rounds}" if event.round else "price"
+    reason = f" ({event.reason})" if event.reason else ""
+    OUT.print(f"{where}: {event.state} {', '.join(event.sites)}{reason}")
+
+
+def _ledger_show(arguments: argparse.Namespace) -> int:
+    records = [line.record for line in read_lines(homes.Home(arguments.home).ledger)]
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(homes.ORIGIN, records), indent=2) + "\n")
+        return 0
+    table = Table("#", "time (UTC)", "entry", "who", "what", title=f"ledger of {homes.ORIGIN}")
+    for row in rows(records):
+        table.add_row(*row)
+    OUT.print(table)
+    return 0
+
+
+def _ledger_export(arguments: argparse.Namespace) -> int:
+    """Works while the coordinator serves: what is durable now, under a fresh checkpoint."""
+    home = homes.Home(arguments.home)
+    homes.write_durably(arguments.out, export_file(home.ledger, homes.ORIGIN, home.ledger_key()))
+    OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name}")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    home = homes.Home(arguments.home)
+    records = [line.record for line in read_lines(home.ledger)]
+    measured = json.loads(arguments.measured.read_text()) if arguments.measured else None
+    page = render(as_json(homes.ORIGIN, records), views(home.releases), measured)
+    homes.write_durably(arguments.out, page.encode())
+    OUT.print(f"wrote {arguments.out.name}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lazaret-coordinator", description=__doc__)
+    parser.add_argument("--home", type=Path, required=True, help="the coordinator's directory")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(group: Any, name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = group.add_parser(name, help=text, description=text)
+        command.set_defaults(act=act)
+        return command
+
+    init = add(commands, "init", _init, "make the directory, keys, CA and an empty ledger")
+    init.add_argument("--listen", default="127.0.0.1:7443", help="host:port for agents (gRPC)")
+    init.add_argument("--superlink", default="127.0.0.1:7444", help="host:port for Flower's fleet")
+    init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
+    approve = add(commands, "approve", _approve, "enrol a site from its sealed request")
+    approve.add_argument("request", type=Path)
+    approve.add_argument("--out", type=Path, required=True, help="the bundle to give to the site")
+    add(commands, "serve", _serve, "serve agents and conduct runs; resumes what a crash left")
+    rounds = commands.add_parser("round", help="federated runs").add_subparsers(required=True, metavar="WHAT")
+    launch = add(rounds, "launch", _launch, "start a run, or follow the one of that name")
+    launch.add_argument("job", type=Path, help="JSON: mechanism, parameters, sites, rounds, min_sites, config")
+    launch.add_argument("--run", required=True, help="the run's name")
+    launch.add_argument("--json", action="store_true", help="one JSON object per line")
+    ledger = commands.add_parser("ledger", help="the ledger").add_subparsers(required=True, metavar="WHAT")
+    show = add(ledger, "show", _ledger_show, "print the ledger")
+    show.add_argument("--json", action="store_true")
+    export = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
+    export.add_argument("out", type=Path)
+    report = add(commands, "report", _report, "write a self-contained HTML report")
+    report.add_argument("out", type=Path)
+    report.add_argument("--measured", type=Path, help="JSON with accuracy, ingest counts and times to show beside")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit 0 done, 1 refused or failed, 2 usage, 70 internal."""
+    os.umask(0o077)
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.act(arguments))
+    except EXPECTED as error:
+        ERR.print(f"refused: {error}", markup=False)
+        return 1
+    except grpc.RpcError as error:
+        ERR.print(f"refused: {error.details()}", markup=False)
+        return 1
+    except (LedgerUnsound, LedgerStopped) as error:
+        ERR.print(f"stopped: {error}", markup=False)
+        return 70
+    except Exception as error:  # noqa: BLE001 - whatever it is: stop, and say no text that may hold data
+        ERR.print(f"stopped: internal fault ({type(error).__name__})", markup=False)
+        return 70
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The coordinator's log: JSON lines of named events with keys from a short list (P14)."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+KEYS: Final = frozenset(
+    {
+        "event", "level", "timestamp", "site", "call", "mechanism", "grant", "release", "run", "round",
+        "rule", "rules", "incident", "fault", "admitted", "state", "sites", "seq",
+    }
+)  # fmt: skip
+
+
+class UnlistedKey(RuntimeError):
+    """A log call used a key that is not on the list; the event is not written."""
+
+
+def only_listed(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """structlog processor: refuse an event with an unlisted key, or a long value."""
+    for key, value in event.items():
+        if key not in KEYS or len(str(value)) > 500:
+            raise UnlistedKey(f"{key!r} may not be logged")
+    return event
+
+
+def open_log(path: Path) -> Any:
+    """A logger that appends to ``path`` (0600) as JSON lines."""
+    path.touch(mode=0o600)
+    handle = path.open("a", encoding="utf-8")
+    return structlog.wrap_logger(
+        structlog.WriteLogger(handle),
+        processors=[
+            only_listed,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.JSONRenderer(),
+        ],
+    )

@@ -1,0 +1,206 @@
+"""The coordinator's gRPC service: mutual TLS, and on every call the checks that Python gRPC does not make.
+
+After the handshake gRPC never looks at a certificate again, has no revocation lists, and sends exception texts
+to the peer. So every RPC passes through :class:`_Desk`: TLS 1.3, exactly one SPIFFE name, certificate still valid,
+the right role; and whatever goes wrong inside leaves as a code and an incident number.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from cryptography import x509
+
+from coordinator.edges.home import Home
+from coordinator.edges.shelf import Shelf
+from coordinator.intake import Intake, Unwelcome
+from policies.review import Verdict
+from protos.identity import OPERATOR, read_private, site_of
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
+
+MAX_PART = (1 << 20) + 4096
+Launcher = Callable[[Any], Iterator[Any]]
+
+
+class _Turned(Exception):
+    """The call is over: a status and a text that the peer may read."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code, self.text = code, text
+
+
+def peer_name(auth: dict[str, list[bytes]], now: dt.datetime) -> str:
+    """The one SPIFFE name of a peer whose connection is acceptable at this moment.
+
+    Raises:
+        _Turned: older TLS, no or several names, or a certificate that is not valid now.
+    """
+    if auth.get("ssl_tls_version") != [b"TLSv1.3"]:
+        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is required")
+    try:
+        certificate = x509.load_pem_x509_certificate(auth["x509_pem_cert"][0])
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (KeyError, ValueError, x509.ExtensionNotFound):
+        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "a client certificate with a name is required") from None
+    if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
+        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now")
+    if len(uris) != 1:
+        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name")
+    return uris[0]
+
+
+class Service(GatewayServicer):
+    """One method for each call; what they decide is :class:`coordinator.intake.Intake`'s."""
+
+    def __init__(self, intake: Intake, shelf: Shelf, policy: str, log: Any, launcher: Launcher) -> None:
+        """``policy`` is the federation's TOML text; ``launcher`` conducts a run and yields its events."""
+        self.intake, self.shelf, self.policy, self.log, self.launcher = intake, shelf, policy, log, launcher
+        self.store = intake.register.store
+
+    def Hello(self, _request: Any, context: Any) -> Any:
+        """The federation's policy and the ledger's head."""
+        with self._call(context, "hello"):
+            return pb.HelloReply(
+                policy=self.policy,
+                checkpoint=self.store.checkpoint(),
+                ledger_key=self.store.public,
+            )
+
+    def Reserve(self, request: Any, context: Any) -> Any:
+        """Price first."""
+        with self._call(context, "reserve") as peer:
+            verdict = self._decide(lambda: self.intake.reserve(peer, request.key, request.envelope))
+            return self._reply("reserve", peer, request.key, verdict)
+
+    def Settle(self, request: Any, context: Any) -> Any:
+        """A grant that will see no release."""
+        with self._call(context, "settle") as peer:
+            verdict = self._decide(lambda: self.intake.settle(peer, request.key, request.envelope))
+            return self._reply("settle", peer, request.key, verdict)
+
+    def Outcome(self, request: Any, context: Any) -> Any:
+        """What a key has led to."""
+        with self._call(context, "outcome") as peer:
+            found = self.intake.outcome(peer, request.key)
+            if found is None:
+                return pb.VerdictReply(known=False, seq=-1, checkpoint=self.store.checkpoint())
+            return self._reply("outcome", peer, request.key, found[0])
+
+    def Submit(self, parts: Iterator[Any], context: Any) -> Any:
+        """An artifact with its sealed statement; durable on the shelf before the ledger admits it."""
+        with self._call(context, "submit") as peer:
+            first = next(parts, None)
+            if first is None or first.WhichOneof("part") != "header":
+                raise _Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part must be the header")
+            key, envelope = first.header.key, first.header.envelope
+            verdict = self._decide(lambda: self._submit(peer, key, envelope, parts))
+            return self._reply("submit", peer, key, verdict)
+
+    def _submit(self, peer: str, key: str, envelope: bytes, parts: Iterator[Any]) -> Verdict:
+        release = self.intake.release(peer, key, envelope)
+        quota = min(release.artifact_bytes, self.intake.federation.max_artifact_bytes)
+        artifact = bytearray()
+        for part in parts:
+            artifact += part.data
+            if part.WhichOneof("part") != "data" or len(artifact) > quota:
+                raise _Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "more bytes than the statement or policy allows")
+        body = bytes(artifact)
+        staged = self.shelf.stage(release.artifact_sha256, body) if len(body) == release.artifact_bytes else None
+        verdict = self.intake.admit(peer, key, envelope, release, body)
+        if staged is not None:
+            self.shelf.settle(staged, release, envelope, verdict)
+        return verdict
+
+    def Launch(self, request: Any, context: Any) -> Iterator[Any]:
+        """Operators only: conduct a federated run and stream what happens."""
+        with self._call(context, "launch", operator=True):
+            yield from self.launcher(request)
+
+    def _decide(self, act: Callable[[], Verdict]) -> Verdict:
+        try:
+            return act()
+        except Unwelcome as refusal:
+            return Verdict((refusal.finding,))
+
+    def _reply(self, call: str, peer: str, key: str, verdict: Verdict) -> Any:
+        found = self.intake.outcome(peer, key)
+        seq = found[1] if found else -1
+        self.log.info(
+            "verdict", call=call, site=peer, admitted=verdict.admitted, rules=[f.rule for f in verdict.findings]
+        )
+        return pb.VerdictReply(
+            admitted=verdict.admitted,
+            findings=[pb.Finding(rule=f.rule, detail=f.detail) for f in verdict.findings],
+            level=verdict.level,
+            seq=seq,
+            checkpoint=self.store.checkpoint(),
+            known=True,
+        )
+
+    def _call(self, context: Any, call: str, operator: bool = False) -> _Desk:
+        return _Desk(self, context, call, operator)
+
+
+class _Desk:
+    """Around every call: who is it, may they, and no exception text to the peer."""
+
+    def __init__(self, service: Service, context: Any, call: str, operator: bool) -> None:
+        self.service, self.context, self.call, self.operator = service, context, call, operator
+
+    def __enter__(self) -> str:
+        try:
+            name = peer_name(dict(self.context.auth_context()), dt.datetime.now(dt.UTC))
+            site = site_of(name)
+            allowed = name == OPERATOR if self.operator else site is not None
+            if not allowed:
+                raise _Turned(grpc.StatusCode.PERMISSION_DENIED, "this certificate may not make this call")
+        except _Turned as turned:
+            self.service.log.warning("turned_away", call=self.call, fault=turned.text)
+            self.context.abort(turned.code, turned.text)
+        return site or ""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None or kind is GeneratorExit:
+            return
+        if isinstance(error, _Turned):
+            self.context.abort(error.code, error.text)
+        incident = secrets.token_hex(4)
+        self.service.log.error("incident", call=self.call, incident=incident, fault=kind.__name__)
+        self.context.abort(grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log")
+
+
+def start(home: Home, service: Service) -> tuple[grpc.Server, int]:
+    """Listen with mutual TLS.
+
+    Returns:
+        The started server and the port it listens on.
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    credentials = grpc.ssl_server_credentials(
+        [(read_private(home.keys / "tls.key"), (home.keys / "tls.crt").read_bytes())],
+        root_certificates=(home.keys / "ca.crt").read_bytes(),
+        require_client_auth=True,
+    )
+    options = [
+        ("grpc.max_receive_message_length", MAX_PART),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", 64),
+    ]
+    server = grpc.server(ThreadPoolExecutor(max_workers=16), options=options)
+    add_GatewayServicer_to_server(service, server)
+    address = home.settings().listen
+    try:
+        port = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise OSError(f"cannot listen on {address}: another process does, or it is not ours") from None
+    server.start()
+    return server, port

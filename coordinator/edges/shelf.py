@@ -1,0 +1,91 @@
+"""Admitted releases on disk. An artifact is durable before the ledger admits it, and visible only after."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from coordinator.edges.home import write_durably
+from policies.ledger import Admitted
+from policies.review import Verdict
+from policies.statement import Release
+from policies.store import Store
+
+WORDING = {
+    "A": "(epsilon, delta)-differential privacy for each patient",
+    "B": "k distinct patients behind every image, by components that do not depend on them",
+    "C": "empirical only: tested by attacks, without a guarantee",
+}
+
+
+class Shelf:
+    """``releases/<id>/`` for each admitted release, ``.staging/`` for bytes without a verdict."""
+
+    def __init__(self, root: Path, store: Store) -> None:
+        """Finish what a crash left: admitted artifacts get their place, the others are removed."""
+        self.root, self.store = root, store
+        self.staging = root / ".staging"
+        self.staging.mkdir(parents=True, exist_ok=True)
+        for entry in store.state.releases.values():
+            staged = self.staging / entry.artifact.hex()
+            if staged.exists():
+                self._place(staged, entry, store.envelope(entry.envelope) or b"")
+        shutil.rmtree(self.staging)
+        self.staging.mkdir()
+
+    def stage(self, digest: str, body: bytes) -> Path:
+        """Make bytes durable under the digest their statement gives; a review decides about them."""
+        path = self.staging / digest
+        write_durably(path, body)
+        return path
+
+    def settle(self, staged: Path, release: Release, envelope: bytes, verdict: Verdict) -> None:
+        """After the verdict is durable: put an admitted artifact in its place, remove a refused one."""
+        entry = self.store.state.releases.get(release.release)
+        if verdict.admitted and entry is not None and not release.run:
+            self._place(staged, entry, envelope)
+        else:
+            staged.unlink(missing_ok=True)
+
+    def _place(self, staged: Path, entry: Admitted, envelope: bytes) -> None:
+        folder = self.root / entry.release
+        if not staged.exists() or hashlib.sha256(staged.read_bytes()).digest() != entry.artifact:
+            return
+        part = self.root / f".{entry.release}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        body = staged.read_bytes()
+        (part / "images.tar").write_bytes(body)
+        with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+            archive.extractall(part / "images", filter="data")
+        (part / "envelope.json").write_bytes(envelope)
+        (part / "certificate.json").write_text(json.dumps(certificate(entry), indent=2, sort_keys=True) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        staged.unlink(missing_ok=True)
+
+    def place_model(self, run: str, body: bytes, facts: dict[str, Any]) -> None:
+        """The final model of a federated run, with its certificate."""
+        folder = self.root / run
+        folder.mkdir(exist_ok=True)
+        write_durably(folder / "model.safetensors", body)
+        write_durably(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
+
+
+def certificate(entry: Admitted) -> dict[str, Any]:
+    """What a release certificate prints, and nothing stronger than its level."""
+    return {
+        "release": entry.release,
+        "site": entry.site,
+        "mechanism": entry.mechanism,
+        "level": entry.level,
+        "meaning": WORDING[entry.level],
+        "claim": json.loads(entry.claim),
+        "artifact_sha256": entry.artifact.hex(),
+        "statement_sha256": entry.envelope.hex(),
+    }

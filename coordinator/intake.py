@@ -1,0 +1,179 @@
+"""What the coordinator does with sealed bytes: open, parse, check the artifact, review, write down.
+
+No transport here: bytes and the peer's site come in, a verdict goes out, and every verdict is a ledger entry.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from policies.ledger import KeyReused, Refused
+from policies.policy import Policy, strictest
+from policies.policy import parse as parse_policy
+from policies.register import Register, verdict_of
+from policies.review import Finding, Verdict
+from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Settlement, Statement, parse
+from policies.store import Draft, Store
+from protos.artifact import BadArtifact, unpack_images, unpack_vector
+from protos.envelope import BadEnvelope, open_sealed
+
+
+class Unwelcome(Exception):
+    """A peer's call that is refused before any review; the finding says why, and it is in the ledger."""
+
+    def __init__(self, finding: Finding) -> None:
+        """Keep the finding."""
+        super().__init__(finding.rule)
+        self.finding = finding
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """The coordinator's counter: its register, and the policies that sites enrolled with."""
+
+    register: Register
+    federation: Policy
+    sites: dict[str, Policy]  # site -> its own policy
+    node_keys: dict[str, str]  # site -> its Flower node key, OpenSSH
+
+    @staticmethod
+    def over(store: Store, federation: Policy) -> Intake:
+        """Put together from a ledger: the sites' policies are read from their sealed enrolments."""
+        sites: dict[str, Policy] = {}
+        nodes: dict[str, str] = {}
+        for site, entry in store.state.sites.items():
+            envelope = store.envelope(entry.envelope)
+            assert envelope is not None, "an enrolment's envelope is stored with its entry"
+            sealed = open_sealed(envelope, PAYLOAD_TYPE, {site: entry.sign_key})
+            statement = parse(sealed.payload)
+            assert isinstance(statement, Enrolment)
+            sites[site] = parse_policy(statement.policy, f"policy of {site}")
+            nodes[site] = statement.node_key
+        register = Register(store, lambda site: strictest(sites[site], federation))
+        return Intake(register, federation, sites, nodes)
+
+    def enrol(self, envelope: bytes) -> Enrolment:
+        """Approve a site's sealed request: its key, its policy and its accounts enter the ledger.
+
+        The account's limits are the stricter of both policies (P12).
+
+        Raises:
+            BadEnvelope: the request is not sealed by the key that it carries.
+            MalformedStatement, PolicyError: its content cannot be used.
+            InvalidEntry: the site is enrolled already.
+        """
+        statement = _unverified(envelope)
+        key = base64.b64decode(statement.sign_key, validate=True)
+        open_sealed(envelope, PAYLOAD_TYPE, {statement.site: key})
+        own = parse_policy(statement.policy, f"policy of {statement.site}")
+        self.register.enrol(statement, envelope, strictest(own, self.federation))
+        self.sites[statement.site] = own
+        self.node_keys[statement.site] = statement.node_key
+        return statement
+
+    def opened(self, peer: str, key: str, envelope: bytes) -> Statement:
+        """The statement in an envelope that this peer sealed.
+
+        Raises:
+            Unwelcome: unknown peer, bad signature, malformed statement, or one that speaks for another site.
+        """
+        enrolled = self.register.store.state.sites.get(peer)
+        if enrolled is None:
+            raise self._unwelcome(peer, key, Finding("unknown_site", "this site is not enrolled"))
+        try:
+            sealed = open_sealed(envelope, PAYLOAD_TYPE, {peer: enrolled.sign_key})
+            statement = parse(sealed.payload)
+        except BadEnvelope as error:
+            raise self._unwelcome(peer, key, Finding("bad_envelope", str(error))) from None
+        except ValueError as error:
+            raise self._unwelcome(peer, key, Finding("bad_statement", str(error))) from None
+        if statement.site != peer:
+            raise self._unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
+        return statement
+
+    def _unwelcome(self, peer: str, key: str, finding: Finding) -> Unwelcome:
+        self.register.store.append(
+            _key(peer, f"{key}-unwelcome-{self.register.store.state.size}"),
+            _refusal(peer, finding),
+        )
+        return Unwelcome(finding)
+
+    def reserve(self, peer: str, key: str, envelope: bytes) -> Verdict:
+        """Price first: hold the claim's cost, or say why not."""
+        statement = self.opened(peer, key, envelope)
+        if not isinstance(statement, Reservation):
+            raise self._unwelcome(peer, key, Finding("bad_statement", "not a reservation"))
+        return self._once(peer, key, lambda k: self.register.reserve(k, statement, envelope))
+
+    def settle(self, peer: str, key: str, envelope: bytes) -> Verdict:
+        """A site's word on a grant."""
+        statement = self.opened(peer, key, envelope)
+        if not isinstance(statement, Settlement) or statement.outcome not in ("declined", "expired"):
+            raise self._unwelcome(peer, key, Finding("bad_statement", "not a settlement"))
+        return self._once(peer, key, lambda k: self.register.settle(k, statement, envelope))
+
+    def release(self, peer: str, key: str, envelope: bytes) -> Release:
+        """The statement of a release, before its artifact is accepted: its size is the quota."""
+        statement = self.opened(peer, key, envelope)
+        if not isinstance(statement, Release):
+            raise self._unwelcome(peer, key, Finding("bad_statement", "not a release"))
+        return statement
+
+    def admit(self, peer: str, key: str, envelope: bytes, release: Release, artifact: bytes) -> Verdict:
+        """Review a release with its artifact in hand."""
+        facts = tuple(_facts(release, artifact))
+        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, facts))
+
+    def outcome(self, peer: str, key: str) -> tuple[Verdict, int] | None:
+        """What a peer's key has led to, and where in the ledger."""
+        lines = self.register.store.answer(_key(peer, key))
+        return (verdict_of(lines[0]), lines[0].seq) if lines else None
+
+    def _once(self, peer: str, key: str, act: Callable[[str], Verdict]) -> Verdict:
+        try:
+            return act(_key(peer, key))
+        except KeyReused:
+            raise self._unwelcome(
+                peer, key, Finding("key_reused", "this idempotency key was used for something else")
+            ) from None
+
+
+def _key(peer: str, key: str) -> str:
+    """Idempotency keys are each site's own: one site can neither guess nor block another's."""
+    return f"{peer}:{key}"
+
+
+def _refusal(peer: str, finding: Finding) -> Draft:
+    return Draft((Refused("", peer, "", "call", [finding.rule], b""),))
+
+
+def _unverified(envelope: bytes) -> Enrolment:
+    """The enrolment inside an envelope whose key is still to be taken from it."""
+    try:
+        payload = base64.b64decode(json.loads(envelope)["payload"], validate=True)
+    except (ValueError, KeyError, TypeError):
+        raise BadEnvelope("not a DSSE envelope") from None
+    statement = parse(payload)
+    if not isinstance(statement, Enrolment):
+        raise BadEnvelope("not an enrolment")
+    return statement
+
+
+def _facts(release: Release, artifact: bytes) -> Iterator[Finding]:
+    """What the bytes say against the statement."""
+    if hashlib.sha256(artifact).hexdigest() != release.artifact_sha256 or len(artifact) != release.artifact_bytes:
+        yield Finding("artifact_changed", "the artifact is not the one in the statement")
+        return
+    try:
+        if release.artifact_type == "image-set":
+            unpack_images(artifact)
+        elif release.artifact_type == "update":
+            unpack_vector(artifact)
+        else:
+            yield Finding("artifact_type", "no such type of artifact")
+    except BadArtifact as error:
+        yield Finding("artifact_malformed", str(error))

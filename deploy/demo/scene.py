@@ -1,0 +1,388 @@
+"""The demo's story: what is prepared, which commands are typed, what is measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.mechanisms.federated import Federated
+from agent.nouns import Cohort, Image, Patient
+from agent.phantoms import digits, scanners
+from agent.stages.invert import fit_basis, save_basis
+from deploy.demo.twin import non_private_twin
+from policies.accounting import epsilon, tight_epsilon
+from policies.claims import KAnonymous, SubsampledGaussian
+from policies.policy import preset
+from policies.statement import claim_from, claim_json
+from protos.artifact import unpack_vector
+
+SITES = ("site-a", "site-b", "site-c")
+POOR = "site-c"  # its own policy has a smaller budget
+RUN = "digits-1"
+K, L = 5, 2
+PUBLIC_PATIENTS = 250  # a public bound on the patients of a site; delta is a thousandth of 1 / bound
+Say = Callable[[str], None]
+
+
+class DemoFailed(RuntimeError):
+    """A command did not do what the story needs; the text ends with the command's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large the demo is."""
+
+    patients: int  # at each hospital, two images each
+    rounds: int
+
+
+def federated_job(public: digits.Digits, rounds: int) -> Federated:
+    """The federated mechanism's public configuration; the centre comes from public digits alone."""
+    centre = public.images.reshape(len(public.images), -1).mean(axis=0)
+    return Federated(
+        sampling_rate=0.25,
+        noise_multiplier=1.8,
+        steps_per_round=15,
+        rounds=rounds,
+        clip=0.1,
+        images_per_patient=2,
+        public_patients=PUBLIC_PATIENTS,
+        learning_rate=40.0,
+        classes=tuple(str(c) for c in range(10)),
+        shape=(32, 32),
+        centre=tuple(round(float(c), 4) for c in centre),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True, eq=False)
+class Scene:
+    """The stage: directories, running processes, and what was measured."""
+
+    out: Path
+    work: Path
+    scale: Scale
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    ingested: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    split: digits.Split = field(init=False)
+    mechanism: Federated = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Deal the digits out and fix the public configuration."""
+        self.split = digits.split(len(SITES), self.scale.patients, 2)
+        self.mechanism = federated_job(self.split.public, self.scale.rounds)
+
+    def __enter__(self) -> Self:
+        """Nothing runs yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop whatever still runs."""
+        self.stop()
+
+    def story(self) -> Iterator[tuple[str, Callable[[Say], str]]]:
+        """The steps, in order: a title and what to do."""
+        yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
+        yield "keys are born, sites are enrolled, the ledger begins", self.enrol
+        yield "the coordinator serves; each site checks its way to it", self.serve
+        yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
+        yield "k-anonymous synthetic sets: price, cluster, average, seal, verdict", self.synthetic
+        yield "federated rounds with patient-level DP-SGD", self.federate
+        yield "accuracy on held-out digits, beside the non-private twin", self.evaluate
+        yield "report, ledger export, offline verification", self.report
+
+    def agent(self, site: str, *words: str) -> list[str]:
+        """A ``lazaret-agent`` command line."""
+        return [sys.executable, "-m", "agent", "--home", str(self.work / site), *words]
+
+    def coordinator(self, *words: str) -> list[str]:
+        """A ``lazaret-coordinator`` command line."""
+        return [sys.executable, "-m", "coordinator", "--home", str(self.work / "coordinator"), *words]
+
+    def run(self, command: list[str], may_refuse: bool = False) -> str:
+        """Run a command to its end and give what it printed.
+
+        Raises:
+            DemoFailed: it ended with another status than 0 (or 1, where a refusal is part of the story).
+        """
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+        if done.returncode not in ((0, 1) if may_refuse else (0,)):
+            raise DemoFailed(
+                f"{' '.join(command[2:])}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            )
+        return done.stdout
+
+    def start(self, name: str, command: list[str], ready: str) -> None:
+        """Start a process that stays, and wait until it says ``ready``.
+
+        Raises:
+            DemoFailed: it ended, or said nothing for a minute.
+        """
+        log = self.work / f"{name}.out"
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=_environment())
+        self._running.append(process)
+        until = time.monotonic() + 60
+        while ready not in log.read_text():
+            if process.poll() is not None or not time.monotonic() < until:
+                raise DemoFailed(f"{name} did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End every running process, gently."""
+        for process in reversed(self._running):
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._running.clear()
+
+    def folders(self, say: Say) -> str:
+        """Write each hospital's DICOM folder."""
+        lines = []
+        for i, site in enumerate(SITES):
+            say(site)
+            folder = self.work / "pacs" / site
+            rng = np.random.default_rng(i)
+            digits.write_hospital(folder, i, len(SITES), self.scale.patients, 2, rng)
+            extra = len(scanners.add_scanner_files(folder))
+            head = scanners.add_head(folder) if i == 0 else False
+            files = sum(1 for path in folder.rglob("*") if path.is_file())
+            lines.append(
+                f"{site}: {files} files, {extra} of them scanner or broken files{', one head MRI' if head else ''}"
+            )
+        return "\n".join(lines)
+
+    def enrol(self, say: Say) -> str:
+        """Make the coordinator's and the sites' directories; approve each site's sealed request."""
+        listen, superlink = f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}"
+        basis = save_basis(fit_basis(_large(self.split.public.images), 24, "public"))
+        (self.work / "basis.safetensors").write_bytes(basis)
+        vouched = hashlib.sha256(basis).hexdigest()
+        (self.work / "poor.toml").write_text(preset("internal").replace("epsilon = 8.0", "epsilon = 2.0"))
+        self.run(self.coordinator("init", "--listen", listen, "--superlink", superlink, "--policy", "internal"))
+        for site in SITES:
+            say(site)
+            policy = str(self.work / "poor.toml") if site == POOR else "internal"
+            words = ["init", "--site", site, "--coordinator", listen, "--superlink", superlink, "--policy", policy]
+            words += ["--input", f"../pacs/{site}", "--public-component", vouched]
+            words += [word for modality in ("OT", "CT", "MR", "CR") for word in ("--modality", modality)]
+            self.run(self.agent(site, *words, "--secondary-capture-modality", "OT"))
+            bundle = self.work / f"{site}.bundle.json"
+            request = self.work / site / "request.json"
+            self.run(self.coordinator("approve", str(request), "--out", str(bundle)))
+            self.run(self.agent(site, "enrol", str(bundle)))
+        return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others 8; k is at least {K}"
+
+    def serve(self, say: Say) -> str:
+        """Start the coordinator; let each site check its way."""
+        self.start("coordinator", self.coordinator("serve"), "serving")
+        for site in SITES:
+            say(f"{site} doctor")
+            self.run(self.agent(site, "doctor"))
+        return "mutual TLS works from every site"
+
+    def ingest(self, say: Say) -> str:
+        """Ingest each folder."""
+        for site in SITES:
+            say(site)
+            self.ingested[site] = json.loads(self.run(self.agent(site, "ingest", "--json")))
+        return "\n".join(
+            f"{site}: {found['kept']} kept, {found['duplicates']} duplicate, {sum(found['quarantined'].values())} "
+            f"quarantined ({', '.join(f'{reason} {n}' for reason, n in found['quarantined'].items())})"
+            for site, found in self.ingested.items()
+        )
+
+    def synthetic(self, say: Say) -> str:
+        """One k-anonymous set from each site."""
+        lines = []
+        for site in SITES:
+            say(site)
+            words = ["release", "ksame", "--basis", str(self.work / "basis.safetensors"), "--modality", "OT"]
+            words += ["--k", str(K), "--l-diversity", str(L), "--json"]
+            answer = json.loads(self.run(self.agent(site, *words), may_refuse=True))
+            rules = ", ".join(finding["rule"] for finding in answer["findings"])
+            lines.append(
+                f"{site}: " + (f"admitted, level {answer['level']}" if answer["admitted"] else f"refused: {rules}")
+            )
+        return "\n".join(lines)
+
+    def federate(self, say: Say) -> str:
+        """Start the three agents' links, launch the run, watch it."""
+        for site in SITES:
+            say(f"{site} connects")
+            self.start(site, self.agent(site, "serve", "--modality", "OT"), "link: online")
+        job = {
+            "mechanism": "federated",
+            "parameters": int(self.mechanism.initial().vector.size),
+            "sites": list(SITES),
+            "rounds": self.scale.rounds,
+            "min_sites": 2,
+            "config": json.loads(self.mechanism.to_json()),
+        }
+        (self.work / "job.json").write_text(json.dumps(job, indent=2))
+        command = self.coordinator("round", "launch", str(self.work / "job.json"), "--run", RUN, "--json")
+        lines = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as process:
+            assert process.stdout is not None
+            for text in process.stdout:
+                event = json.loads(text)
+                where = f"round {event['round']} of {self.scale.rounds}" if event["round"] else "price"
+                line = f"{where}: {event['state']} {', '.join(event['sites'])} {event['reason']}".strip()
+                say(line)
+                if event["state"] != "sent":
+                    lines.append(line)
+        if process.returncode != 0:
+            raise DemoFailed("the federated run failed:\n" + "\n".join(lines))
+        return "\n".join(lines)
+
+    def evaluate(self, say: Say) -> str:
+        """Accuracy of each round's model and of the twin that has no privacy."""
+        test = self.split.held_out
+        pictures, truth = _large(test.images), np.array([str(label) for label in test.labels])
+        order, delta = self._account()
+        rounds = []
+        for number in range(1, self.scale.rounds + 1):
+            say(f"round {number}")
+            raw = (self.work / "coordinator" / "runs" / RUN / f"round-{number}.safetensors").read_bytes()
+            claim = SubsampledGaussian(0.25, 1.8, 15 * number)
+            spent = epsilon([claim], delta, order)
+            rounds.append(
+                {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), pictures, truth)}
+            )
+        say("the twin without privacy")
+        claim = self.mechanism.claim()
+        taking_part = [i for i, site in enumerate(SITES) if site != POOR]
+        twin = non_private_twin(self.mechanism, [self._cohort(i) for i in taking_part], np.random.default_rng(0))
+        self.measured = {
+            "title": "Lazaret demo",
+            "accuracy": {
+                "private": rounds[-1]["accuracy"],
+                "non_private": self._accuracy(twin.vector, pictures, truth),
+                "chance": 0.1,
+                "test_images": len(truth),
+            },
+            "epsilon": {
+                "filter": epsilon([claim], delta, order),
+                "tight": tight_epsilon([claim], delta),
+                "delta": delta,
+                "order": order,
+            },
+            "rounds": rounds,
+        }
+        a, e = self.measured["accuracy"], self.measured["epsilon"]
+        return (
+            f"{a['private']:.1%} at epsilon {e['filter']:.2f} (filter, order {order}; {e['tight']:.2f} by PLD), "
+            f"delta {delta:g}, per patient; {a['non_private']:.1%} without privacy"
+        )
+
+    def _account(self) -> tuple[int, float]:
+        """The order and delta of the account that pays for the federated run, from the ledger."""
+        ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
+        account = next(a for a in ledger["accounts"] if a["account"] == f"{SITES[0]}/rdp")
+        return int(account["order"]), float(account["delta"])
+
+    def _accuracy(self, vector: NDArray[np.float32], pictures: NDArray[np.float32], truth: NDArray[np.str_]) -> float:
+        return float((np.array(self.mechanism.predict(vector, pictures)) == truth).mean())
+
+    def _cohort(self, index: int) -> Cohort:
+        """The same patients as the site ingested, straight from the digits."""
+        own = self.split.sites[index]
+        pictures = _large(own.images)
+        patients = []
+        for i in range(self.scale.patients):
+            images = [Image(pictures[j], str(own.labels[j])) for j in (2 * i, 2 * i + 1)]
+            patients.append(Patient(f"{i:06d}", tuple(images)))
+        return Cohort(tuple(patients))
+
+    def report(self, say: Say) -> str:
+        """Stop everybody, then write what the three users look at."""
+        self.stop()
+        say("summary")
+        (self.work / "measured.json").write_text(json.dumps(self._for_report()))
+        words = ["report", str(self.out / "report.html"), "--measured", str(self.work / "measured.json")]
+        self.run(self.coordinator(*words))
+        self.run(self.coordinator("ledger", "export", str(self.out / "ledger.export")))
+        for site in SITES:
+            self.run(self.agent(site, "ledger", "export", str(self.out / f"ledger-{site}.export")))
+        visible = shutil.ignore_patterns(".*")
+        shutil.copytree(self.work / "coordinator" / "releases", self.out / "releases", ignore=visible)
+        (self.out / "summary.json").write_text(json.dumps(self.summary(), indent=2, sort_keys=True) + "\n")
+        verify = [sys.executable, "-m", "policies.verify"]
+        return "".join(self.run([*verify, str(path)]) for path in sorted(self.out.glob("*.export")))
+
+    def _for_report(self) -> dict[str, Any]:
+        ingest = {site: {k: v for k, v in found.items() if k != "files"} for site, found in self.ingested.items()}
+        return {**self.measured, "steps": self.steps, "ingest": ingest}
+
+    def summary(self) -> dict[str, Any]:
+        """``summary.json``: sites, counts, releases with verdicts, accuracy, seconds."""
+        ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
+        asked = {"federated": claim_json(self.mechanism.claim()), "ksame": claim_json(KAnonymous(K, L, 1))}
+        orders = {a["account"]: (a["order"], a["delta"]) for a in ledger["accounts"]}
+        return {
+            "sites": list(SITES),
+            "ingest": self.ingested,
+            "releases": [r for e in ledger["entries"] if (r := _release(e, orders, asked)) is not None],
+            **{k: v for k, v in self.measured.items() if k != "title"},
+            "ledger": {"size": ledger["size"], "accounts": ledger["accounts"]},
+            "steps": self.steps,
+        }
+
+
+def _release(
+    entry: dict[str, Any], orders: dict[str, tuple[int, str]], asked: dict[str, Any]
+) -> dict[str, Any] | None:
+    """One line of the summary for each release or reservation; a refusal shows the claim that was asked for."""
+    if entry["type"] not in ("admitted", "refused") or entry.get("stage") == "expired":
+        return None
+    claim = claim_from(entry.get("claim") or asked[entry["mechanism"]])
+    order, delta = orders.get(f"{entry['site']}/rdp", (0, ""))
+    private = isinstance(claim, SubsampledGaussian)
+    return {
+        "id": entry.get("release") or entry["subject"],
+        "site": entry["site"],
+        "mechanism": entry["mechanism"],
+        "claim": claim_json(claim),
+        "claim_level": entry.get("level", ""),
+        "epsilon": epsilon([claim], float(delta), order) if private else None,
+        "delta": float(delta) if private else None,
+        "k": getattr(claim, "k", None),
+        "verdict": entry["type"],
+        "findings": entry.get("findings", []),
+    }
+
+
+def _large(images: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(n, 8, 8) digits as the (n, 32, 32) pictures that were written as DICOM, in [0, 1]."""
+    return (digits.upsample(images) / np.float32(255)).astype(np.float32)
+
+
+def _environment() -> dict[str, str]:
+    """One computing thread for each process: three hospitals share this machine."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
