@@ -151,11 +151,17 @@ class Register:
         return verdict
 
     def record(self, key: str, release: Release, envelope: bytes, verdict: Verdict) -> None:
-        """Append a verdict on a release, and close the grant of a single one; the site does so as it was told."""
+        """Append a verdict on a release, and spend the grant of a single one; the site does so as it was told.
+
+        A refused release spends its grant too: what was refused was made from patients, and it left the site.
+        """
         r = release
         if not verdict.admitted:
-            refusal = self._refusal(r.release, r, "release", verdict, envelope)
-            self.store.append(key, Draft((refusal,), (envelope,)))
+            refusal: Entry = self._refusal(r.release, r, "release", verdict, envelope)
+            grant = self.store.state.grants.get(r.grant)
+            own = grant is not None and grant.state == "held" and grant.reserved.site == r.site
+            last = (Spent(r.grant, "refused"),) if own and not r.run else ()
+            self.store.append(key, Draft((refusal, *last), (envelope,)))
             return
         used = price(r.claim, self.account(r.site, r.claim))
         artifact, claim = bytes.fromhex(r.artifact_sha256), canonical(claim_json(r.claim))

@@ -28,7 +28,7 @@ MAX_PART = (1 << 20) + 4096
 Launcher = Callable[[Any], Iterator[Any]]
 
 
-class _Turned(Exception):
+class Turned(Exception):
     """The call is over: a status and a text that the peer may read."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
@@ -40,20 +40,20 @@ def peer_name(auth: dict[str, list[bytes]], now: dt.datetime) -> str:
     """The one SPIFFE name of a peer whose connection is acceptable at this moment.
 
     Raises:
-        _Turned: older TLS, no or several names, or a certificate that is not valid now.
+        Turned: older TLS, no or several names, or a certificate that is not valid now.
     """
     if auth.get("ssl_tls_version") != [b"TLSv1.3"]:
-        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is required")
+        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is required")
     try:
         certificate = x509.load_pem_x509_certificate(auth["x509_pem_cert"][0])
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     except (KeyError, ValueError, x509.ExtensionNotFound):
-        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "a client certificate with a name is required") from None
+        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "a client certificate with a name is required") from None
     if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
-        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now")
+        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now")
     if len(uris) != 1:
-        raise _Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name")
+        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name")
     return uris[0]
 
 
@@ -99,19 +99,22 @@ class Service(GatewayServicer):
         with self._call(context, "submit") as peer:
             first = next(parts, None)
             if first is None or first.WhichOneof("part") != "header":
-                raise _Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part must be the header")
-            key, envelope = first.header.key, first.header.envelope
-            verdict = self._decide(lambda: self._submit(peer, key, envelope, parts))
+                raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part must be the header")
+            key = first.header.key
+            verdict = self._decide(lambda: self._submit(peer, first.header, parts, context.is_active))
             return self._reply("submit", peer, key, verdict)
 
-    def _submit(self, peer: str, key: str, envelope: bytes, parts: Iterator[Any]) -> Verdict:
+    def _submit(self, peer: str, header: Any, parts: Iterator[Any], alive: Callable[[], bool]) -> Verdict:
+        key, envelope = header.key, header.envelope
         release = self.intake.release(peer, key, envelope)
         quota = min(release.artifact_bytes, self.intake.federation.max_artifact_bytes)
         artifact = bytearray()
         for part in parts:
             artifact += part.data
             if part.WhichOneof("part") != "data" or len(artifact) > quota:
-                raise _Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "more bytes than the statement or policy allows")
+                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "more bytes than the statement or policy allows")
+        if not alive():  # the peer is gone: half an artifact is no submission, and gets no verdict
+            raise Turned(grpc.StatusCode.CANCELLED, "the stream broke off")
         body = bytes(artifact)
         staged = self.shelf.stage(release.artifact_sha256, body) if len(body) == release.artifact_bytes else None
         verdict = self.intake.admit(peer, key, envelope, release, body)
@@ -161,8 +164,8 @@ class _Desk:
             site = site_of(name)
             allowed = name == OPERATOR if self.operator else site is not None
             if not allowed:
-                raise _Turned(grpc.StatusCode.PERMISSION_DENIED, "this certificate may not make this call")
-        except _Turned as turned:
+                raise Turned(grpc.StatusCode.PERMISSION_DENIED, "this certificate may not make this call")
+        except Turned as turned:
             self.service.log.warning("turned_away", call=self.call, fault=turned.text)
             self.context.abort(turned.code, turned.text)
         return site or ""
@@ -170,14 +173,16 @@ class _Desk:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None or kind is GeneratorExit:
             return
-        if isinstance(error, _Turned):
+        if isinstance(error, Turned):
             self.context.abort(error.code, error.text)
         incident = secrets.token_hex(4)
         self.service.log.error("incident", call=self.call, incident=incident, fault=kind.__name__)
         self.context.abort(grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log")
 
 
-def start(home: Home, service: Service) -> tuple[grpc.Server, int]:
+def start(
+    home: Home, service: Service, interceptors: tuple[grpc.ServerInterceptor, ...] = ()
+) -> tuple[grpc.Server, int]:
     """Listen with mutual TLS.
 
     Returns:
@@ -195,7 +200,7 @@ def start(home: Home, service: Service) -> tuple[grpc.Server, int]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", 64),
     ]
-    server = grpc.server(ThreadPoolExecutor(max_workers=16), options=options)
+    server = grpc.server(ThreadPoolExecutor(max_workers=16), options=options, interceptors=interceptors)
     add_GatewayServicer_to_server(service, server)
     address = home.settings().listen
     try:

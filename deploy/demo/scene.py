@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ RUN = "digits-1"
 K, L = 5, 2
 PUBLIC_PATIENTS = 250  # a public bound on the patients of a site; delta is a thousandth of 1 / bound
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class DemoFailed(RuntimeError):
@@ -123,6 +125,11 @@ class Scene:
         """A ``lazaret-coordinator`` command line."""
         return [sys.executable, "-m", "coordinator", "--home", str(self.work / "coordinator"), *words]
 
+    def each(self, act: Callable[[str], T]) -> dict[str, T]:
+        """The same for every site, side by side, as at three hospitals."""
+        with ThreadPoolExecutor(len(SITES)) as pool:
+            return dict(zip(SITES, pool.map(act, SITES), strict=True))
+
     def run(self, command: list[str], may_refuse: bool = False) -> str:
         """Run a command to its end and give what it printed.
 
@@ -186,32 +193,35 @@ class Scene:
         vouched = hashlib.sha256(basis).hexdigest()
         (self.work / "poor.toml").write_text(preset("internal").replace("epsilon = 8.0", "epsilon = 2.0"))
         self.run(self.coordinator("init", "--listen", listen, "--superlink", superlink, "--policy", "internal"))
-        for site in SITES:
-            say(site)
+        common = ["--coordinator", listen, "--superlink", superlink, "--public-component", vouched]
+        common += [word for modality in ("OT", "CT", "MR", "CR") for word in ("--modality", modality)]
+
+        def init(site: str) -> None:
             policy = str(self.work / "poor.toml") if site == POOR else "internal"
-            words = ["init", "--site", site, "--coordinator", listen, "--superlink", superlink, "--policy", policy]
-            words += ["--input", f"../pacs/{site}", "--public-component", vouched]
-            words += [word for modality in ("OT", "CT", "MR", "CR") for word in ("--modality", modality)]
+            words = ["init", "--site", site, "--policy", policy, "--input", f"../pacs/{site}", *common]
             self.run(self.agent(site, *words, "--secondary-capture-modality", "OT"))
-            bundle = self.work / f"{site}.bundle.json"
-            request = self.work / site / "request.json"
+
+        say("three sites make their keys")
+        self.each(init)
+        for site in SITES:
+            say(f"the coordinator approves {site}")
+            bundle, request = self.work / f"{site}.bundle.json", self.work / site / "request.json"
             self.run(self.coordinator("approve", str(request), "--out", str(bundle)))
-            self.run(self.agent(site, "enrol", str(bundle)))
+        self.each(lambda site: self.run(self.agent(site, "enrol", str(self.work / f"{site}.bundle.json"))))
         return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others 8; k is at least {K}"
 
     def serve(self, say: Say) -> str:
         """Start the coordinator; let each site check its way."""
         self.start("coordinator", self.coordinator("serve"), "serving")
-        for site in SITES:
-            say(f"{site} doctor")
-            self.run(self.agent(site, "doctor"))
+        say("three doctors")
+        self.each(lambda site: self.run(self.agent(site, "doctor")))
         return "mutual TLS works from every site"
 
     def ingest(self, say: Say) -> str:
         """Ingest each folder."""
-        for site in SITES:
-            say(site)
-            self.ingested[site] = json.loads(self.run(self.agent(site, "ingest", "--json")))
+        say("three agents read their folders")
+        found = self.each(lambda site: self.run(self.agent(site, "ingest", "--json")))
+        self.ingested = {site: json.loads(text) for site, text in found.items()}
         return "\n".join(
             f"{site}: {found['kept']} kept, {found['duplicates']} duplicate, {sum(found['quarantined'].values())} "
             f"quarantined ({', '.join(f'{reason} {n}' for reason, n in found['quarantined'].items())})"
@@ -221,11 +231,12 @@ class Scene:
     def synthetic(self, say: Say) -> str:
         """One k-anonymous set from each site."""
         lines = []
-        for site in SITES:
-            say(site)
-            words = ["release", "ksame", "--basis", str(self.work / "basis.safetensors"), "--modality", "OT"]
-            words += ["--k", str(K), "--l-diversity", str(L), "--json"]
-            answer = json.loads(self.run(self.agent(site, *words), may_refuse=True))
+        words = ["release", "ksame", "--basis", str(self.work / "basis.safetensors"), "--modality", "OT"]
+        words += ["--k", str(K), "--l-diversity", str(L), "--json"]
+        say("three agents")
+        answers = self.each(lambda site: self.run(self.agent(site, *words), may_refuse=True))
+        for site, text in answers.items():
+            answer = json.loads(text)
             rules = ", ".join(finding["rule"] for finding in answer["findings"])
             lines.append(
                 f"{site}: " + (f"admitted, level {answer['level']}" if answer["admitted"] else f"refused: {rules}")
@@ -234,9 +245,8 @@ class Scene:
 
     def federate(self, say: Say) -> str:
         """Start the three agents' links, launch the run, watch it."""
-        for site in SITES:
-            say(f"{site} connects")
-            self.start(site, self.agent(site, "serve", "--modality", "OT"), "link: online")
+        say("three agents connect")
+        self.each(lambda site: self.start(site, self.agent(site, "serve", "--modality", "OT"), "link: online"))
         job = {
             "mechanism": "federated",
             "parameters": int(self.mechanism.initial().vector.size),
@@ -328,8 +338,7 @@ class Scene:
         words = ["report", str(self.out / "report.html"), "--measured", str(self.work / "measured.json")]
         self.run(self.coordinator(*words))
         self.run(self.coordinator("ledger", "export", str(self.out / "ledger.export")))
-        for site in SITES:
-            self.run(self.agent(site, "ledger", "export", str(self.out / f"ledger-{site}.export")))
+        self.each(lambda s: self.run(self.agent(s, "ledger", "export", str(self.out / f"ledger-{s}.export"))))
         visible = shutil.ignore_patterns(".*")
         shutil.copytree(self.work / "coordinator" / "releases", self.out / "releases", ignore=visible)
         (self.out / "summary.json").write_text(json.dumps(self.summary(), indent=2, sort_keys=True) + "\n")

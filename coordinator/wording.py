@@ -1,0 +1,225 @@
+"""The report's sentences: what a rule, a level, a stage or a quarantine reason means, and what to do about it.
+
+The rules are stable names for machines (policies.review, policies.register, coordinator.intake, and the site's
+own agent, which may decline by itself); a test finds each of them in the source and asks for its sentence here.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+# What to do, by who has to do it.
+_POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
+_LARGER: Final = "Choose larger groups (or a larger cohort) and ask again; nothing was read for this request."
+_BUDGET: Final = "For training, ask for fewer steps or more noise. Image sets per patient, once used up, stay used."
+_AGENT: Final = "Bring the site's agent to the coordinator's version, then make the release again under a new grant."
+_AGAIN: Final = "Ask for a new grant. What the old one held stays spent, and that is on purpose."
+_INQUIRE: Final = "Call the site. If nobody there did this on purpose, treat it as an attack on the link or the key."
+_NOTHING: Final = "Nothing: it had its answer before, and asking again costs nothing."
+_SITE: Final = "Ask the site's IT for the agent's log of that time; then ask for a new grant."
+
+RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        # mechanism and claim
+        "unknown_mechanism": ("The method is not one that Lazaret knows.", _POLICY),
+        "mechanism_not_allowed": ("The policy does not admit this method.", _POLICY),
+        "claim_kind": ("The method promised another kind of protection than the one it gives.", _AGENT),
+        "min_k": ("Too few patients would stand behind each image.", _LARGER),
+        "l_diversity": ("Groups of patients with too few different labels would give a diagnosis away.", _LARGER),
+        "releases_per_patient": ("Patients would be in more image sets than the policy admits.", _POLICY),
+        "unit": ("The promise was not made per patient, added or removed.", _AGENT),
+        # the books
+        "budget": ("What is left of the hospital's budget does not cover the request.", _BUDGET),
+        "no_account": (
+            "The hospital has no budget of that kind.",
+            "Enrol the hospital under a policy that opens one.",
+        ),
+        "grant_exists": ("A grant of that name was given before.", _AGAIN),
+        "no_grant": ("No budget was held for this release before it was made.", _AGAIN),
+        "grant_closed": ("The grant was already closed.", _AGAIN),
+        "grant_of_another": ("The grant belongs to another hospital, method or run.", _INQUIRE),
+        "grant_used": ("The grant's one release was made before.", _AGAIN),
+        "claim_not_granted": ("The release promises something else than what was granted.", _AGENT),
+        "round_repeated": ("This training round was released before.", _NOTHING),
+        "run_spent": ("This run was priced before a restart; its grant is spent.", _AGAIN),
+        "round": ("The training round is not covered by a grant.", _AGAIN),
+        # the declared loss
+        "epsilon_of_k": ("An epsilon was declared for a release that has none.", _AGENT),
+        "delta": ("The declared delta is not the account's.", _AGENT),
+        "epsilon": ("The declared epsilon is not the one that the coordinator computes.", _AGENT),
+        # the artifact and what made it
+        "artifact_type": ("The method does not release this type of file.", _AGENT),
+        "artifact_type_not_allowed": ("The policy does not admit this type of file.", _POLICY),
+        "artifact_size": ("The file is empty, or larger than the policy admits.", _POLICY),
+        "artifact_changed": ("The file that arrived is not the one that the hospital signed.", _INQUIRE),
+        "artifact_malformed": ("The file is not in its one permitted form.", _AGENT),
+        "components": ("The list of networks and data that made the release is not complete.", _AGENT),
+        "provenance": ("A part that made the release was trained on private data.", "Use a publicly trained part."),
+        "vetting": ("The statement does not say what the release was tested against.", _AGENT),
+        "level": ("The policy asks for a stronger claim level than this release can show.", _POLICY),
+        # the call
+        "replay": ("The same release was reviewed before.", _NOTHING),
+        "unknown_site": ("The caller is not an enrolled hospital.", "Enrol it, or find out who is calling."),
+        "bad_envelope": ("The hospital's signature is missing or wrong.", _INQUIRE),
+        "bad_statement": ("The signed statement is not in its one permitted form.", _AGENT),
+        "another_site": ("A hospital spoke for another hospital.", _INQUIRE),
+        "key_reused": ("One request number was used for two different requests.", _AGENT),
+        # the site's own word on its grant
+        "coordinator": ("The coordinator had refused the price.", "See the coordinator's own refusal."),
+        "no_reason": ("The coordinator refused without a reason.", "Ask the coordinator's operator for its log."),
+        "failed": ("The work failed after the budget was held; the grant is spent.", _SITE),
+        "restart": ("The agent stopped in the middle of the work; the grant is spent.", _SITE),
+    }
+)
+
+# A level's title, what its certificate prints (coordinator.edges.shelf), and the same for a board.
+LEVELS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
+    {
+        "A": (
+            "Mathematical guarantee for each patient",
+            "(epsilon, delta)-differential privacy for each patient",
+            "Whether one patient took part changes what can be learned by no more than the stated epsilon allows.",
+        ),
+        "B": (
+            "A crowd behind each image",
+            "k distinct patients behind every image, by components that do not depend on them",
+            "Every image is made from at least the stated number of different patients. This has no epsilon.",
+        ),
+        "C": (
+            "Tested only",
+            "empirical only: tested by attacks, without a guarantee",
+            "The known attacks were tried, at the power stated. Nothing is promised against others.",
+        ),
+    }
+)
+
+MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "ksame": "Synthetic images, each averaged over a group of patients",
+        "federated": "Federated training with noise",
+    }
+)
+KINDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "enrolled": "Hospital enrolled",
+        "opened": "Budget opened",
+        "reserved": "Budget held",
+        "refused": "Refused",
+        "admitted": "Admitted",
+        "spent": "Budget spent",
+        "freed": "Budget returned",
+        "round-closed": "Round closed",
+    }
+)
+STAGES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "reservation": "when asked for its price, before anything was made from an image",
+        "release": "at the door, with the file in hand",
+        "declined": "by the hospital's own books, before the coordinator was asked",
+        "call": "as a call, before any review",
+        "expired": "given up by the hospital; its budget is spent",
+    }
+)
+RELATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {"add-or-remove-one-patient": "neighbours differ by one patient added or removed"}
+)
+QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "not_dicom": "neither DICOM nor NIfTI",
+        "not_a_file": "a link or device instead of a file",
+        "unreadable": "could not be opened",
+        "truncated": "ends too early",
+        "malformed": "breaks the file standard",
+        "too_large": "larger than the rules allow",
+        "too_deep": "nested deeper than any real image",
+        "incomplete": "lacks an identifier that every image has",
+        "unsupported_encoding": "in an encoding that the agent does not decode",
+        "dicomdir": "a medium's index, not an image",
+        "not_an_image": "a report, plan or other object, not an image",
+        "no_pixels": "an image object without a picture",
+        "sop_class_not_allowed": "a kind of object that is not on the site's list",
+        "modality_not_allowed": "a modality that is not on the site's list",
+        "burned_in_risk": "the picture itself may show a name",
+        "missing_patient": "names no patient, so patients cannot be counted",
+        "undecodable": "the picture could not be decoded",
+        "conflicting_instance": "kept before with other contents",
+        "parser_stopped": "stopped the reader; treated as hostile",
+        "nifti_without_patient": "a NIfTI file that names no patient",
+    }
+)
+
+
+def explain(rule: str) -> tuple[str, str]:
+    """Why, and what to do. An unknown rule is named as it is: a reason is never dropped."""
+    return RULES.get(rule, (f"The reason is recorded as “{rule}”.", "Ask the coordinator's operator what it means."))
+
+
+def promise(claim: object) -> str:
+    """A claim in one sentence; of an unknown kind, that nothing is promised."""
+    claim = claim if isinstance(claim, Mapping) else {}
+    if claim.get("kind") == "k-anonymous":
+        return (
+            f"at least {claim.get('k')} different patients behind every image, with {claim.get('l_diversity')} or "
+            f"more different labels; each patient in at most {claim.get('releases_per_patient')} image set(s)"
+        )
+    if claim.get("kind") == "subsampled-gaussian":
+        return (
+            f"{claim.get('steps')} steps, each with Gaussian noise of {claim.get('noise_multiplier')} times "
+            f"the bound on one patient's part; a patient is in a step with probability {claim.get('sampling_rate')}"
+        )
+    return "no promise that this report knows"
+
+
+def rounded_up(value: float, places: int) -> float:
+    """Rounded up, so that nothing spent looks smaller than it is; 1e-6 of the last place is float noise."""
+    return math.ceil(value * 10.0**places - 1e-6) / 10.0**places
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """A number with its noun."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}".replace(",", " ")
+
+
+def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str, Any]) -> tuple[str, str]:
+    """Whose entry it is, and what it says; grants and accounts by their names, as policies.view gives them."""
+    kind, hold = e["type"], grants.get(e.get("grant", ""), {})
+    site = e.get("site") or hold.get("site") or e.get("account", "").rpartition("/")[0]
+    account = accounts.get(hold.get("account", ""))
+    price = ""
+    if account is not None and account["kind"] == "rdp":
+        price = f"{rounded_up(100 * hold['amount'] / account['limit'], 1)} % of the epsilon budget"
+    elif account is not None:
+        price = f"{count(hold['amount'], 'image set')} per patient"
+    if kind == "enrolled":
+        return site, f"signing key {e['sign_key'][:12]}…, own policy {e['policy'][:12]}…"
+    if kind == "opened" and e["order"]:
+        return site, f"epsilon {float(e['epsilon']):g} at delta {float(e['delta']):g} per patient, order {e['order']}"
+    if kind == "opened":
+        return site, f"{count(e['limit'], 'image set')} per patient, ever"
+    if kind == "round-closed":
+        return ", ".join(e["sites"]), f"{e['run']}, round {e['round']}: model {e['model'][:12]}…"
+    if kind == "refused":
+        return site, f"{' '.join((e['mechanism'] or 'call', e['stage']))}: {', '.join(e['findings'])}"
+    if kind == "admitted":
+        which = f"{e['mechanism']}, round {e['round']}" if e["run"] else e["mechanism"]
+        return site, f"{which}: level {e['level']}, artifact {e['artifact'][:12]}…"
+    return site, f"{hold['mechanism']}: {price}" + (f", {e['why']}" if "why" in e else "")
+
+
+def stated(epsilon: float, account: Mapping[str, Any], ledger: Mapping[str, Any]) -> str:
+    """An epsilon with all that it means nothing without (P1)."""
+    relation = RELATIONS.get(ledger["relation"], ledger["relation"])
+    where = f"delta {float(account['delta']):g} per {ledger['unit']}, {relation}"
+    return f"epsilon {epsilon:g} at {where}; Rényi filter of order {account['order']}"
+
+
+def utc(at: int) -> str:
+    """Seconds since 1970 as people write them, in UTC."""
+    try:
+        return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return "not a time"

@@ -1,0 +1,508 @@
+"""The report says what the ledger says: numbers, refusals, certificates; and nothing in it can run or load."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import copy
+import hashlib
+import html.parser
+import io
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from PIL import Image
+
+from agent.deidentify.reasons import REASONS
+from coordinator import wording
+from coordinator.edges.shelf import WORDING, Shelf
+from coordinator.intake import Intake, Unwelcome
+from coordinator.report import ReleaseView, UnsoundReport, render, views
+from policies.accounting import cost, epsilon_nano, epsilon_of
+from policies.claims import KAnonymous, SubsampledGaussian
+from policies.policy import parse as parse_policy
+from policies.statement import Settlement
+from policies.store import Store, export_file
+from policies.verify import verify
+from policies.view import as_json
+from protos.artifact import pack_images, pack_vector
+from tests.support.books import DP, K5, Clock, Hospital, policy
+
+SOURCE = Path(__file__).parents[2]
+EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}'\u202e"
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Page(html.parser.HTMLParser):
+    """Elements with their attributes, nesting checked, and the text people read."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        assert len(attrs) == len(dict(attrs))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            return
+        self.words.append(data)
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def table(self, heading: str) -> list[list[str]]:
+        """The body rows of the table that has this column."""
+        found = [t for t in self.tables if heading in t[0]]
+        assert len(found) == 1
+        return [[" ".join(cell.split()) for cell in row] for row in found[0][1:]]
+
+    def all(self, tag: str) -> Iterator[dict[str, str | None]]:
+        return (attrs for name, attrs in self.elements if name == tag)
+
+
+@dataclass
+class World:
+    """A coordinator with two hospitals, and what happened there."""
+
+    folder: Path
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+    store: Store = field(init=False)
+    intake: Intake = field(init=False)
+    shelf: Shelf = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = Store(self.folder / "ledger.sqlite", "lazaret/test", self.key, Clock())
+        self.intake = Intake.over(self.store, parse_policy(policy(), "federation"))
+        self.shelf = Shelf(self.folder / "releases", self.store)
+        self.north, self.south = Hospital("north"), Hospital("south")
+        for hospital in (self.north, self.south):
+            self.intake.enrol(hospital.enrolment()[1])
+
+    def reserve(self, hospital: Hospital, grant: str, claim: Any = K5, run: str = "") -> bool:
+        reservation = hospital.reservation(grant, claim, "federated" if run else "ksame", run)
+        return self.intake.reserve(hospital.name, f"r-{grant}", hospital.seal(reservation)).admitted
+
+    def submit(self, hospital: Hospital, name: str, grant: str, body: bytes, **changes: Any) -> bool:
+        digest = hashlib.sha256(body).hexdigest()
+        values = {"artifact_sha256": digest, "artifact_bytes": len(body), **changes}
+        release = hospital.release(name, grant, **values)
+        staged = self.shelf.stage(digest, body)
+        envelope = hospital.seal(release)
+        verdict = self.intake.admit(hospital.name, f"s-{name}", envelope, release, body)
+        self.shelf.settle(staged, release, envelope, verdict)
+        return verdict.admitted
+
+    def update(self, hospital: Hospital, grant: str, number: int, steps: int) -> bool:
+        account = self.store.state.accounts[f"{hospital.name}/rdp"]
+        claim = SubsampledGaussian(DP.sampling_rate, DP.noise_multiplier, steps)
+        nano = epsilon_nano(claim, float(account.opened.delta), account.opened.order)
+        facts = {"mechanism": "federated", "artifact_type": "update", "claim": claim, "run": "trial", "round": number}
+        facts |= {"epsilon_nano": nano, "delta": account.opened.delta}
+        facts |= {"components": {"centre": "public", "initial": "public"}}
+        body = pack_vector(np.full(4, number, np.float32))
+        return self.submit(hospital, f"trial-{number}-{hospital.name}", grant, body, **facts)
+
+    def ledger(self) -> dict[str, Any]:
+        records = [self.store.line(i).record for i in range(self.store.state.size)]
+        ledger = as_json("lazaret/test", records)
+        assert json.loads(json.dumps(ledger)) == ledger
+        return ledger
+
+
+def pictures(count: int = 6) -> bytes:
+    ramp = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
+    images = np.stack([np.roll(ramp, i) for i in range(count)])
+    return pack_images(images, tuple("effusion" if i % 2 else "clear" for i in range(count)))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Admitted: one image set, three updates. Refused: two at the price, one at the door, one call."""
+    w = World(tmp_path)
+    assert w.reserve(w.north, "g-set")
+    assert w.submit(w.north, "set-one", "g-set", pictures())
+    assert not w.reserve(w.north, "g-again")  # every patient was in one set already
+    assert not w.reserve(w.south, "g-small", KAnonymous(k=2, l_diversity=2, releases_per_patient=1))
+    assert w.reserve(w.north, "g-north", DP, "trial")
+    assert w.reserve(w.south, "g-south", DP, "trial")
+    assert w.update(w.north, "g-north", 1, 30)
+    assert w.update(w.south, "g-south", 1, 30)
+    w.intake.register.close_round("trial", 1, ["north", "south"], hashlib.sha256(b"model").digest())
+    assert w.update(w.north, "g-north", 2, 60)
+    w.intake.register.close("g-north", "released")
+    assert w.reserve(w.south, "g-bad")
+    assert not w.submit(w.south, "set-bad", "g-bad", pictures(), artifact_sha256="cd" * 32)
+    with pytest.raises(Unwelcome):
+        w.intake.reserve("stranger", "x", w.north.seal(w.north.reservation("g-x")))
+    yield w
+    w.store.close()
+
+
+MEASURED: dict[str, Any] = {
+    "title": "A trial of two hospitals",
+    "steps": [{"name": "ingest", "seconds": 3.25}, {"name": "rounds", "seconds": 12.5}],
+    "ingest": {"north": {"kept": 310, "duplicates": 4, "quarantined": {"burned_in_risk": 7, "not_dicom": 2}}},
+    "accuracy": {"private": 0.71, "non_private": 0.83, "chance": 0.1, "test_images": 1000},
+    "epsilon": {"filter": 5.5, "tight": 4.25, "delta": 4e-6, "order": 4},
+    "rounds": [
+        {"round": 1, "epsilon": 4.5, "accuracy": 0.4, "sites": ["north", "south"]},
+        {"round": 2, "epsilon": 5.5, "accuracy": 0.71, "sites": ["north"]},
+    ],
+}
+
+
+def test_the_headline_counts_what_the_ledger_holds(world: World) -> None:
+    page = Page(render(world.ledger(), views(world.shelf.root), MEASURED))
+    assert "4 releases admitted, 4 refused, 2 hospitals." in page.text
+    assert "ε covers 3 of 4 releases." in page.text
+    assert "1 release of one hospital, 3 training updates" in page.text
+
+
+def test_a_budget_is_printed_with_unit_relation_and_order_and_never_looks_fuller_than_it_is(world: World) -> None:
+    ledger = world.ledger()
+    page = Page(render(ledger, (), None))
+    assert (
+        "epsilon 8 at delta 4e-06 per patient, neighbours differ by one patient added or removed; "
+        "Rényi filter of order 4."
+    ) in page.text
+    bars = {b["aria-label"].split(":")[0]: b for b in page.all("svg") if b.get("class") == "bar"}  # type: ignore[union-attr]
+    assert set(bars) == {"north", "south"}
+    for account in (a for a in ledger["accounts"] if a["kind"] == "rdp"):
+        label = str(bars[account["site"]]["aria-label"])
+        spent, held, left = (float(x) for x in re.findall(r"([\d.]+) %", label))
+        truth = [100 * account[part] / account["limit"] for part in ("spent", "held")]
+        assert truth[0] - 1e-6 <= spent <= truth[0] + 0.1001
+        assert truth[1] - 1e-6 <= held <= truth[1] + 0.1001
+        assert 100 - sum(truth) - 0.1001 <= left <= 100 - sum(truth) + 1e-6
+        assert (spent > 0, held > 0) == (account["site"] == "north", account["site"] == "south")
+    worth = epsilon_of(cost(DP, 4), 4e-6, 4)
+    printed = re.search(r"Spent so far: epsilon ([\d.]+) at delta 4e-06", page.text)
+    assert printed is not None
+    assert worth - 1e-6 <= float(printed[1]) <= worth + 0.01
+
+
+def test_an_empty_ledger_and_missing_measurements_are_said_to_be_so(tmp_path: Path) -> None:
+    page = Page(render(as_json("lazaret/test", []), (), None))
+    assert "0 releases admitted, 0 refused, 0 hospitals." in page.text
+    for what in ("Accuracy was", "Files were", "Times were"):
+        assert f"{what} not measured for this report." in page.text
+    assert not list(page.all("polyline"))
+
+
+def test_sets_of_patients_have_counts_and_no_epsilon(world: World) -> None:
+    page = Page(render(world.ledger(), views(world.shelf.root), None))
+    assert page.table("allowed") == [["north", "1", "1", "0", "0"], ["south", "1", "0", "1", "0"]]
+    assert not re.search(r"(epsilon|ε)\s*(=|of|:)?\s*0(?![.\d]*[1-9])", page.text)
+    assert not re.search(r"(?<!k-)\banonym(ous|ised|ized)\b", page.text)
+
+
+def test_every_refusal_is_explained_with_what_to_do(world: World) -> None:
+    ledger = world.ledger()
+    page = Page(render(ledger, (), None))
+    refused = [e for e in ledger["entries"] if e["type"] == "refused"]
+    assert [e["findings"] for e in refused] == [["budget"], ["min_k"], ["artifact_changed"], ["unknown_site"]]
+    for entry in refused:
+        for rule in entry["findings"]:
+            why, todo = wording.RULES[rule]
+            assert why in page.text
+            assert f"What to do: {todo}" in page.text
+
+
+def test_a_grant_that_a_site_gives_up_is_not_counted_as_refused(world: World) -> None:
+    word = Settlement("g-south", "south", "trial", "federated", "expired", "restart")
+    world.intake.settle("south", "settle-g-south", world.south.seal(word))
+    page = Page(render(world.ledger(), (), None))
+    assert "4 releases admitted, 4 refused, 2 hospitals." in page.text
+    assert "1 given up" in page.text
+    assert wording.RULES["restart"][0] in page.text
+
+
+def _rules(path: Path) -> set[str]:
+    """The literal rules of every Finding(...), give_up(...) and settlement(...) in a source file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            at = {"Finding": 0, "give_up": 2, "settlement": 2}.get(node.func.id)
+            if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Constant):
+                found.add(node.args[at].value)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("file", "least"),
+    [
+        ("policies/review.py", 25),
+        ("policies/register.py", 1),
+        ("coordinator/intake.py", 7),
+        ("agent/pipeline.py", 4),
+        ("agent/edges/door.py", 1),
+    ],
+)
+def test_every_rule_in_the_source_has_its_sentence(file: str, least: int) -> None:
+    rules = _rules(SOURCE / file)
+    assert len(rules) >= least
+    assert rules - set(wording.RULES) == set()
+
+
+def test_every_quarantine_reason_and_claim_level_has_its_words() -> None:
+    assert set(wording.QUARANTINE) == set(REASONS)
+    assert {level: meaning for level, (_, meaning, _) in wording.LEVELS.items()} == WORDING
+
+
+def test_an_unknown_rule_is_shown_as_it_is() -> None:
+    assert "moon_phase" in wording.explain("moon_phase")[0]
+
+
+def test_a_release_is_shown_with_its_certificate_and_its_place_in_the_ledger(world: World) -> None:
+    shown = views(world.shelf.root)
+    ledger = world.ledger()
+    page = Page(render(ledger, shown, None))
+    entry = next(e for e in ledger["entries"] if e["type"] == "admitted")
+    assert f"✓ in the ledger: entry {entry['seq']} says the same" in page.text
+    assert WORDING["B"] in page.text
+    assert "at least 5 different patients behind every image" in page.text
+    assert entry["artifact"] in page.text
+    thumbnails = [i for i in page.all("img")]
+    assert [i["alt"] for i in thumbnails] == [
+        f"synthetic image {n + 1}, label {label}" for n, label in enumerate(shown[0].labels)
+    ]
+
+
+def test_thumbnails_are_the_images_themselves(world: World) -> None:
+    (view,) = views(world.shelf.root)
+    page = Page(render(world.ledger(), [view], None))
+    for attrs, image in zip(page.all("img"), view.images, strict=True):  # type: ignore[arg-type]
+        raw = base64.b64decode(str(attrs["src"]).removeprefix("data:image/png;base64,"), validate=True)
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(raw))), image)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"level": "A"}, {"site": "south"}, {"artifact_sha256": "00" * 32}, {"claim": {}}, {"meaning": "anonymous"}],
+)
+def test_a_certificate_that_the_ledger_does_not_bear_out_is_marked(world: World, change: dict[str, Any]) -> None:
+    (view,) = views(world.shelf.root)
+    forged = ReleaseView(view.id, {**view.certificate, **change}, view.images, view.labels)
+    page = Page(render(world.ledger(), [forged], None))
+    assert "✕ the ledger does not say this; do not use it" in page.text
+    assert "✓ in the ledger" not in page.text
+
+
+def test_a_model_is_recognised_by_the_round_that_made_it(world: World) -> None:
+    ledger = world.ledger()
+    dearest = next(e for e in ledger["entries"] if e.get("release") == "trial-2-north")
+    facts = {"release": "trial", "site": "north, south", "mechanism": "federated", "level": "A"}
+    facts |= {"meaning": WORDING["A"], "artifact_sha256": hashlib.sha256(b"model").hexdigest()}
+    facts |= {"statement_sha256": dearest["envelope"], "claim": dearest["claim"]}
+    good = Page(render(ledger, [ReleaseView("trial", facts)], None))
+    assert "✓ in the ledger: the model of entry" in good.text
+    nano = epsilon_nano(DP, 4e-6, 4)
+    stated = re.findall(r"Epsilon epsilon ([\d.]+) at delta 4e-06 per patient, neighbours differ by one", good.text)
+    assert [nano / 1e9 <= float(x) < nano / 1e9 + 0.01 for x in stated] == [True]
+    cheaper = next(e for e in ledger["entries"] if e.get("release") == "trial-1-north")
+    for change in ({"artifact_sha256": "11" * 32}, {"claim": cheaper["claim"]}, {"level": "B"}):
+        bad = Page(render(ledger, [ReleaseView("trial", {**facts, **change})], None))
+        assert "✓ in the ledger" not in bad.text
+
+
+def test_a_changed_file_on_the_shelf_stops_the_report(world: World) -> None:
+    archive = world.shelf.root / "set-one" / "images.tar"
+    archive.write_bytes(archive.read_bytes()[:-1] + b"\1")
+    with pytest.raises(UnsoundReport, match="set-one"):
+        views(world.shelf.root)
+
+
+def _spent_less(ledger: dict[str, Any]) -> None:
+    next(a for a in ledger["accounts"] if a["spent"])["spent"] -= 1
+
+
+def _refusal_dropped(ledger: dict[str, Any]) -> None:
+    ledger["entries"] = [e for e in ledger["entries"] if e["type"] != "refused"]
+
+
+def _no_root(ledger: dict[str, Any]) -> None:
+    ledger["entries"][0]["envelope"] = "not hex"
+
+
+@pytest.mark.parametrize("tamper", [_spent_less, _refusal_dropped, _no_root])
+def test_no_page_is_made_of_books_that_do_not_add_up(world: World, tamper: Any) -> None:
+    ledger = copy.deepcopy(world.ledger())
+    tamper(ledger)
+    with pytest.raises(UnsoundReport):
+        render(ledger, (), None)
+
+
+def test_the_root_on_the_page_is_the_one_that_the_verifier_prints(world: World) -> None:
+    ledger = world.ledger()
+    world.store.close()
+    found = verify(export_file(world.folder / "ledger.sqlite", "lazaret/test", world.key))
+    page = Page(render(ledger, (), None))
+    assert found.root in page.text
+    assert f"{found.size} entries" in page.text
+    assert "lazaret-verify ledger.export" in page.text
+
+
+def test_every_ledger_line_is_a_row(world: World) -> None:
+    ledger = world.ledger()
+    rows = Page(render(ledger, (), None)).table("It says")
+    assert [int(r[0]) for r in rows] == [e["seq"] for e in ledger["entries"]]
+    assert rows[0][1:4] == ["2023-11-14 22:13:21", "Hospital enrolled", "north"]
+    assert all(r[3] for r in rows)
+    assert sum(r[2] == "✓ Admitted" for r in rows) == 4
+    assert sum(r[2] == "✕ Refused" for r in rows) == 4
+
+
+def test_what_was_measured_is_plotted_and_told(world: World) -> None:
+    page = Page(render(world.ledger(), (), MEASURED))
+    rows = page.table("accuracy")
+    assert rows == [["round 1", "4.50", "40.0 %", "north, south"], ["round 2", "5.50", "71.0 %", "north"]]
+    (line,) = page.all("polyline")
+    (x1, y1), (x2, y2) = (tuple(map(float, p.split(","))) for p in str(line["points"]).split())
+    assert x1 < x2
+    assert y1 > y2  # higher on the page is more accurate
+    for text in ("same training without noise: 83.0 %", "guessing: 10.0 %", "budget 8", "1000 test images"):
+        assert text in page.text
+    assert page.table("duplicates") == [
+        ["north", "310", "4", "9", "7 × the picture itself may show a name; 2 × neither DICOM nor NIfTI"]
+    ]
+    assert [r[:2] for r in page.table("seconds")] == [["ingest", "3.2"], ["rounds", "12.5"]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1, "0.9", None, True, [], 10**400])
+def test_what_is_not_a_number_is_never_drawn(world: World, bad: Any) -> None:
+    measured = copy.deepcopy(MEASURED)
+    measured["rounds"][0]["accuracy"] = measured["rounds"][1]["epsilon"] = bad
+    measured["accuracy"] = dict.fromkeys(measured["accuracy"], bad)
+    measured["steps"][0]["seconds"] = measured["ingest"]["north"]["kept"] = bad
+    page = render(world.ledger(), (), measured)
+    assert "<polyline" not in page
+    assert "nan" not in Page(page).text.lower().split()
+    for junk in (bad, {"rounds": bad, "steps": bad, "ingest": bad, "accuracy": bad, "epsilon": bad}):
+        Page(render(world.ledger(), (), junk))
+
+
+def _poisoned(value: Any) -> Any:
+    """Every text in a value, keys too, with the attack in it."""
+    if isinstance(value, dict):
+        return {k if k in _KNOWN else k + EVIL: _poisoned(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_poisoned(v) for v in value]
+    return value + EVIL if isinstance(value, str) else value
+
+
+_KNOWN = {*MEASURED, *MEASURED["rounds"][0], *MEASURED["steps"][0], *MEASURED["accuracy"], *MEASURED["epsilon"]}
+_KNOWN |= {"kept", "duplicates", "quarantined", "release", "site", "mechanism", "level", "meaning", "claim"}
+_KNOWN |= {"artifact_sha256", "statement_sha256", "kind", "k", "l_diversity", "releases_per_patient"}
+
+
+def test_hostile_texts_change_nothing_but_words(world: World) -> None:
+    ledger = world.ledger()
+    (view,) = views(world.shelf.root)
+    plain = Page(render(ledger, [view], MEASURED))
+    labels = tuple(label + EVIL for label in view.labels)
+    poisoned = ReleaseView(view.id + EVIL, _poisoned(dict(view.certificate)), view.images, labels)
+    text = render(ledger, [poisoned], _poisoned(MEASURED))
+    evil = Page(text)
+
+    assert evil.text.count("alert(1)") > 20
+    assert {tag for tag, _ in evil.elements} <= {tag for tag, _ in plain.elements}
+    names = {name for _, attrs in evil.elements for name in attrs}
+    assert not {n for n in names if n.startswith("on")}
+    assert names <= {name for _, attrs in plain.elements for name in attrs}
+    assert "\u202e" not in text
+    assert "{{ 7*7 }}" in evil.text  # shown, not computed
+
+
+def test_hostile_texts_in_the_ledger_change_nothing_but_words(world: World) -> None:
+    with pytest.raises(Unwelcome):
+        world.intake.reserve("x" + EVIL, "k" + EVIL, b"{}")
+    page = Page(render(world.ledger(), (), None))
+    assert not list(page.all("script"))
+    assert not list(page.all("img"))
+    assert "{{ 7*7 }}" in page.text
+
+
+def test_the_page_loads_nothing_and_runs_nothing(world: World) -> None:
+    text = render(world.ledger(), views(world.shelf.root), MEASURED)
+    page = Page(text)
+    policy_tag = next(m for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
+    assert policy_tag["content"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in page.elements}
+    assert "@import" not in text
+    assert "@font-face" not in text
+    assert not re.search(r"https?:", text)
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#hatch"}
+    assert all(str(i["src"]).startswith("data:image/png;base64,") for i in page.all("img"))
+
+
+def test_the_page_can_be_read_without_seeing_it(world: World) -> None:
+    page = Page(render(world.ledger(), views(world.shelf.root), MEASURED))
+    assert next(page.all("html"))["lang"] == "en"
+    count = {
+        tag: sum(1 for _ in page.all(tag)) for tag in ("main", "h1", "header", "nav", "footer", "table", "caption")
+    }
+    assert [count[tag] for tag in ("main", "h1", "header", "nav", "footer")] == [1, 1, 1, 1, 1]
+    assert count["table"] == count["caption"] == len(page.tables)
+    assert all(th.get("scope") in ("row", "col") for th in page.all("th"))
+    assert all(i.get("alt") for i in page.all("img"))
+    ids = [str(attrs["id"]) for _, attrs in page.elements if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    targets = [str(a["href"]) for a in page.all("a")]
+    targets += [f"#{i}" for _, attrs in page.elements for i in str(attrs.get("aria-labelledby") or "").split()]
+    assert targets
+    assert all(t.removeprefix("#") in ids for t in targets)
+    for svg in page.all("svg"):
+        labelled = svg.get("aria-label") or svg.get("aria-labelledby")
+        assert (svg.get("role") == "img" and labelled) or svg.get("aria-hidden") == "true" or svg["class"] == "time"
+    scrolled = [d for d in page.all("div") if d.get("class") == "scroll"]
+    assert scrolled
+    assert all(d.get("tabindex") == "0" and d.get("role") == "region" and d.get("aria-label") for d in scrolled)
+
+
+def test_images_must_be_bytes_with_one_label_each() -> None:
+    with pytest.raises(UnsoundReport):
+        ReleaseView("r", {}, np.zeros((2, 4, 4), np.uint8), ("one",))
+    with pytest.raises(UnsoundReport):
+        ReleaseView("r", {}, np.zeros((1, 4, 4)), ("one",))  # type: ignore[arg-type]
+
+
+def test_large_sets_are_shown_in_part_and_counted_whole(world: World) -> None:
+    images = np.zeros((75, 200, 100), np.uint8)
+    view = ReleaseView("big", {"release": "big"}, images, ("x",) * 75)
+    page = Page(render(world.ledger(), [view], None))
+    assert sum(1 for _ in page.all("img")) == 60
+    assert "The first 60 of 75 images are shown." in page.text
+    assert "75 synthetic images of 100 × 200 pixels" in page.text

@@ -1,0 +1,340 @@
+"""Through the real service: what must be refused is refused with its own finding, and it is in the ledger."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from agent.nouns import Unreachable
+from coordinator.edges.service import Turned, peer_name
+from policies.claims import KAnonymous, SubsampledGaussian
+from policies.review import Verdict
+from policies.statement import PAYLOAD_TYPE, Reservation, Settlement, encode
+from policies.store import export_file
+from policies.verify import verify
+from protos.envelope import seal
+from protos.identity import OPERATOR, agent_name, issue, make_ca, pem, request
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayStub
+from tests.support.books import DP, K5, policy
+from tests.support.federation import Federation, Site, pictures, vector
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    with Federation(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def site(federation: Federation) -> Site:
+    return federation.join("site-a")
+
+
+def rules(verdict: Verdict) -> list[str]:
+    assert not verdict.admitted
+    return [finding.rule for finding in verdict.findings]
+
+
+def knock(federation: Federation, credentials: grpc.ChannelCredentials) -> str:
+    with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
+        reply = GatewayStub(channel).Hello(pb.HelloRequest(), timeout=5)
+        return str(reply.policy)
+
+
+def credentials_for(
+    federation: Federation, name: str, ca: tuple[bytes, bytes] | None = None
+) -> grpc.ChannelCredentials:
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = issue(request(key, name), name, ca or federation.home.ca(), dt.datetime.now(dt.UTC))
+    return grpc.ssl_channel_credentials(federation.home.ca()[1], pem(key), certificate)
+
+
+def test_an_honest_set_is_admitted_and_lies_on_the_shelf(federation: Federation, site: Site) -> None:
+    site.reserved("grant-1")
+    artifact = pictures()
+    verdict = site.door().submit("submit-r", site.seal(site.release("release-1", "grant-1", artifact)), artifact)
+    assert (verdict.admitted, verdict.level) == (True, "B")
+    shelf = federation.home.releases / "release-1"
+    assert (shelf / "images.tar").read_bytes() == artifact
+    assert json.loads((shelf / "certificate.json").read_text())["level"] == "B"
+    assert federation.store.state.grants["grant-1"].state == "spent"
+    verify(export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key()))
+
+
+def test_no_client_certificate_no_conversation(federation: Federation) -> None:
+    with pytest.raises(grpc.RpcError):
+        knock(federation, grpc.ssl_channel_credentials(federation.home.ca()[1]))
+
+
+def test_plain_tcp_gets_nothing(federation: Federation) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{federation.port}") as channel, pytest.raises(grpc.RpcError):
+        GatewayStub(channel).Hello(pb.HelloRequest(), timeout=5)
+
+
+def test_a_certificate_of_another_ca_gets_nothing(federation: Federation) -> None:
+    other = make_ca(dt.datetime.now(dt.UTC))
+    with pytest.raises(grpc.RpcError):
+        knock(federation, credentials_for(federation, agent_name("site-a"), other))
+
+
+def test_the_agent_says_what_to_check_when_its_certificate_is_not_accepted(
+    federation: Federation, site: Site
+) -> None:
+    other = make_ca(dt.datetime.now(dt.UTC))
+    key = ec.generate_private_key(ec.SECP256R1())
+    (site.home.keys / "tls.key").write_bytes(pem(key))
+    name = agent_name("site-a")
+    (site.home.keys / "tls.crt").write_bytes(issue(request(key, name), name, other, dt.datetime.now(dt.UTC)))
+    with pytest.raises(Unreachable, match="issued by its CA"):
+        site.door().hello()
+
+
+def test_an_unknown_agent_is_refused_and_the_refusal_is_written_down(federation: Federation) -> None:
+    stranger = federation.join("site-x", approve=False)
+    reservation = Reservation("grant-1", "site-x", "", "ksame", K5)
+    assert rules(stranger.door().reserve("key", stranger.seal(reservation))) == ["unknown_site"]
+    assert federation.findings() == [["unknown_site"]]
+
+
+def test_a_person_may_not_speak_as_an_agent_nor_an_agent_launch_runs(federation: Federation, site: Site) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        knock(federation, credentials_for(federation, OPERATOR))
+    assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    credentials = credentials_for(federation, agent_name("site-a"))
+    channel = grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials)
+    with channel, pytest.raises(grpc.RpcError) as caught:
+        list(GatewayStub(channel).Launch(pb.LaunchRequest(run="x"), timeout=5))
+    assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_what_grpc_never_rechecks_is_turned_away_on_an_open_connection(federation: Federation) -> None:
+    """gRPC looks at a certificate once, at the handshake; the service looks on every call."""
+    now, name, key = dt.datetime.now(dt.UTC), agent_name("site-a"), ec.generate_private_key(ec.SECP256R1())
+    good = {
+        "ssl_tls_version": [b"TLSv1.3"],
+        "x509_pem_cert": [issue(request(key, name), name, federation.home.ca(), now)],
+    }
+    assert peer_name(good, now) == name
+    for auth, at in (
+        (good, now + dt.timedelta(days=91)),
+        (good, now - dt.timedelta(days=1)),
+        ({**good, "ssl_tls_version": [b"TLSv1.2"]}, now),
+        ({"x509_pem_cert": good["x509_pem_cert"]}, now),
+        ({**good, "x509_pem_cert": [b"nonsense"]}, now),
+        ({"ssl_tls_version": [b"TLSv1.3"]}, now),
+        ({**good, "x509_pem_cert": [federation.home.ca()[1]]}, now),
+        ({**good, "x509_pem_cert": [two_names(federation, now)]}, now),
+    ):
+        with pytest.raises(Turned):
+            peer_name(auth, at)
+
+
+def two_names(federation: Federation, now: dt.datetime) -> bytes:
+    """A certificate of the federation's own CA that bears two URI names."""
+    ca_key = load_pem_private_key(federation.home.ca()[0], None)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
+    uris = [x509.UniformResourceIdentifier(agent_name(site)) for site in ("site-a", "site-b")]
+    builder = x509.CertificateBuilder().subject_name(x509.Name([])).issuer_name(x509.Name([]))
+    builder = builder.public_key(ca_key.public_key()).serial_number(1).not_valid_before(now - dt.timedelta(1))
+    builder = builder.not_valid_after(now + dt.timedelta(1))
+    builder = builder.add_extension(x509.SubjectAlternativeName(uris), critical=True)
+    return builder.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def test_a_statement_for_another_site_is_refused(federation: Federation, site: Site) -> None:
+    federation.join("site-b")
+    reservation = Reservation("grant-1", "site-b", "", "ksame", K5)
+    assert rules(site.door().reserve("key", site.seal(reservation))) == ["another_site"]
+
+
+def test_an_envelope_sealed_by_another_site_is_refused(federation: Federation, site: Site) -> None:
+    other = federation.join("site-b")
+    envelope = other.seal(Reservation("grant-1", "site-b", "", "ksame", K5))
+    assert rules(site.door().reserve("key", envelope)) == ["bad_envelope"]
+
+
+def test_a_changed_envelope_and_a_malformed_statement_are_refused(site: Site) -> None:
+    envelope = site.seal(Reservation("grant-1", "site-a", "", "ksame", K5))
+    assert rules(site.door().reserve("k1", envelope.replace(b'"sig":"', b'"sig":"A'))) == ["bad_envelope"]
+    raw = encode(Reservation("grant-1", "site-a", "", "ksame", K5)).replace(b'"k":5', b'"k":5.0')
+    assert rules(site.door().reserve("k2", seal(raw, PAYLOAD_TYPE, site.home.sign_key()))) == ["bad_statement"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("min_k", {"claim": KAnonymous(3, 2, 1)}),
+        ("unknown_mechanism", {"mechanism": "magic"}),
+        ("claim_kind", {"claim": DP}),
+    ],
+)
+def test_a_price_for_what_the_policy_does_not_admit_is_refused(
+    site: Site, rule: str, changes: dict[str, object]
+) -> None:
+    reservation = replace(Reservation("grant-1", "site-a", "", "ksame", K5), **changes)  # type: ignore[arg-type]
+    assert rule in rules(site.door().reserve("key", site.seal(reservation)))
+
+
+def test_the_sites_own_budget_binds_at_the_coordinator_too(federation: Federation) -> None:
+    poor = federation.join("site-c", policy(epsilon="2.0"))
+    reservation = Reservation("grant-1", "site-c", "run-1", "federated", DP)
+    assert rules(poor.door().reserve("key", poor.seal(reservation))) == ["budget"]
+
+
+def test_a_changed_artifact_byte_is_refused(federation: Federation, site: Site) -> None:
+    site.reserved("grant-1")
+    artifact = pictures()
+    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    changed = bytearray(artifact)
+    changed[len(changed) // 2] ^= 1
+    assert rules(site.door().submit("submit-r", envelope, bytes(changed))) == ["artifact_changed"]
+    assert not (federation.home.releases / "release-1").exists()
+
+
+def test_more_or_fewer_bytes_than_the_statement_says_are_refused(site: Site) -> None:
+    site.reserved("grant-1")
+    artifact = pictures()
+    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    with pytest.raises(Unreachable, match="more bytes"):
+        site.door().submit("key-1", envelope, artifact + b"x")
+    assert rules(site.door().submit("key-2", envelope, artifact[:-1])) == ["artifact_changed"]
+
+
+def test_an_announcement_above_the_policy_is_refused_before_it_is_sent(site: Site) -> None:
+    site.reserved("grant-1")
+    artifact = pictures()
+    release = site.release("release-1", "grant-1", artifact, artifact_bytes=10 << 30)
+    assert set(rules(site.door().submit("key", site.seal(release), artifact))) == {
+        "artifact_size",
+        "artifact_changed",
+    }
+
+
+@pytest.mark.parametrize("garbage", [b"not a tar", b"", vector(), b"\0" * 4096])
+def test_an_artifact_that_is_not_what_it_says_is_refused(site: Site, garbage: bytes) -> None:
+    site.reserved("grant-1")
+    verdict = site.door().submit("key", site.seal(site.release("release-1", "grant-1", garbage)), garbage)
+    assert {"artifact_malformed", "artifact_size"} & set(rules(verdict))
+
+
+def test_a_replayed_envelope_is_refused_and_a_retry_gets_its_answer(federation: Federation, site: Site) -> None:
+    site.reserved("grant-1")
+    artifact = pictures()
+    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    assert site.door().submit("key-1", envelope, artifact).admitted
+    size = federation.store.state.size
+    assert site.door().submit("key-1", envelope, artifact).admitted
+    assert federation.store.state.size == size
+    assert "replay" in rules(site.door().submit("key-2", envelope, artifact))
+    assert len(federation.store.state.releases) == 1
+
+
+def test_a_key_that_was_used_for_something_else_is_refused(site: Site) -> None:
+    site.reserved("grant-1")
+    other = Reservation("grant-2", "site-a", "", "ksame", K5)
+    assert rules(site.door().reserve("reserve-grant-1", site.seal(other))) == ["key_reused"]
+
+
+def test_one_site_cannot_use_anothers_grant(federation: Federation, site: Site) -> None:
+    site.reserved("grant-1")
+    other, artifact = federation.join("site-b"), pictures()
+    envelope = other.seal(other.release("release-1", "grant-1", artifact))
+    assert rules(other.door().submit("key", envelope, artifact)) == ["grant_of_another"]
+
+
+def test_a_claim_that_lies_about_epsilon_is_refused(site: Site) -> None:
+    site.reserved("grant-1", DP, "federated", "run-1")
+    artifact = vector()
+    honest = site.update("release-1", "grant-1", artifact, 15, run="run-1", round=1)
+    assert honest.epsilon_nano is not None
+    lie = replace(honest, epsilon_nano=honest.epsilon_nano // 2)
+    assert rules(site.door().submit("key-1", site.seal(lie), artifact)) == ["epsilon"]
+    fewer = replace(honest, claim=SubsampledGaussian(0.25, 3.6, 15))
+    assert "claim_not_granted" in rules(site.door().submit("key-2", site.seal(fewer), artifact))
+    assert site.door().submit("key-3", site.seal(honest), artifact).admitted
+
+
+def test_no_grant_no_release(site: Site) -> None:
+    artifact = pictures()
+    envelope = site.seal(site.release("release-1", "grant-none", artifact))
+    assert rules(site.door().submit("key", envelope, artifact)) == ["no_grant"]
+
+
+def test_an_expired_grant_is_spent_and_covers_nothing(federation: Federation, site: Site) -> None:
+    site.reserved("grant-1")
+    settlement = Settlement("grant-1", "site-a", "", "ksame", "expired", "restart")
+    site.door().settle("settle-grant-1", site.seal(settlement))
+    assert federation.store.state.accounts["site-a/k"].spent == 1
+    artifact = pictures()
+    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    assert rules(site.door().submit("key", envelope, artifact)) == ["grant_closed"]
+
+
+def test_a_vector_that_is_not_finite_never_counts(site: Site) -> None:
+    site.reserved("grant-1", DP, "federated", "run-1")
+    good = vector()
+    bad = good[:-4] + b"\x00\x00\xc0\x7f"  # NaN
+    release = site.update("release-1", "grant-1", bad, 15, run="run-1", round=1)
+    assert rules(site.door().submit("key", site.seal(release), bad)) == ["artifact_malformed"]
+
+
+def test_an_outcome_is_told_to_the_site_whose_key_it_is_and_to_nobody_else(
+    federation: Federation, site: Site
+) -> None:
+    other = federation.join("site-b")
+    site.reserved("grant-1")
+    found = site.door().outcome("reserve-grant-1")
+    assert found is not None
+    assert found.admitted
+    assert other.door().outcome("reserve-grant-1") is None
+    assert site.door().outcome("reserve-grant-9") is None
+
+
+def test_an_exception_inside_never_reaches_the_peer_as_text(
+    federation: Federation, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_args: object) -> None:
+        raise RuntimeError("patient MRN 12345 in ward 7")
+
+    monkeypatch.setattr(federation.intake.register.__class__, "reserve", fault)
+    with pytest.raises(Unreachable) as caught:
+        site.door().reserve("key", site.seal(Reservation("grant-1", "site-a", "", "ksame", K5)))
+    assert "12345" not in str(caught.value)
+    assert "incident" in str(caught.value)
+    assert b"12345" not in (federation.home.root / "coordinator.log").read_bytes()
+
+
+def test_an_agent_refuses_a_ledger_signed_by_another_key(federation: Federation, site: Site) -> None:
+    public = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+    (site.home.keys / "coordinator.pub").write_text(base64.b64encode(public).decode())
+    with pytest.raises(Unreachable, match="another key"):
+        site.door().hello()
+
+
+def test_what_a_crash_left_on_the_shelf_is_finished_or_removed(tmp_path: Path) -> None:
+    with Federation(tmp_path) as first:
+        site = first.join("site-a")
+        site.reserved("grant-1")
+        artifact = pictures()
+        release = site.release("release-1", "grant-1", artifact)
+        envelope = site.seal(release)
+        first.shelf.stage(release.artifact_sha256, artifact)
+        first.shelf.stage("ab" * 32, b"half-sent")
+        first.intake.admit("site-a", "key", envelope, release, artifact)  # and then the power goes
+    with Federation(tmp_path) as second:
+        assert (second.home.releases / "release-1" / "images.tar").read_bytes() == artifact
+        assert list(second.shelf.staging.iterdir()) == []
+        assert len(second.store.state.releases) == 1

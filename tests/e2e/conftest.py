@@ -1,0 +1,44 @@
+"""The demo at a smaller scale, run once as a user would run it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deploy.demo.scene import Scale, Scene
+
+PATIENTS, ROUNDS = 60, 2
+
+
+@dataclass(frozen=True)
+class Demo:
+    out: Path
+    work: Path
+    said: str
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    root = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "deploy.demo", "--out", str(root / "out"), "--work", str(root / "work")]
+    command += ["--patients", str(PATIENTS), "--rounds", str(ROUNDS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Demo(root / "out", root / "work", done.stdout)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Three enrolled sites with their cohorts in the vault, and a coordinator that serves."""
+    root = tmp_path_factory.mktemp("scene")
+    for name in ("out", "work"):
+        (root / name).mkdir()
+    with Scene(root / "out", root / "work", Scale(30, 4)) as made:
+        for step in (made.folders, made.enrol, made.serve, made.ingest):
+            step(lambda _text: None)
+        yield made

@@ -1,0 +1,118 @@
+"""Pull the cable: what is killed in the middle is spent, nothing half-sent is admitted, no entry lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.demo.scene import RUN, K, L, Scene
+from policies.verify import Export, verify
+
+KILLED = Path(__file__).parent.parent / "support" / "killed_agent.py"
+
+
+def ledger(scene: Scene) -> dict:  # type: ignore[type-arg]
+    return json.loads(scene.run(scene.coordinator("ledger", "show", "--json")))  # type: ignore[no-any-return]
+
+
+def site_ledger(scene: Scene, site: str) -> dict:  # type: ignore[type-arg]
+    return json.loads(scene.run(scene.agent(site, "ledger", "show", "--json")))  # type: ignore[no-any-return]
+
+
+def spent(books: dict, account: str) -> tuple[int, int]:  # type: ignore[type-arg]
+    (found,) = [a for a in books["accounts"] if a["account"] == account]
+    return found["held"], found["spent"]
+
+
+def words(scene: Scene) -> list[str]:
+    basis = str(scene.work / "basis.safetensors")
+    return [
+        "release",
+        "ksame",
+        "--basis",
+        basis,
+        "--modality",
+        "OT",
+        "--k",
+        str(K),
+        "--l-diversity",
+        str(L),
+        "--json",
+    ]
+
+
+def kill(scene: Scene, site: str, moment: str) -> None:
+    command = [sys.executable, str(KILLED), moment, "--home", str(scene.work / site), *words(scene)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("site", "moment"), [("site-a", "before-submit"), ("site-b", "half-sent")])
+def test_an_agent_killed_between_grant_and_verdict_has_spent_its_grant(scene: Scene, site: str, moment: str) -> None:
+    kill(scene, site, moment)
+    assert spent(site_ledger(scene, site), f"{site}/k") == (1, 0)
+    answer = json.loads(scene.run(scene.agent(site, *words(scene)), may_refuse=True).splitlines()[-1])
+    assert [finding["rule"] for finding in answer["findings"]] == ["budget"], "the one release was spent by the crash"
+    books = ledger(scene)
+    assert spent(books, f"{site}/k") == spent(site_ledger(scene, site), f"{site}/k") == (0, 1)
+    assert not [e for e in books["entries"] if e["type"] == "admitted"]
+    assert not list((scene.work / "coordinator" / "releases").glob("release-*"))
+
+
+def test_an_agent_killed_after_the_verdict_learns_it_at_the_next_start(scene: Scene) -> None:
+    """And the next release after other sites' crashes works."""
+    kill(scene, "site-c", "after-verdict")
+    scene.run(scene.agent("site-c", *words(scene)), may_refuse=True)
+    (admitted,) = [e for e in ledger(scene)["entries"] if e["type"] == "admitted"]
+    (mine,) = [e for e in site_ledger(scene, "site-c")["entries"] if e["type"] == "admitted"]
+    assert mine["release"] == admitted["release"]
+    assert (scene.work / "coordinator" / "releases" / admitted["release"] / "images.tar").exists()
+
+
+def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(scene: Scene) -> None:
+    before: list[bytes] = []
+
+    def say(text: str) -> None:
+        if "round 1" in text and "closed" in text and not before:
+            path = scene.work / "first.export"
+            scene.run(scene.coordinator("ledger", "export", str(path)))
+            before.extend(Export.parse(path.read_bytes()).entries)
+            _kill_coordinator(scene)
+
+    with pytest.raises(DemoFailed, match="federated run failed"):
+        scene.federate(say)
+    assert before
+    scene.start("coordinator-again", scene.coordinator("serve"), "serving")
+    command = scene.coordinator("round", "launch", str(scene.work / "job.json"), "--run", RUN, "--json")
+    events = [json.loads(line) for line in scene.run(command).splitlines()]
+    assert events[-1]["state"] == "finished"
+    books = ledger(scene)
+    admitted = [(e["round"], e["site"]) for e in books["entries"] if e["type"] == "admitted" and e["run"]]
+    closed = [e["round"] for e in books["entries"] if e["type"] == "round-closed"]
+    assert closed == [1, 2, 3, 4], "every round once"
+    assert len(admitted) == len(set(admitted)), "no update twice"
+    path = scene.work / "last.export"
+    scene.run(scene.coordinator("ledger", "export", str(path)))
+    verify(path.read_bytes())
+    assert list(Export.parse(path.read_bytes()).entries[: len(before)]) == before, "no entry lost or rewritten"
+    _until(lambda: spent(site_ledger(scene, "site-a"), "site-a/rdp")[0] == 0)
+    assert spent(books, "site-a/rdp") == spent(site_ledger(scene, "site-a"), "site-a/rdp")
+
+
+def _kill_coordinator(scene: Scene) -> None:
+    process = scene._running.pop(0)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def _until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)

@@ -1,0 +1,47 @@
+"""``lazaret-agent`` with a kill -9 at a chosen moment: ``killed_agent.py MOMENT agent-arguments...``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import agent.__main__
+from agent.edges.door import GrpcDoor
+from protos.v1 import gateway_pb2 as pb
+
+
+def die(*_: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def half_sent(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
+    """The header and half of the artifact reach the coordinator; then this process is gone."""
+
+    def parts() -> Any:
+        yield pb.SubmitPart(header=pb.SealedRequest(key=key, envelope=envelope))
+        yield pb.SubmitPart(data=artifact[: len(artifact) // 2])
+        die()
+
+    door._stub.Submit(parts(), timeout=30)
+    die()
+
+
+def after_verdict(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
+    """The coordinator has decided; its answer is lost."""
+    SUBMIT(door, key, envelope, artifact)
+    die()
+
+
+SUBMIT = GrpcDoor.submit
+GrpcDoor.submit = {  # type: ignore[method-assign]
+    "before-submit": die,
+    "half-sent": half_sent,
+    "after-verdict": after_verdict,
+}[sys.argv[1]]
+sys.exit(agent.__main__.main(sys.argv[2:]))

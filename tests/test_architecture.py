@@ -1,0 +1,125 @@
+"""What no module may do: unpickle, evaluate, seed globally, name a machine. And the wire is what protoc makes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PRODUCT = sorted(
+    p for top in ("agent", "coordinator", "policies", "protos", "deploy") for p in (ROOT / top).rglob("*.py")
+)
+OURS = [p for p in PRODUCT if not p.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
+CORE = [
+    p
+    for p in OURS
+    if p.relative_to(ROOT).parts[:2] in {("agent", x) for x in ("stages", "mechanisms", "nouns.py", "pipeline.py")}
+]
+
+
+def calls(tree: ast.AST) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return found | {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+
+
+def banned(source: str) -> set[str]:
+    """What the source does that nothing here may do (P13)."""
+    tree = ast.parse(source)
+    wrong = {
+        m
+        for m in imports(tree)
+        if m.split(".")[0] in {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+    }
+    wrong |= calls(tree) & {"eval", "exec", "compile", "__import__", "importlib.import_module", "np.random.seed"}
+    wrong |= {c for c in calls(tree) if c.endswith(("torch.load", "manual_seed", "yaml.load", "read_pickle"))}
+    keywords = [k for node in ast.walk(tree) if isinstance(node, ast.Call) for k in node.keywords]
+    wrong |= {"allow_pickle" for k in keywords if k.arg == "allow_pickle" and ast.unparse(k.value) != "False"}
+    return wrong | {"shell=True" for k in keywords if k.arg == "shell" and ast.unparse(k.value) != "False"}
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_unpickled_evaluated_or_seeded(path: Path) -> None:
+    assert banned(path.read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["import pickle", "from pickle import loads", "torch.load(f)", "eval('1')", "np.load(f, allow_pickle=True)",
+     "torch.manual_seed(0)", "importlib.import_module(name)", "subprocess.run(x, shell=True)"],
+)  # fmt: skip
+def test_the_ban_sees_what_it_bans(bad: str) -> None:
+    assert banned(bad)
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_core_has_no_clock_disk_network_or_logger(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    edges = {
+        "time",
+        "datetime",
+        "socket",
+        "pathlib",
+        "logging",
+        "structlog",
+        "grpc",
+        "flwr",
+        "sqlite3",
+        "apsw",
+        "subprocess",
+    }
+    assert not {m for m in imports(tree) if m.split(".")[0] in edges}
+    assert not calls(tree) & {"open", "print"}
+
+
+def test_no_file_names_a_machine_or_has_an_unsafe_shortcut() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    machine = re.compile(r"(?<![\w.])/(?:work|farm|root|home/\w+|opt)/")
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".proto", ".txt", ".html", ".json", ""} and path.is_file():
+            text = path.read_text(errors="ignore")
+            assert not machine.search(text), name
+            if not name.startswith("tests/"):
+                assert "Unsafe" not in text or name.startswith("deploy/docs"), name
+
+
+def test_the_committed_wire_code_is_what_protoc_makes(tmp_path: Path) -> None:
+    from grpc_tools import protoc
+
+    command = [
+        "protoc",
+        f"-I{ROOT}",
+        f"--python_out={tmp_path}",
+        f"--pyi_out={tmp_path}",
+        f"--grpc_python_out={tmp_path}",
+    ]
+    assert protoc.main([*command, "protos/v1/gateway.proto"]) == 0
+    for made in (tmp_path / "protos" / "v1").iterdir():
+        assert made.read_text() == (ROOT / "protos" / "v1" / made.name).read_text(), f"run `make protos`: {made.name}"
+
+
+def test_torchvision_is_nowhere_in_the_dependency_tree() -> None:
+    for name in ("pyproject.toml", "constraints.txt"):
+        lines = [line for line in (ROOT / name).read_text().splitlines() if not line.strip().startswith("#")]
+        assert "torchvision" not in "\n".join(lines)
+
+
+def test_the_coordinator_and_the_verifier_import_no_torch() -> None:
+    code = "import sys, coordinator.__main__, coordinator.edges.server, policies.verify; "
+    code += "assert 'torch' not in sys.modules"
+    quiet = "import pathlib, tempfile, protos.quiet as q; q.hush(pathlib.Path(tempfile.mkdtemp())); "
+    subprocess.run([sys.executable, "-c", quiet + code], cwd=ROOT, check=True)
+
+
+def test_every_policy_preset_in_use_by_the_demo_vets_its_components() -> None:
+    for path in (ROOT / "policies" / "presets").glob("*.toml"):
+        assert 'components = ["public"]' in path.read_text()
