@@ -74,9 +74,9 @@ def open_sealed(envelope: bytes, payload_type: str, trusted: Mapping[str, bytes]
     """
     document = _parse(envelope)
     try:
-        payload = base64.b64decode(document["payload"], validate=True)
+        payload = _unbase64(document["payload"])
         (signature,) = document["signatures"]
-        wanted, raw = signature["keyid"], base64.b64decode(signature["sig"], validate=True)
+        wanted, raw = signature["keyid"], _unbase64(signature["sig"])
         kind = document["payloadType"]
     except (KeyError, TypeError, ValueError):
         raise BadEnvelope("not a DSSE envelope with one signature") from None
@@ -90,6 +90,14 @@ def open_sealed(envelope: bytes, payload_type: str, trusted: Mapping[str, bytes]
     except InvalidSignature:
         raise BadEnvelope("the signature does not verify") from None
     return Opened(payload, signers[0])
+
+
+def _unbase64(text: str) -> bytes:
+    """Standard base64 in its one form: the last character's unused bits are zero."""
+    raw = base64.b64decode(text, validate=True)
+    if base64.b64encode(raw).decode() != text:
+        raise ValueError("base64 with unused bits set")
+    return raw
 
 
 def _canonical(document: Mapping[str, Any]) -> bytes:

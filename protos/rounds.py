@@ -79,8 +79,7 @@ def bundle(files: Mapping[str, str]) -> bytes:
     version of zlib. The manifest line is Flower's: ``path,sha256,size in bits``.
     """
     manifest = "\n".join(
-        f"{path},{hashlib.sha256(text.encode()).hexdigest()},{len(text.encode()) * 8}"
-        for path, text in files.items()
+        f"{path},{hashlib.sha256(text.encode()).hexdigest()},{len(text.encode()) * 8}" for path, text in files.items()
     )
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:

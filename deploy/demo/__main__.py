@@ -68,11 +68,21 @@ def _step(scene: Scene, title: str, act: Callable[[Callable[[str], None]], str])
 
 def _summary(scene: Scene) -> None:
     summary = scene.summary()
-    table = Table("what", "who", "verdict", "level", "promise", "why not", title="releases")
+    table = Table(
+        "mechanism",
+        "round",
+        "who",
+        "verdict",
+        "level",
+        "promise",
+        "why not",
+        title=f"releases (ε at δ = {summary['epsilon']['delta']:g}, per patient)",
+    )
     for release in summary["releases"]:
-        promise = f"k = {release['k']}" if release["k"] else f"ε = {release['epsilon']:.2f}, δ = {release['delta']:g}"
+        promise = f"k = {release['k']}" if release["k"] else f"ε = {release['epsilon']:.2f}"
         table.add_row(
-            f"{release['mechanism']} {release['id'][:24]}",
+            release["mechanism"],
+            str(release["round"] or "-"),
             release["site"],
             release["verdict"],
             release["claim_level"] or "-",

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from agent.mechanisms.federated import Federated
 from agent.nouns import Cohort, Image, Patient
 from agent.phantoms import digits, scanners
-from agent.stages.invert import fit_basis, save_basis
+from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
 from policies.claims import KAnonymous, SubsampledGaussian
@@ -188,7 +188,7 @@ class Scene:
     def enrol(self, say: Say) -> str:
         """Make the coordinator's and the sites' directories; approve each site's sealed request."""
         listen, superlink = f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}"
-        basis = save_basis(fit_basis(_large(self.split.public.images), 24, "public"))
+        basis = public_basis(self.split.public)
         (self.work / "basis.safetensors").write_bytes(basis)
         vouched = hashlib.sha256(basis).hexdigest()
         (self.work / "poor.toml").write_text(preset("internal").replace("epsilon = 8.0", "epsilon = 2.0"))
@@ -377,6 +377,7 @@ def _release(
         "id": entry.get("release") or entry["subject"],
         "site": entry["site"],
         "mechanism": entry["mechanism"],
+        "round": entry.get("round", 0),
         "claim": claim_json(claim),
         "claim_level": entry.get("level", ""),
         "epsilon": epsilon([claim], float(delta), order) if private else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from deploy.demo.scene import Scale, Scene
 
 PATIENTS, ROUNDS = 60, 2
+NONET = Path(__file__).parent.parent / "support" / "nonet"
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Demo:
     out: Path
     work: Path
     said: str
+    connections: Path  # what left loopback, or tried to
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +30,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     root = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "deploy.demo", "--out", str(root / "out"), "--work", str(root / "work")]
     command += ["--patients", str(PATIENTS), "--rounds", str(ROUNDS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    notes = root / "connections"
+    notes.write_text("started\n")
+    environment = {**os.environ, "PYTHONPATH": str(NONET), "LAZARET_TEST_CONNECTIONS": str(notes)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    return Demo(root / "out", root / "work", done.stdout)
+    return Demo(root / "out", root / "work", done.stdout, notes)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.scene import RUN, K, L, Scene
+from deploy.demo.scene import RUN, DemoFailed, K, L, Scene
 from policies.verify import Export, verify
 
 KILLED = Path(__file__).parent.parent / "support" / "killed_agent.py"

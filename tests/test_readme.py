@@ -1,0 +1,84 @@
+"""The README tells the truth: its commands run, in order, and its targets and files exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name, module in (("agent", "agent"), ("coordinator", "coordinator"), ("verify", "policies.verify")):
+        script = bin_folder / f"lazaret-{name}"
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        script.chmod(0o755)
+    (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (bin_folder / "python").chmod(0o755)
+    waiting = "until lazaret-agent --home site-a doctor >/dev/null; do sleep 0.3; done"
+    lines = block.replace("serve &\n", f"serve > serve.log 2>&1 &\n{waiting}\n")
+    again = "! lazaret-agent --home site-a release ksame --basis hospital/basis.safetensors --modality OT --k 5"
+    script_text = f"set -eu\ntrap 'kill $(jobs -p)' EXIT\n{lines}\n{again}\n"
+    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    work = tmp_path / "work"
+    work.mkdir()
+    command = ["bash", "-c", script_text]
+    process = subprocess.Popen(
+        command,
+        cwd=work,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, textwrap.shorten(said, 4000)
+    for word in (
+        "enrolled site-a",
+        "admitted at level B",
+        "quarantined: too_deep",
+        "SOUND: lazaret/coordinator",
+        "budget",
+    ):
+        assert word in said, word
+    assert (work / "report.html").stat().st_size > 10_000
+
+
+def test_the_make_targets_exist() -> None:
+    for target in set(re.findall(r"\bmake ([a-z-]+)", README)):
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, check=False)
+        assert done.returncode == 0, target
+
+
+def test_every_file_and_folder_that_the_documents_name_exists() -> None:
+    for document in (ROOT / "README.md", ROOT / "policies" / "README.md", ROOT / "protos" / "README.md"):
+        for name in re.findall(
+            r"`((?:agent|coordinator|policies|protos|tests|deploy)/[\w/.-]+)`", document.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{document.name}: {name}"
+
+
+def test_every_test_that_the_table_of_pitfalls_names_exists() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    table = (ROOT / "policies" / "README.md").read_text()
+    for name in re.findall(r"`(test_\w+?)(?:…)?`", table):
+        assert f"def {name}" in source or (ROOT / "tests" / "policies" / name).exists(), name
+
+
+def test_the_levels_and_presets_are_as_documented() -> None:
+    for text in ("internal k = 5, ε = 8", "controlled k = 11, ε = 4", "public k = 20, ε = 1"):
+        assert text in (ROOT / "CHANGELOG.md").read_text()
