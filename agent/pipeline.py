@@ -15,10 +15,11 @@ import numpy as np
 
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
-from agent.nouns import Clusters, Cohort, Update
+from agent.nouns import Clusters, Cohort, Unreachable, Update
 from agent.stages.finetune import Entropy
 from policies.accounting import epsilon_nano
 from policies.claims import Claim, SubsampledGaussian
+from policies.ledger import Reserved
 from policies.register import Register
 from policies.review import Finding, Verdict
 from policies.statement import Release, Reservation, Settlement, Statement
@@ -85,7 +86,9 @@ def price(site: Site, mechanism: KSame | Federated, run: str = "") -> Reservatio
         Refused: by either ledger; the other one holds nothing.
         Unreachable: the site's grant stays held, and is spent at the next start.
     """
-    reservation = Reservation(site.new_id("grant"), site.name, run, mechanism.name, mechanism.claim())
+    reservation = Reservation(
+        site.new_id("grant"), site.name, run, mechanism.name, mechanism.claim(), mechanism.components()
+    )
     envelope = site.seal(reservation)
     site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
     verdict = site.books.reserve(f"reserve-{reservation.grant}", reservation, envelope)
@@ -100,7 +103,7 @@ def price(site: Site, mechanism: KSame | Federated, run: str = "") -> Reservatio
     return reservation
 
 
-def give_up(site: Site, reservation: Reservation, reason: str) -> None:
+def give_up(site: Site, reservation: Reservation | Reserved, reason: str) -> None:
     """Close a grant that will see no release: it is spent, and the coordinator is told so.
 
     Raises:
@@ -110,7 +113,7 @@ def give_up(site: Site, reservation: Reservation, reason: str) -> None:
     site.door.settle(f"settle-{reservation.grant}", site.seal(settlement(reservation, "expired", reason)))
 
 
-def settlement(reservation: Reservation, outcome: str, reason: str) -> Settlement:
+def settlement(reservation: Reservation | Reserved, outcome: str, reason: str) -> Settlement:
     """The word on a grant that will see no release."""
     r = reservation
     return Settlement(r.grant, r.site, r.run, r.mechanism, outcome, reason)
@@ -160,12 +163,26 @@ def _draft(site: Site, mechanism: KSame | Federated, grant: str, artifact_type: 
     )
 
 
+def may_leave(site: Site, goods: Parcel) -> None:
+    """The site's own review of a finished parcel: what it would refuse, the coordinator never sees.
+
+    Raises:
+        Refused: by the site; the refusal is in its ledger, and nothing left.
+    """
+    verdict = site.books.examine(goods.release, goods.envelope)
+    if not verdict.admitted:
+        site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
+        raise Refused("site", verdict)
+
+
 def leave(site: Site, goods: Parcel) -> Verdict:
     """The one door: hand the parcel in, and write the coordinator's verdict into the site's own ledger.
 
     Raises:
+        Refused: by the site's own review.
         Unreachable: the outcome is unknown; :func:`recover` asks for it at the next start.
     """
+    may_leave(site, goods)
     verdict = site.door.submit(f"submit-{goods.release.release}", goods.envelope, goods.artifact)
     site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
     site.books.close(goods.release.grant, "released" if verdict.admitted else "refused")
@@ -197,11 +214,13 @@ def release_synthetic(
         )
         site.vault.write_note("releases", [*record, _remember(goods.release.release, clusters)])
         site.vault.write_note("outbox", {"envelope": goods.envelope.decode(), "release": goods.release.release})
+        site.say("leave", "the site's own review, then submit and wait for the verdict")
+        return goods, leave(site, goods)
+    except Unreachable:
+        raise  # the outcome may be a yes: the next start asks for it
     except Exception:
         give_up(site, grant, "failed")
         raise
-    site.say("leave", "seal, submit, wait for the verdict")
-    return goods, leave(site, goods)
 
 
 def _remember(release: str, clusters: Clusters) -> dict[str, Any]:
@@ -293,6 +312,7 @@ class Participant:
             round=round_index,
         )
         goods = parcel(self.site, draft, pack_vector(update.vector))
+        may_leave(self.site, goods)
         self.last = (round_index, goods, update)
         self.pending.append(goods)
         self.site.say("round", f"{round_index} of {mechanism.rounds}: update sealed and handed to the link")

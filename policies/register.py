@@ -25,6 +25,7 @@ from policies.ledger import (
     Reserved,
     RoundClosed,
     Spent,
+    State,
 )
 from policies.policy import Policy
 from policies.rdp import allowance
@@ -35,9 +36,7 @@ from policies.statement import (
     Reservation,
     Settlement,
     canonical,
-    claim_from,
     claim_json,
-    load_json,
 )
 from policies.store import Draft, Line, Store
 
@@ -142,10 +141,7 @@ class Register:
             before = self.answered(key, envelope)
             if before is not None:
                 return before
-            seen = release.release in state.releases or digest(envelope) in state.envelopes
-            name = account_name(release.site, release.mechanism)
-            standing = Standing(state.accounts.get(name), state.grants.get(release.grant), seen)
-            verdict = review(release, standing, self.policy_of(release.site))
+            verdict = review(release, self._standing(state, release, envelope), self.policy_of(release.site))
             verdict = Verdict((*verdict.findings, *facts), verdict.level, verdict.amount)
             self.record(key, release, envelope, verdict)
         return verdict
@@ -223,12 +219,19 @@ class Register:
         entry = RoundClosed(run, round_index, sorted(sites), model)
         self.store.append(f"round-{run}-{round_index}", Draft((entry,)))
 
-    def held(self) -> list[Reservation]:
+    def examine(self, release: Release, envelope: bytes) -> Verdict:
+        """What a review would say now; nothing is written. The site asks this before anything leaves it."""
+        with self.store.exclusive() as state:
+            return review(release, self._standing(state, release, envelope), self.policy_of(release.site))
+
+    def _standing(self, state: State, release: Release, envelope: bytes) -> Standing:
+        seen = release.release in state.releases or digest(envelope) in state.envelopes
+        account = state.accounts.get(account_name(release.site, release.mechanism))
+        return Standing(account, state.grants.get(release.grant), seen)
+
+    def held(self) -> list[Reserved]:
         """Grants without an end, oldest first."""
-        return [
-            Reservation(g.grant, g.site, g.run, g.mechanism, claim_from(load_json(g.claim)))
-            for g in (grant.reserved for grant in self.store.state.grants.values() if grant.state == "held")
-        ]
+        return [grant.reserved for grant in self.store.state.grants.values() if grant.state == "held"]
 
     def runs(self) -> set[str]:
         """Every federated run that was ever reserved for here."""

@@ -109,6 +109,7 @@ def _unit(statement: Reservation | Release) -> Iterator[Finding]:
 def review_reservation(reservation: Reservation, standing: Standing, policy: Policy) -> Verdict:
     """May this claim's price be held? Depends on configuration and the books only, never on an image (P1, P9)."""
     findings = [*_terms(reservation.mechanism, reservation.claim, policy), *_unit(reservation)]
+    findings += _provenance(reservation, policy)
     account = standing.account
     if standing.grant is not None:
         findings.append(Finding("grant_exists", "a grant of that name was given before"))
@@ -171,8 +172,18 @@ def _epsilon(release: Release, account: Account, policy: Policy) -> Iterator[Fin
         yield Finding("epsilon", f"declared {declared}, recomputed {truth / 1e9:.9f}")
 
 
+def _provenance(statement: Reservation | Release, policy: Policy) -> Iterator[Finding]:
+    """Every component that an artifact contains or is decoded by, and where it comes from (P6)."""
+    terms = TERMS.get(statement.mechanism)
+    if terms is not None and set(statement.components) != terms.components:
+        yield Finding("components", f"the components to declare are {', '.join(sorted(terms.components))}")
+    for component, provenance in sorted(statement.components.items()):
+        if provenance not in policy.components:
+            yield Finding("provenance", f"the {component} is {provenance}; the policy does not admit that")
+
+
 def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
-    """What the artifact is, and what it was made with (P6)."""
+    """What the artifact is, and what it was made with."""
     terms = TERMS.get(release.mechanism)
     if terms is not None and release.artifact_type != terms.artifact_type:
         yield Finding("artifact_type", f"{release.mechanism} releases {terms.artifact_type}")
@@ -180,11 +191,7 @@ def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
         yield Finding("artifact_type_not_allowed", f"the policy does not admit {release.artifact_type}")
     if not 0 < release.artifact_bytes <= policy.max_artifact_bytes:
         yield Finding("artifact_size", f"the artifact must have 1 to {policy.max_artifact_bytes} bytes")
-    if terms is not None and set(release.components) != terms.components:
-        yield Finding("components", f"the components to declare are {', '.join(sorted(terms.components))}")
-    for component, provenance in sorted(release.components.items()):
-        if provenance not in policy.components:
-            yield Finding("provenance", f"the {component} is {provenance}; the policy does not admit that")
+    yield from _provenance(release, policy)
     if release.vetted_against not in ("nothing", "public", "private"):
         yield Finding("vetting", "vetted_against must be nothing, public or private")
 

@@ -53,6 +53,7 @@ class Reservation:
     run: str  # federated run, or "" for a mechanism of one site alone
     mechanism: str
     claim: Claim
+    components: Mapping[str, str]  # component -> provenance (P6): what a private one would make is not even priced
     unit: str = UNIT
     relation: str = RELATION
 

@@ -224,7 +224,7 @@ def test_an_empty_ledger_and_missing_measurements_are_said_to_be_so(tmp_path: Pa
 
 def test_sets_of_patients_have_counts_and_no_epsilon(world: World) -> None:
     page = Page(render(world.ledger(), views(world.shelf.root), None))
-    assert page.table("allowed") == [["north", "1", "1", "0", "0"], ["south", "1", "0", "1", "0"]]
+    assert page.table("allowed") == [["north", "1", "1", "0", "0"], ["south", "1", "1", "0", "0"]]
     assert not re.search(r"(epsilon|ε)\s*(=|of|:)?\s*0(?![.\d]*[1-9])", page.text)
     assert not re.search(r"(?<!k-)\banonym(ous|ised|ized)\b", page.text)
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 
 from agent.nouns import Unreachable
 from coordinator.edges.service import Turned, peer_name
-from policies.claims import KAnonymous, SubsampledGaussian
+from policies.claims import Claim, KAnonymous, SubsampledGaussian
 from policies.review import Verdict
 from policies.statement import PAYLOAD_TYPE, Reservation, Settlement, encode
 from policies.store import export_file
@@ -28,7 +28,7 @@ from protos.envelope import seal
 from protos.identity import OPERATOR, agent_name, issue, make_ca, pem, request
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from tests.support.books import DP, K5, policy
+from tests.support.books import DP, K5, Hospital, policy
 from tests.support.federation import Federation, Site, pictures, vector
 
 
@@ -41,6 +41,10 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
 @pytest.fixture
 def site(federation: Federation) -> Site:
     return federation.join("site-a")
+
+
+def reservation(grant: str, site: str, run: str, mechanism: str, claim: Claim) -> Reservation:
+    return Hospital(site).reservation(grant, claim, mechanism, run)
 
 
 def rules(verdict: Verdict) -> list[str]:
@@ -104,8 +108,8 @@ def test_the_agent_says_what_to_check_when_its_certificate_is_not_accepted(
 
 def test_an_unknown_agent_is_refused_and_the_refusal_is_written_down(federation: Federation) -> None:
     stranger = federation.join("site-x", approve=False)
-    reservation = Reservation("grant-1", "site-x", "", "ksame", K5)
-    assert rules(stranger.door().reserve("key", stranger.seal(reservation))) == ["unknown_site"]
+    asked = reservation("grant-1", "site-x", "", "ksame", K5)
+    assert rules(stranger.door().reserve("key", stranger.seal(asked))) == ["unknown_site"]
     assert federation.findings() == [["unknown_site"]]
 
 
@@ -156,20 +160,20 @@ def two_names(federation: Federation, now: dt.datetime) -> bytes:
 
 def test_a_statement_for_another_site_is_refused(federation: Federation, site: Site) -> None:
     federation.join("site-b")
-    reservation = Reservation("grant-1", "site-b", "", "ksame", K5)
-    assert rules(site.door().reserve("key", site.seal(reservation))) == ["another_site"]
+    asked = reservation("grant-1", "site-b", "", "ksame", K5)
+    assert rules(site.door().reserve("key", site.seal(asked))) == ["another_site"]
 
 
 def test_an_envelope_sealed_by_another_site_is_refused(federation: Federation, site: Site) -> None:
     other = federation.join("site-b")
-    envelope = other.seal(Reservation("grant-1", "site-b", "", "ksame", K5))
+    envelope = other.seal(reservation("grant-1", "site-b", "", "ksame", K5))
     assert rules(site.door().reserve("key", envelope)) == ["bad_envelope"]
 
 
 def test_a_changed_envelope_and_a_malformed_statement_are_refused(site: Site) -> None:
-    envelope = site.seal(Reservation("grant-1", "site-a", "", "ksame", K5))
+    envelope = site.seal(reservation("grant-1", "site-a", "", "ksame", K5))
     assert rules(site.door().reserve("k1", envelope.replace(b'"sig":"', b'"sig":"A'))) == ["bad_envelope"]
-    raw = encode(Reservation("grant-1", "site-a", "", "ksame", K5)).replace(b'"k":5', b'"k":5.0')
+    raw = encode(reservation("grant-1", "site-a", "", "ksame", K5)).replace(b'"k":5', b'"k":5.0')
     assert rules(site.door().reserve("k2", seal(raw, PAYLOAD_TYPE, site.home.sign_key()))) == ["bad_statement"]
 
 
@@ -184,14 +188,14 @@ def test_a_changed_envelope_and_a_malformed_statement_are_refused(site: Site) ->
 def test_a_price_for_what_the_policy_does_not_admit_is_refused(
     site: Site, rule: str, changes: dict[str, object]
 ) -> None:
-    reservation = replace(Reservation("grant-1", "site-a", "", "ksame", K5), **changes)  # type: ignore[arg-type]
-    assert rule in rules(site.door().reserve("key", site.seal(reservation)))
+    asked = replace(reservation("grant-1", "site-a", "", "ksame", K5), **changes)  # type: ignore[arg-type]
+    assert rule in rules(site.door().reserve("key", site.seal(asked)))
 
 
 def test_the_sites_own_budget_binds_at_the_coordinator_too(federation: Federation) -> None:
     poor = federation.join("site-c", policy(epsilon="2.0"))
-    reservation = Reservation("grant-1", "site-c", "run-1", "federated", DP)
-    assert rules(poor.door().reserve("key", poor.seal(reservation))) == ["budget"]
+    asked = reservation("grant-1", "site-c", "run-1", "federated", DP)
+    assert rules(poor.door().reserve("key", poor.seal(asked))) == ["budget"]
 
 
 def test_a_changed_artifact_byte_is_refused(federation: Federation, site: Site) -> None:
@@ -244,7 +248,7 @@ def test_a_replayed_envelope_is_refused_and_a_retry_gets_its_answer(federation: 
 
 def test_a_key_that_was_used_for_something_else_is_refused(site: Site) -> None:
     site.reserved("grant-1")
-    other = Reservation("grant-2", "site-a", "", "ksame", K5)
+    other = reservation("grant-2", "site-a", "", "ksame", K5)
     assert rules(site.door().reserve("reserve-grant-1", site.seal(other))) == ["key_reused"]
 
 
@@ -311,7 +315,7 @@ def test_an_exception_inside_never_reaches_the_peer_as_text(
 
     monkeypatch.setattr(federation.intake.register.__class__, "reserve", fault)
     with pytest.raises(Unreachable) as caught:
-        site.door().reserve("key", site.seal(Reservation("grant-1", "site-a", "", "ksame", K5)))
+        site.door().reserve("key", site.seal(reservation("grant-1", "site-a", "", "ksame", K5)))
     assert "12345" not in str(caught.value)
     assert "incident" in str(caught.value)
     assert b"12345" not in (federation.home.root / "coordinator.log").read_bytes()

@@ -42,7 +42,7 @@ def test_no_identity_is_in_any_grpc_message(tmp_path: Path) -> None:
         assert not leaks(message, wanted)
 
 
-def test_a_basis_that_the_site_does_not_vouch_for_is_private_and_refused(tmp_path: Path) -> None:
+def test_a_basis_that_the_site_does_not_vouch_for_is_private_and_not_priced(tmp_path: Path) -> None:
     """P6, through the real commands: the same file, without its digest in site.toml."""
     digits.write_hospital(tmp_path / "input", 0, 1, 12, 2, np.random.default_rng(3))
     (tmp_path / "basis.safetensors").write_bytes(public_basis(digits.split(1, 12, 2).public))

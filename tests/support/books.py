@@ -16,6 +16,10 @@ from policies.store import Store
 from protos.envelope import seal
 
 K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)
+COMPONENTS = {
+    "ksame": {"encoder": "public", "generator": "public"},
+    "federated": {"initial": "public", "centre": "public"},
+}
 DP = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=1.8, steps=60)
 
 
@@ -48,7 +52,7 @@ class Hospital:
         return statement, self.seal(statement)
 
     def reservation(self, grant: str, claim: Claim = K5, mechanism: str = "ksame", run: str = "") -> Reservation:
-        return Reservation(grant, self.name, run, mechanism, claim)
+        return Reservation(grant, self.name, run, mechanism, claim, COMPONENTS.get(mechanism, {}))
 
     def release(self, name: str, grant: str, **changes: object) -> Release:
         values: dict[str, object] = {

@@ -24,7 +24,7 @@ from coordinator.intake import Intake
 from policies.accounting import epsilon_nano
 from policies.claims import SubsampledGaussian
 from policies.policy import preset
-from policies.statement import PAYLOAD_TYPE, Release, Reservation, Statement, encode
+from policies.statement import PAYLOAD_TYPE, Release, Statement, encode
 from protos.artifact import pack_images, pack_vector
 from protos.envelope import seal
 from protos.identity import agent_name, issue
@@ -64,7 +64,7 @@ class Site:
 
     def reserved(self, grant: str, claim: Any = K5, mechanism: str = "ksame", run: str = "") -> None:
         """Reserve, and expect a yes."""
-        reservation = Reservation(grant, self.hospital.name, run, mechanism, claim)
+        reservation = self.hospital.reservation(grant, claim, mechanism, run)
         verdict = self.door().reserve(f"reserve-{grant}", self.seal(reservation))
         assert verdict.admitted, verdict
 

@@ -1,0 +1,127 @@
+"""The vault keeps its secrets, the log its list, and the site's directory tells all its problems at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import coordinator.edges.log as coordinator_log
+from agent.deidentify.record import Record
+from agent.edges import home as homes
+from agent.edges.log import UnlistedKey, open_log
+from agent.edges.vault import Vault, VaultError
+from policies.policy import PolicyError, preset
+from protos.identity import BadKeyFile
+
+KEY = bytes(range(32))
+
+
+def record(name: str = "a" * 32, label: str = "7", face: bool = False) -> Record:
+    pixels = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    return Record(name, name, "b" * 32, "c" * 32, "OT", "image", label, pixels, b"PAYLOAD-IN-CLEAR", face)
+
+
+def test_the_vault_gives_back_what_it_keeps_and_holds_only_ciphertext(tmp_path: Path) -> None:
+    vault = Vault(tmp_path / "vault.db", KEY)
+    vault.keep(record())
+    vault.write_note("releases", ["someone"])
+    (patient,) = vault.cohort("OT", (8, 8)).patients
+    assert patient.pseudonym == "b" * 32
+    assert (patient.images[0].pixels == record().pixels).all()
+    assert vault.note("releases") == ["someone"]
+    vault.close()
+    raw = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    for secret in (b"PAYLOAD-IN-CLEAR", b"b" * 32, b"someone", record().pixels.tobytes()[:64]):  # type: ignore[union-attr]
+        assert secret not in raw
+    assert oct((tmp_path / "vault.db").stat().st_mode & 0o777) == "0o600"
+
+
+def test_another_key_does_not_open_the_vault(tmp_path: Path) -> None:
+    Vault(tmp_path / "vault.db", KEY).close()
+    with pytest.raises(VaultError):
+        Vault(tmp_path / "vault.db", bytes(32))
+
+
+def test_a_row_moved_under_another_name_is_refused(tmp_path: Path) -> None:
+    vault = Vault(tmp_path / "vault.db", KEY)
+    vault.keep(record())
+    vault._db.execute("UPDATE record SET name = 'moved'")
+    with pytest.raises(VaultError):
+        vault.cohort("OT", (8, 8))
+
+
+def test_faces_unlabelled_images_and_excluded_patients_are_in_no_cohort(tmp_path: Path) -> None:
+    vault = Vault(tmp_path / "vault.db", KEY)
+    vault.keep(record("1" * 32, face=True))
+    vault.keep(record("2" * 32, label=""))
+    assert vault.cohort("OT", (8, 8)).patients == ()
+    vault.keep(record("3" * 32))
+    assert len(vault.cohort("OT", (8, 8)).patients) == 1
+    assert vault.cohort("OT", (8, 8), without=["b" * 32]).patients == ()
+    assert vault.cohort("CT", (8, 8)).patients == ()
+    assert vault.cohort("OT", (16, 16)).patients == ()
+
+
+@pytest.mark.parametrize("opened", [open_log, coordinator_log.open_log])
+def test_an_unlisted_key_cannot_be_logged(tmp_path: Path, opened: object) -> None:
+    """P14: the list decides, not the caller's care."""
+    log = opened(tmp_path / "x.log")  # type: ignore[operator]
+    log.info("release_refused", release="release-1", rule="min_k")
+    for secret in ({"patient": "x"}, {"path": "y"}, {"exc_info": True}, {"rule": "long" * 200}):
+        with pytest.raises((UnlistedKey, coordinator_log.UnlistedKey)):
+            log.info("event", **secret)
+    lines = [json.loads(line) for line in (tmp_path / "x.log").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["release_refused"]
+
+
+def test_a_line_break_in_a_value_cannot_forge_a_log_line(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "x.log")
+    log.info("step", step='x"}\n{"event": "forged"}')
+    assert len((tmp_path / "x.log").read_text().splitlines()) == 1
+
+
+GOOD = (
+    'site = "site-a"\ncoordinator = "127.0.0.1:1"\nsuperlink = "127.0.0.1:1"\ninput = "../input"\n'
+    'modalities = ["OT"]\nsecondary_capture_modalities = []\npublic_components = []\n'
+)
+
+
+def test_all_problems_of_site_toml_are_told_at_once(tmp_path: Path) -> None:
+    home = homes.create(tmp_path / "site", GOOD, preset("internal"))
+    (tmp_path / "site" / "site.toml").write_text(GOOD.replace("superlink", "superlnk").replace('["OT"]', '"OT"'))
+    with pytest.raises(homes.BadSite) as caught:
+        home.settings()
+    for part in ("superlink: missing", "superlnk: unknown key", "modalities: must be a list"):
+        assert part in str(caught.value)
+
+
+def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(homes.BadSite, match="nothing was written"):
+        homes.create(tmp_path, GOOD, preset("internal"))
+    assert os.listdir(tmp_path) == ["precious"]
+
+
+def test_a_bad_policy_makes_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError):
+        homes.create(tmp_path / "site", GOOD, "name = 1")
+    assert not (tmp_path / "site").exists()
+
+
+def test_keys_that_others_can_read_stop_everything(tmp_path: Path) -> None:
+    home = homes.create(tmp_path / "site", GOOD, preset("internal"))
+    (home.keys / "vault.key").chmod(0o644)
+    with pytest.raises(BadKeyFile):
+        home.secret("vault")
+
+
+def test_a_bundle_for_another_site_or_key_is_refused(tmp_path: Path) -> None:
+    home = homes.create(tmp_path / "site", GOOD, preset("internal"))
+    for bundle in (b"", b"{}", b"[]", b'{"site": "site-a"}'):
+        with pytest.raises(homes.BadSite, match="malformed"):
+            homes.accept(home, bundle)
+    assert not (home.keys / "tls.crt").exists()

@@ -1,0 +1,315 @@
+"""The story's promises: price before reading, spent when in doubt, one way out, each update made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from agent.mechanisms.federated import Federated
+from agent.mechanisms.ksame import KSame
+from agent.nouns import Cohort, CohortTooSmall, Image, Patient, Unreachable, Update
+from agent.pipeline import Participant, Refused, Site, recover, release_synthetic
+from agent.stages.invert import Basis, fit_basis
+from coordinator.intake import Intake, Unwelcome
+from policies.policy import parse
+from policies.register import Register
+from policies.review import Verdict
+from policies.statement import PAYLOAD_TYPE, Release
+from policies.statement import parse as parse_statement
+from policies.store import Store
+from protos.envelope import open_sealed
+from tests.support.books import Clock, Hospital, open_register, policy
+from tests.support.entropy import UnsafeSeededEntropy
+
+SHAPE = (8, 8)
+RNG = np.random.default_rng(5)
+
+
+@dataclass
+class Vault:
+    """The vault's port in memory, which notes when patients are read."""
+
+    patients: int = 12
+    notes: dict[str, Any] = field(default_factory=dict)
+    reads: int = 0
+
+    def cohort(self, modality: str, shape: tuple[int, int], without: Iterable[str] = ()) -> Cohort:
+        self.reads += 1
+        excluded = set(without)
+        dice = np.random.default_rng(1)
+        found = []
+        for i in range(self.patients):
+            images = tuple(Image(dice.random(shape).astype(np.float32), str(i % 3)) for _ in range(2))
+            if f"{i:04d}" not in excluded:
+                found.append(Patient(f"{i:04d}", images))
+        return Cohort(tuple(found))
+
+    def note(self, name: str) -> Any:
+        return self.notes.get(name)
+
+    def write_note(self, name: str, value: Any) -> None:
+        self.notes[name] = value
+
+
+@dataclass
+class Door:
+    """The door's port straight into a real coordinator's intake; it can be slammed."""
+
+    intake: Intake
+    site: str
+    shut: bool = False
+
+    def _ask(self, act: Any) -> Verdict:
+        if self.shut:
+            raise Unreachable("slammed")
+        try:
+            return act()  # type: ignore[no-any-return]
+        except Unwelcome as refusal:
+            return Verdict((refusal.finding,))
+
+    def reserve(self, key: str, envelope: bytes) -> Verdict:
+        return self._ask(lambda: self.intake.reserve(self.site, key, envelope))
+
+    def settle(self, key: str, envelope: bytes) -> Verdict:
+        return self._ask(lambda: self.intake.settle(self.site, key, envelope))
+
+    def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        release = self.intake.release(self.site, key, envelope)
+        return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, artifact))
+
+    def outcome(self, key: str) -> Verdict | None:
+        found = self.intake.outcome(self.site, key)
+        return found[0] if found else None
+
+
+@dataclass
+class Stage:
+    """One site and one coordinator, with real ledgers."""
+
+    site: Site
+    vault: Vault
+    door: Door
+    hospital: Hospital
+    intake: Intake
+
+    def spent(self, kind: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(held, spent) of an account, at the site and at the coordinator."""
+        books = (self.site.books.store.state, self.intake.register.store.state)
+        accounts = [b.accounts[f"site-a/{kind}"] for b in books]
+        return (accounts[0].held, accounts[0].spent), (accounts[1].held, accounts[1].spent)
+
+    def read(self, envelope: bytes) -> Release:
+        raw = open_sealed(envelope, PAYLOAD_TYPE, {"self": self.hospital.public}).payload
+        statement = parse_statement(raw)
+        assert isinstance(statement, Release)
+        return statement
+
+
+def stage(tmp_path: Path, patients: int = 12, **changes: object) -> Stage:
+    hospital = Hospital("site-a", policy(**changes))
+    site_books: Register = open_register(tmp_path / "site.db", hospital, key=hospital.key)
+    store = Store(tmp_path / "coordinator.db", "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock())
+    intake = Intake.over(store, parse(policy(), "federation"))
+    intake.enrol(hospital.enrolment()[1])
+    vault, door, counter = Vault(patients), Door(intake, "site-a"), iter(range(1000))
+    site = Site(
+        name="site-a",
+        books=site_books,
+        door=door,
+        vault=vault,
+        seal=hospital.seal,
+        new_id=lambda prefix: f"{prefix}-{next(counter)}",
+        say=lambda _step, _detail: None,
+    )
+    return Stage(site, vault, door, hospital, intake)
+
+
+def basis(provenance: str = "public") -> Basis:
+    return fit_basis(np.random.default_rng(9).random((40, *SHAPE)).astype(np.float32), 8, provenance)  # type: ignore[arg-type]
+
+
+def ksame(k: int = 5, provenance: str = "public") -> KSame:
+    return KSame(k, 2, basis(provenance))
+
+
+def federated(rounds: int = 3) -> Federated:
+    return Federated(0.25, 1.8, 15, rounds, 0.1, 2, 25, 40.0, ("0", "1", "2"), SHAPE, (0.0,) * 64)
+
+
+def test_a_release_is_priced_made_reviewed_and_spent_on_both_sides(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert verdict.admitted
+    assert s.spent("k") == ((0, 1), (0, 1))
+    assert goods.release.release in s.site.books.store.state.releases
+    assert goods.release.release in s.intake.register.store.state.releases
+
+
+def test_no_image_is_read_when_the_sites_own_ledger_refuses(tmp_path: Path) -> None:
+    s = stage(tmp_path, k_min=11)
+    with pytest.raises(Refused) as caught:
+        release_synthetic(s.site, ksame(5), "OT", RNG)
+    assert caught.value.where == "site"
+    assert s.vault.reads == 0
+    assert s.spent("k") == ((0, 0), (0, 0))
+    stages = [e.stage for e in _refusals(s.intake.register)]
+    assert stages == ["declined"], "the coordinator's ledger knows that the site declined"
+
+
+def test_no_image_is_read_when_the_coordinator_refuses_and_the_sites_grant_is_freed(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    s.door.site = "site-unknown"
+    with pytest.raises(Refused) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    assert caught.value.where == "coordinator"
+    assert s.vault.reads == 0
+    assert s.spent("k")[0] == (0, 0)
+
+
+def test_no_image_is_read_when_the_coordinator_is_silent_and_the_grant_stays_held(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    s.door.shut = True
+    with pytest.raises(Unreachable):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    assert s.vault.reads == 0
+    assert s.spent("k")[0] == (1, 0)
+    s.door.shut = False
+    assert recover(s.site, s.read) == ["grant-0"]
+    assert s.spent("k")[0] == (0, 1)
+
+
+def test_a_private_component_is_not_even_priced(tmp_path: Path) -> None:
+    """P6: a basis fitted on patients is a function of every one of them."""
+    s = stage(tmp_path)
+    with pytest.raises(Refused, match="provenance"):
+        release_synthetic(s.site, ksame(provenance="private"), "OT", RNG)
+    assert s.vault.reads == 0
+    assert s.spent("k") == ((0, 0), (0, 0))
+
+
+def test_what_the_site_would_refuse_the_coordinator_never_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site's policy is the upper bound, also of what is merely handed in for review."""
+    s = stage(tmp_path, max_artifact_bytes=1000)
+    sent: list[str] = []
+    monkeypatch.setattr(Door, "submit", lambda self, key, envelope, artifact: sent.append(key))
+    with pytest.raises(Refused, match="artifact_size"):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    assert sent == []
+    assert s.spent("k") == ((0, 1), (0, 1))
+    tiny = stage(_fresh(tmp_path), max_artifact_bytes=50)
+    p = Participant(tiny.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated())
+    with pytest.raises(Refused, match="artifact_size"):
+        p.train("run-1", 1, federated().initial())
+    assert p.last is None
+
+
+def test_too_few_patients_spend_the_grant_and_say_nothing_of_their_number(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=3)
+    with pytest.raises(CohortTooSmall) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    assert not any(character.isdigit() for character in str(caught.value))
+    assert s.spent("k") == ((0, 1), (0, 1))
+
+
+def test_a_patient_is_released_once_ever(tmp_path: Path) -> None:
+    """P5: two overlapping releases can be intersected, so a second one is of other patients."""
+    s = stage(tmp_path, patients=12)
+    release_synthetic(s.site, ksame(), "OT", RNG)
+    first = {p for cluster in s.vault.notes["releases"][0]["clusters"] for p in cluster}
+    s.vault.patients = 24
+    s2 = stage(_fresh(tmp_path), patients=24)
+    s2.vault.notes = s.vault.notes
+    release_synthetic(s2.site, ksame(), "OT", RNG)
+    second = {p for cluster in s2.vault.notes["releases"][1]["clusters"] for p in cluster}
+    assert first
+    assert second
+    assert not first & second
+
+
+def test_an_update_is_made_once_and_sent_again_when_asked_again(tmp_path: Path) -> None:
+    """A coordinator that restarts asks the same round again; other parameters must not buy a second update."""
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated())
+    start = federated().initial()
+    goods, update = p.train("run-1", 1, start)
+    reads = s.vault.reads
+    other = Update(np.ones_like(start.vector))
+    again, same = p.train("run-1", 1, other)
+    assert (again.envelope, s.vault.reads) == (goods.envelope, reads)
+    assert (same.vector == update.vector).all()
+
+
+def test_rounds_out_of_order_beyond_the_grant_or_of_another_run_are_refused(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    start = federated().initial()
+    with pytest.raises(Refused):
+        p.train("run-1", 1, start)
+    p.join("run-1", federated(rounds=2))
+    with pytest.raises(Refused):
+        p.train("run-2", 1, start)
+    p.train("run-1", 5, start)
+    with pytest.raises(Refused):
+        p.train("run-1", 4, start)
+    p.train("run-1", 6, start)
+    with pytest.raises(Refused):
+        p.train("run-1", 7, start)
+
+
+def test_a_run_is_priced_once_and_after_a_restart_it_is_spent(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated())
+    p.join("run-1", federated())
+    assert len(s.site.books.store.state.grants) == 1
+    with pytest.raises(Refused, match="priced before"):
+        p.join("run-1", federated(rounds=2))
+    recover(s.site, s.read)
+    assert s.spent("rdp")[0][0] == 0
+    with pytest.raises(Refused, match="priced before"):
+        Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated())
+
+
+def test_a_failure_in_the_middle_of_training_counts_as_trained(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated(rounds=1))
+    s.vault.patients = 0
+    with pytest.raises(CohortTooSmall):
+        p.train("run-1", 1, federated().initial())
+    s.vault.patients = 12
+    with pytest.raises(Refused):
+        p.train("run-1", 2, federated().initial())
+
+
+def test_the_verdicts_on_updates_are_written_into_the_sites_ledger(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated(rounds=1))
+    goods, _ = p.train("run-1", 1, federated().initial())
+    assert not p.follow(), "no verdict yet"
+    key = f"submit-{goods.release.release}"
+    assert s.intake.admit("site-a", key, goods.envelope, goods.release, goods.artifact).admitted
+    assert p.follow()
+    assert s.spent("rdp")[0][0] == 0
+    assert goods.release.release in s.site.books.store.state.releases
+
+
+def _refusals(register: Register) -> list[Any]:
+    entries = [register.store.line(i).record.entry for i in range(register.store.state.size)]
+    return [e for e in entries if type(e).__name__ == "Refused"]
+
+
+def _fresh(tmp_path: Path) -> Path:
+    (tmp_path / "second").mkdir()
+    return tmp_path / "second"
