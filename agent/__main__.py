@@ -38,9 +38,9 @@ EXPECTED = (
 def _init(arguments: argparse.Namespace) -> int:
     listed = json.dumps(arguments.secondary_capture_modality)
     settings = (
-        f'site = "{arguments.site}"\n'
-        f'coordinator = "{arguments.coordinator}"\n'
-        f'superlink = "{arguments.superlink}"\n'
+        f"site = {json.dumps(arguments.site)}\n"
+        f"coordinator = {json.dumps(arguments.coordinator)}\n"
+        f"superlink = {json.dumps(arguments.superlink)}\n"
         f"input = {json.dumps(str(arguments.input))}  # the folder that `ingest` reads, relative to this one\n"
         f"modalities = {json.dumps(arguments.modality)}\n"
         f"secondary_capture_modalities = {listed}  # captures may show names: vouch for each\n"
@@ -71,15 +71,22 @@ def _doctor(arguments: argparse.Namespace) -> int:
         ("enrolled", home.federation_policy),
         ("coordinator answers over mutual TLS", lambda: _knock(home)),
     ]
-    failed = False
-    for name, check in checks:
-        try:
-            check()
-            OUT.print(f"ok    {name}")
-        except EXPECTED as error:
-            failed = True
-            OUT.print(f"FAIL  {name}: {error}", markup=False)
-    return 1 if failed else 0
+    found = {name: _tried(check) for name, check in checks}
+    if arguments.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        for name, wrong in found.items():
+            OUT.print(f"FAIL  {name}: {wrong}" if wrong else f"ok    {name}", markup=False)
+    return 1 if any(found.values()) else 0
+
+
+def _tried(check: Callable[[], Any]) -> str | None:
+    """What is wrong, in words for the operator, or None."""
+    try:
+        check()
+    except EXPECTED as error:
+        return str(error)
+    return None
 
 
 def _knock(home: homes.Home) -> str:
@@ -138,12 +145,13 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--superlink", default="127.0.0.1:7444", help="host:port")
     init.add_argument("--input", type=Path, default=Path("../input"), help="the folder that `ingest` reads")
     init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
-    init.add_argument("--modality", action="append", default=[], help="let in; may be repeated")
+    init.add_argument("--modality", action="append", required=True, help="let in; may be repeated")
     init.add_argument("--secondary-capture-modality", action="append", default=[], help="see site.toml")
     init.add_argument("--public-component", action="append", default=[], help="SHA-256; see site.toml")
     enrol = add(commands, "enrol", _enrol, "store what the coordinator issued")
     enrol.add_argument("bundle", type=Path)
-    add(commands, "doctor", _doctor, "check configuration, keys and the way to the coordinator")
+    doctor = add(commands, "doctor", _doctor, "check configuration, keys and the way to the coordinator")
+    doctor.add_argument("--json", action="store_true")
     into = add(commands, "ingest", _with_patients("ingest"), "read the input folder into the vault")
     into.add_argument("--json", action="store_true")
     release = commands.add_parser("release", help="make a release").add_subparsers(required=True, metavar="MECHANISM")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -38,7 +39,7 @@ from policies.claims import UnsupportedClaim
 from policies.policy import strictest
 from policies.register import Register
 from policies.review import Verdict
-from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Statement, encode, parse
+from policies.statement import PAYLOAD_TYPE, Enrolment, MalformedStatement, Release, Statement, encode, parse
 from policies.store import Store
 from protos import quiet
 from protos.envelope import open_sealed, seal
@@ -70,7 +71,11 @@ def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
     door = GrpcDoor(settings.coordinator, home.keys, home.coordinator_key())
     with Store(root / "ledger.db", homes.origin(settings.site), key, lambda: int(time.time())) as store:
         register = Register(store, lambda _site: policy)
+        _check_history(vault, store)
         _found(home, register)
+        patients = vault.patients()
+        if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
+            raise homes.BadSite("policy.toml: delta must be below 1 / the number of this site's patients")
 
         def step(name: str, detail: str) -> None:
             log.info("step", step=name)
@@ -81,15 +86,24 @@ def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
             books=register,
             door=door,
             vault=vault,
-            seal=lambda statement: seal(encode(statement), PAYLOAD_TYPE, key),
+            seal=lambda statement: _seal(statement, key),
+            read=lambda envelope: _read(envelope, key),
             new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
             say=step,
         )
         try:
             yield Desk(home, settings, site, vault, log)
         finally:
+            vault.write_note("ledger", store.state.size)
             door.close()
             vault.close()
+
+
+def _check_history(vault: Vault, store: Store) -> None:
+    """The vault remembers how long the ledger was: a removed or older one would give spent budget back."""
+    known = vault.note("ledger") or 0
+    if not store.state.size >= known:
+        raise homes.BadSite("ledger.db is older than this vault, or missing: restore it; nothing is released before")
 
 
 def _found(home: homes.Home, register: Register) -> None:
@@ -103,24 +117,28 @@ def _found(home: homes.Home, register: Register) -> None:
     register.enrol(statement, envelope, register.policy_of(statement.site))
 
 
-def _reader(home: homes.Home) -> Callable[[bytes], Release]:
-    """Reads back a release statement that this site sealed itself."""
-    public = home.sign_key().public_key().public_bytes_raw()
+def _seal(statement: Statement, key: Ed25519PrivateKey) -> bytes:
+    """Seal what reads back as it was written, and nothing else: an unreadable signature binds for ever."""
+    payload = encode(statement)
+    if parse(payload) != statement:
+        raise MalformedStatement("the statement does not read back")
+    return seal(payload, PAYLOAD_TYPE, key)
 
-    def read(envelope: bytes) -> Release:
-        statement: Statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
-        assert isinstance(statement, Release)
-        return statement
 
-    return read
+def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
+    """A release statement that this site sealed itself."""
+    public = key.public_key().public_bytes_raw()
+    statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
+    assert isinstance(statement, Release)
+    return statement
 
 
 def _recover(desk: Desk) -> None:
-    closed = recover(desk.site, _reader(desk.home))
+    closed = recover(desk.site)
     for grant in closed:
         desk.log.warning("grant_closed_at_start", grant=grant)
     if closed:
-        OUT.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")
+        ERR.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")
 
 
 def ingest_folder(arguments: argparse.Namespace) -> int:

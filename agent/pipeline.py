@@ -6,9 +6,10 @@ Nothing here knows a file, a socket or a clock: the site's books, its vault and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from policies.claims import Claim, SubsampledGaussian
 from policies.ledger import Reserved
 from policies.register import Register
 from policies.review import Finding, Verdict
-from policies.statement import Release, Reservation, Settlement, Statement
+from policies.statement import ID, Release, Reservation, Settlement, Statement, release_id
 from protos.artifact import pack_images, pack_vector
 
 
@@ -73,6 +74,7 @@ class Site:
     door: Door
     vault: Vault
     seal: Callable[[Statement], bytes]
+    read: Callable[[bytes], Release]  # back from an envelope that this site sealed
     new_id: Callable[[str], str]  # prefix -> fresh opaque id
     say: Callable[[str, str], None]  # step, detail: progress for people
 
@@ -94,7 +96,8 @@ def price(site: Site, mechanism: KSame | Federated, run: str = "") -> Reservatio
     verdict = site.books.reserve(f"reserve-{reservation.grant}", reservation, envelope)
     if not verdict.admitted:
         declined = settlement(reservation, "declined", verdict.findings[0].rule)
-        site.door.settle(f"settle-{reservation.grant}", site.seal(declined))
+        with contextlib.suppress(Unreachable):  # the refusal stands, whether or not the coordinator hears of it
+            site.door.settle(f"settle-{reservation.grant}", site.seal(declined))
         raise Refused("site", verdict)
     verdict = site.door.reserve(f"reserve-{reservation.grant}", envelope)
     if not verdict.admitted:
@@ -146,7 +149,7 @@ def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
 
 def _draft(site: Site, mechanism: KSame | Federated, grant: str, artifact_type: str, claim: Claim) -> Release:
     return Release(
-        release=site.new_id("release"),
+        release=release_id(site.name, grant, 0),
         grant=grant,
         site=site.name,
         run="",
@@ -159,20 +162,22 @@ def _draft(site: Site, mechanism: KSame | Federated, grant: str, artifact_type: 
         epsilon_nano=None,
         delta=None,
         components=mechanism.components(),
-        vetted_against="nothing",
+        # k-Same compares every representative with the patients' images, and refuses a copy (P7)
+        vetted_against="private" if isinstance(mechanism, KSame) else "nothing",
     )
 
 
-def may_leave(site: Site, goods: Parcel) -> None:
-    """The site's own review of a finished parcel: what it would refuse, the coordinator never sees.
+def set_out(site: Site, goods: Parcel) -> None:
+    """The site's own review of a finished parcel, and the entry that it leaves; durable before a byte of it does.
 
     Raises:
-        Refused: by the site; the refusal is in its ledger, and nothing left.
+        Refused: by the site; the refusal is in its ledger, and the coordinator never sees the parcel.
     """
     verdict = site.books.examine(goods.release, goods.envelope)
     if not verdict.admitted:
         site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
         raise Refused("site", verdict)
+    site.books.send(goods.release, goods.envelope)
 
 
 def leave(site: Site, goods: Parcel) -> Verdict:
@@ -182,12 +187,22 @@ def leave(site: Site, goods: Parcel) -> Verdict:
         Refused: by the site's own review.
         Unreachable: the outcome is unknown; :func:`recover` asks for it at the next start.
     """
-    may_leave(site, goods)
+    set_out(site, goods)
     verdict = site.door.submit(f"submit-{goods.release.release}", goods.envelope, goods.artifact)
     site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
-    site.books.close(goods.release.grant, "released" if verdict.admitted else "refused")
-    site.vault.write_note("outbox", None)
     return verdict
+
+
+def ask(site: Site) -> None:
+    """Write down the coordinator's verdict on everything that set out and has none here yet.
+
+    Raises:
+        Unreachable: no answer; what is known by then is written.
+    """
+    for sent, envelope in site.books.unanswered():
+        verdict = site.door.outcome(f"submit-{sent.release}")
+        if verdict is not None:
+            site.books.record(f"verdict-{sent.release}", site.read(envelope), envelope, verdict)
 
 
 def release_synthetic(
@@ -213,7 +228,6 @@ def release_synthetic(
             pack_images(synthetic.images, synthetic.labels),
         )
         site.vault.write_note("releases", [*record, _remember(goods.release.release, clusters)])
-        site.vault.write_note("outbox", {"envelope": goods.envelope.decode(), "release": goods.release.release})
         site.say("leave", "the site's own review, then submit and wait for the verdict")
         return goods, leave(site, goods)
     except Unreachable:
@@ -236,29 +250,25 @@ def ever_released(record: Sequence[dict[str, Any]]) -> set[str]:
     return {pseudonym for one in record for cluster in one["clusters"] for pseudonym in cluster}
 
 
-def recover(site: Site, read_release: Callable[[bytes], Release]) -> list[str]:
-    """At every start: grants without an end are spent, unless the coordinator has a verdict on their release.
+def recover(site: Site) -> list[str]:
+    """At every start: ask for missing verdicts; every grant that is still without an end is spent.
+
+    Patients of a release that never set out may take part again; those of one that did may not, whatever became
+    of it, since its images may have been seen.
 
     Returns:
         The grants that were closed.
     Raises:
-        Unreachable: the coordinator could not be asked; nothing was closed, and nothing new is possible either.
+        Unreachable: the coordinator could not be asked; nothing new is possible before it can.
     """
-    closed = []
-    waiting = site.vault.note("outbox")
-    release = read_release(waiting["envelope"].encode()) if waiting else None
-    for reservation in site.books.held():
-        verdict = None
-        if release is not None and release.grant == reservation.grant:
-            verdict = site.door.outcome(f"submit-{release.release}")
-        if release is not None and verdict is not None:
-            site.books.record(f"verdict-{release.release}", release, waiting["envelope"].encode(), verdict)
-            site.books.close(reservation.grant, "released" if verdict.admitted else "refused")
-        else:
-            give_up(site, reservation, "restart")
-        closed.append(reservation.grant)
-    site.vault.write_note("outbox", None)
-    return closed
+    held = site.books.held()
+    ask(site)
+    for reserved in site.books.held():
+        give_up(site, reserved, "restart")
+    sent = site.books.store.state.sent
+    record = site.vault.note("releases") or []
+    site.vault.write_note("releases", [one for one in record if one["release"] in sent])
+    return [reserved.grant for reserved in held]
 
 
 @dataclass(slots=True)
@@ -273,19 +283,28 @@ class Participant:
     mechanism: Federated | None = None
     rounds_trained: int = 0
     last: tuple[int, Parcel, Update] | None = None  # the newest round's update, sent again if asked again
-    pending: list[Parcel] = field(default_factory=list)
 
     def join(self, run: str, mechanism: Federated) -> None:
         """Price the whole run. Asked again for the run it is in, it says yes again and reserves nothing.
 
         Raises:
-            Refused: by either ledger, or because this run was priced before a restart and is spent.
+            Refused: by either ledger, or because the run was priced before a restart and is spent, has no proper
+                name, or is for more patients than delta allows (P1).
         """
         if run == self.run and mechanism == self.mechanism:
             return
+        delta = float(self.site.books.account(self.site.name, mechanism.claim()).opened.delta)
+        findings = []
+        if not ID.fullmatch(run):
+            findings.append(Finding("run", "a run's name is a short lower-case identifier"))
         if run in self.site.books.runs():
-            again = Finding("run_spent", "this run was priced before; its grant is spent")
-            raise Refused("site", Verdict((again,)))
+            findings.append(Finding("run_spent", "this run was priced before; its grant is spent"))
+        if not delta * mechanism.public_patients < 1:
+            findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
+        if findings:
+            raise Refused("site", Verdict(tuple(findings)))
+        if self.grant:  # another run's, which this site leaves
+            self.site.books.close(self.grant, "expired")
         self.grant = price(self.site, mechanism, run).grant
         self.run, self.mechanism, self.rounds_trained, self.last = run, mechanism, 0, None
 
@@ -307,27 +326,26 @@ class Participant:
         claim = replace(mechanism.claim(), steps=mechanism.steps_per_round * self.rounds_trained)
         draft = replace(
             _draft(self.site, mechanism, self.grant, "update", claim),
-            release=f"{run}-{round_index}-{self.site.name}",
+            release=release_id(self.site.name, self.grant, round_index),
             run=run,
             round=round_index,
         )
         goods = parcel(self.site, draft, pack_vector(update.vector))
-        may_leave(self.site, goods)
+        set_out(self.site, goods)
         self.last = (round_index, goods, update)
-        self.pending.append(goods)
         self.site.say("round", f"{round_index} of {mechanism.rounds}: update sealed and handed to the link")
         return goods, update
 
     def follow(self) -> bool:
-        """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed."""
-        for goods in list(self.pending):
-            verdict = self.site.door.outcome(f"submit-{goods.release.release}")
-            if verdict is None:
-                return False
-            self.site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
-            self.pending.remove(goods)
-        if self.mechanism is not None and self.rounds_trained >= self.mechanism.rounds and not self.pending:
-            self.site.books.close(self.grant, "released")
-            self.mechanism = None
-            return True
-        return False
+        """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed.
+
+        Raises:
+            Unreachable: not now; ask again later.
+        """
+        ask(self.site)
+        waiting = any(sent.grant == self.grant for sent, _ in self.site.books.unanswered())
+        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting:
+            return False
+        self.site.books.close(self.grant, "released")
+        self.mechanism, self.grant = None, ""
+        return True

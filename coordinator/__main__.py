@@ -64,9 +64,13 @@ def _approve(arguments: argparse.Namespace) -> int:
     envelope = arguments.request.read_bytes()
     with homes.open_ledger(home) as store:
         intake = Intake.over(store, home.policy())
-        statement = intake.enrol(envelope)
+        statement = intake.read_enrolment(envelope)
         name = agent_name(statement.site)
-        certificate = issue(statement.csr.encode(), name, home.ca(), dt.datetime.now(dt.UTC))
+        try:
+            certificate = issue(statement.csr.encode(), name, home.ca(), dt.datetime.now(dt.UTC))
+        except ValueError as error:
+            raise BadEnvelope(f"the signing request cannot be used: {error}") from None
+        intake.enrol(envelope)
         bundle = {
             "ca": home.ca()[1].decode(),
             "certificate": certificate.decode(),
@@ -88,10 +92,27 @@ def _serve(arguments: argparse.Namespace) -> int:
     return serve(home, OUT.print)
 
 
+def _job(path: Path) -> dict[str, Any]:
+    """A job file's content; what it means is the mechanism's business.
+
+    Raises:
+        BadCoordinator: not JSON, or without exactly its keys.
+    """
+    kinds = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
+    try:
+        job = json.loads(path.read_text())
+    except ValueError:
+        raise homes.BadCoordinator(f"{path.name}: not JSON") from None
+    if not isinstance(job, dict) or {k: type(v) for k, v in job.items()} != kinds:
+        wanted = ", ".join(f"{k} ({t.__name__})" for k, t in kinds.items())
+        raise homes.BadCoordinator(f"{path.name}: the keys are {wanted}")
+    return job
+
+
 def _launch(arguments: argparse.Namespace) -> int:
     """Start or follow a run; exit 1 when it failed."""
     home = homes.Home(arguments.home)
-    job = json.loads(arguments.job.read_text())
+    job = _job(arguments.job)
     credentials = grpc.ssl_channel_credentials(
         (home.keys / "ca.crt").read_bytes(),
         read_private(home.keys / "operator.key"),

@@ -8,8 +8,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from policies.ledger import KeyReused, Refused
 from policies.policy import Policy, strictest
@@ -20,6 +26,9 @@ from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Se
 from policies.store import Draft, Store
 from protos.artifact import BadArtifact, unpack_images, unpack_vector
 from protos.envelope import BadEnvelope, open_sealed
+from protos.identity import SITE_NAME
+
+KEY: Final = re.compile(r"[a-z0-9_-]{1,200}")
 
 
 class Unwelcome(Exception):
@@ -56,19 +65,37 @@ class Intake:
         register = Register(store, lambda site: strictest(sites[site], federation))
         return Intake(register, federation, sites, nodes)
 
+    def read_enrolment(self, envelope: bytes) -> Enrolment:
+        """A site's sealed request, with everything in it found usable; nothing is written.
+
+        Raises:
+            BadEnvelope: the request is not sealed by the key that it carries, or a key in it cannot be used.
+            MalformedStatement, PolicyError: its content cannot be used.
+        """
+        statement = _unverified(envelope)
+        try:
+            key = base64.b64decode(statement.sign_key, validate=True)
+            node = load_ssh_public_key(statement.node_key.encode())
+        except (ValueError, UnsupportedAlgorithm):
+            raise BadEnvelope("a key in the request cannot be read") from None
+        if not isinstance(node, ec.EllipticCurvePublicKey) or node.curve.name != "secp384r1" or len(key) != 32:
+            raise BadEnvelope("the node key must be EC P-384, the signing key Ed25519")
+        if not SITE_NAME.fullmatch(statement.site) or statement.node_key in self.node_keys.values():
+            raise BadEnvelope("the site's name is not one, or its node key is another site's")
+        open_sealed(envelope, PAYLOAD_TYPE, {statement.site: key})
+        parse_policy(statement.policy, f"policy of {statement.site}")
+        return statement
+
     def enrol(self, envelope: bytes) -> Enrolment:
         """Approve a site's sealed request: its key, its policy and its accounts enter the ledger.
 
         The account's limits are the stricter of both policies (P12).
 
         Raises:
-            BadEnvelope: the request is not sealed by the key that it carries.
-            MalformedStatement, PolicyError: its content cannot be used.
-            InvalidEntry: the site is enrolled already.
+            BadEnvelope, MalformedStatement, PolicyError: see :meth:`read_enrolment`.
+            InvalidEntry: the site is enrolled already, or its signing key is another's.
         """
-        statement = _unverified(envelope)
-        key = base64.b64decode(statement.sign_key, validate=True)
-        open_sealed(envelope, PAYLOAD_TYPE, {statement.site: key})
+        statement = self.read_enrolment(envelope)
         own = parse_policy(statement.policy, f"policy of {statement.site}")
         self.register.enrol(statement, envelope, strictest(own, self.federation))
         self.sites[statement.site] = own
@@ -81,6 +108,8 @@ class Intake:
         Raises:
             Unwelcome: unknown peer, bad signature, malformed statement, or one that speaks for another site.
         """
+        if not KEY.fullmatch(key):
+            raise self._unwelcome(peer, "malformed", Finding("bad_key", "a key is 1 to 200 of a-z, 0-9, - and _"))
         enrolled = self.register.store.state.sites.get(peer)
         if enrolled is None:
             raise self._unwelcome(peer, key, Finding("unknown_site", "this site is not enrolled"))
@@ -124,8 +153,10 @@ class Intake:
         return statement
 
     def admit(self, peer: str, key: str, envelope: bytes, release: Release, artifact: bytes) -> Verdict:
-        """Review a release with its artifact in hand."""
-        facts = tuple(_facts(release, artifact))
+        """Review a release with its artifact in hand; only what has a grant is worth decoding."""
+        facts = tuple(_changed(release, artifact))
+        if not facts and self.register.examine(release, envelope).admitted:
+            facts = tuple(_malformed(release, artifact))
         return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, facts))
 
     def outcome(self, peer: str, key: str) -> tuple[Verdict, int] | None:
@@ -163,11 +194,14 @@ def _unverified(envelope: bytes) -> Enrolment:
     return statement
 
 
-def _facts(release: Release, artifact: bytes) -> Iterator[Finding]:
-    """What the bytes say against the statement."""
+def _changed(release: Release, artifact: bytes) -> Iterator[Finding]:
+    """Are these the bytes of the statement?"""
     if hashlib.sha256(artifact).hexdigest() != release.artifact_sha256 or len(artifact) != release.artifact_bytes:
         yield Finding("artifact_changed", "the artifact is not the one in the statement")
-        return
+
+
+def _malformed(release: Release, artifact: bytes) -> Iterator[Finding]:
+    """Are they an artifact of their type, in its one form?"""
     try:
         if release.artifact_type == "image-set":
             unpack_images(artifact)

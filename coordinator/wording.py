@@ -46,10 +46,13 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "claim_not_granted": ("The release promises something else than what was granted.", _AGENT),
         "round_repeated": ("This training round was released before.", _NOTHING),
         "run_spent": ("This run was priced before a restart; its grant is spent.", _AGAIN),
-        "round": ("The training round is not covered by a grant.", _AGAIN),
+        "round": ("The training round is not covered by a grant, or named where none belongs.", _AGAIN),
+        "run": ("A run is named where none belongs, or its name is not a proper one.", _AGENT),
+        "release_id": ("The release bears another name than the one that follows from its grant.", _INQUIRE),
+        "bad_key": ("The request's key is not in its permitted form.", _AGENT),
         # the declared loss
         "epsilon_of_k": ("An epsilon was declared for a release that has none.", _AGENT),
-        "delta": ("The declared delta is not the account's.", _AGENT),
+        "delta": ("Delta is not the account's, or too large for the number of patients.", _AGENT),
         "epsilon": ("The declared epsilon is not the one that the coordinator computes.", _AGENT),
         # the artifact and what made it
         "artifact_type": ("The method does not release this type of file.", _AGENT),
@@ -109,6 +112,7 @@ KINDS: Final[Mapping[str, str]] = MappingProxyType(
         "opened": "Budget opened",
         "reserved": "Budget held",
         "refused": "Refused",
+        "sent": "About to leave",
         "admitted": "Admitted",
         "spent": "Budget spent",
         "freed": "Budget returned",

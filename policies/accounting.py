@@ -1,9 +1,9 @@
-"""Claims to privacy loss: the budget filter's price, and (epsilon, delta) for people.
+"""Claims to privacy loss: confirm the budget filter's price, and (epsilon, delta) for people.
 
-The accountant of record is Google's ``dp-accounting``; :mod:`policies.rdp` is the second opinion, and a
-disagreement refuses. The filter is a Rényi filter at one integer order, fixed when the account is opened
-(Feldman & Zrnic 2021; Lecuyer 2021): later claims may depend on earlier releases, so neither the best order
-in hindsight nor a running PLD total would be a valid stopping rule (design P9).
+Prices are computed in :mod:`policies.rdp`, which an auditor can run alone; no grant is given on one that Google's
+``dp-accounting``, the accountant of record, does not confirm. The filter is a Rényi filter at one integer order,
+fixed when the account is opened (Feldman & Zrnic 2021; Lecuyer 2021): later claims may depend on earlier releases, so
+neither the best order in hindsight nor a running PLD total would be a valid stopping rule (design P9).
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from policies.claims import Claim, SubsampledGaussian, UnsupportedClaim
-from policies.rdp import NANO, allowance, integer_rdp, log_term
+from policies.rdp import NANO, allowance, cost, epsilon_nano, integer_rdp, log_term
 
 ORDERS: Final = tuple(range(2, 65))
 # The job whose repetitions an account's order is chosen for: small sampling rate, moderate noise.
 REFERENCE: Final = SubsampledGaussian(sampling_rate=0.05, noise_multiplier=1.5, steps=1)
 PLD_INTERVAL: Final = 1e-5
+
+
+__all__ = ["NANO", "allowance", "cost", "epsilon_nano", "log_term"]
 
 
 class AccountantsDisagree(ArithmeticError):
@@ -56,10 +59,14 @@ def rdp(claim: Claim, order: int) -> float:
     return max(of_record, second)
 
 
-def cost(claim: Claim, order: int) -> int:
-    """The claim's price in an account of ``order``: nano-nats of Rényi divergence, rounded up."""
-    exact = rdp(claim, order) * NANO
-    return math.ceil(exact * (1 + 1e-12))  # the margin covers the accountants' own rounding
+def confirm(claim: Claim, order: int) -> None:
+    """Refuse to grant a price that the accountant of record does not confirm.
+
+    Raises:
+        UnsupportedClaim: the claim has no Rényi curve.
+        AccountantsDisagree: the two accountants differ.
+    """
+    rdp(claim, order)
 
 
 def order_for(epsilon_budget: float, delta: float) -> int:
@@ -72,11 +79,6 @@ def order_for(epsilon_budget: float, delta: float) -> int:
 def epsilon_of(spent: int, delta: float, order: int) -> float:
     """The (epsilon, delta) statement for ``spent`` nano-nats at ``order``; 0 spent is epsilon 0."""
     return spent / NANO + max(0.0, log_term(order, delta)) if spent else 0.0
-
-
-def epsilon_nano(claim: Claim, delta: float, order: int) -> int:
-    """What a statement declares and the coordinator recomputes: the filter's epsilon in nano, rounded up (P11)."""
-    return cost(claim, order) + max(0, math.ceil(log_term(order, delta) * NANO))
 
 
 def epsilon(claims: Iterable[Claim], delta: float, order: int | None = None) -> float:

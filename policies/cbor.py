@@ -30,7 +30,7 @@ def _head(major: int, n: int) -> bytes:
 
 
 def encode(value: Value) -> bytes:
-    """The one encoding of ``value``.
+    """The one encoding of ``value``; what :func:`decode` would refuse is not made.
 
     Raises:
         MalformedEntry: a negative or huge integer, a bool, a float, None, or a map with other than text keys.

@@ -41,13 +41,13 @@ class SubsampledGaussian:
     """
 
     sampling_rate: float  # q, in (0, 1]
-    noise_multiplier: float  # sigma, in (0, 1e6]
+    noise_multiplier: float  # sigma, in (0.001, 1e6]; less is no noise, and overflows the price
     steps: int
 
     def __post_init__(self) -> None:
         """Refuse parameters outside the mechanism's definition."""
         _real("sampling_rate", self.sampling_rate, 0.0, 1.0)
-        _real("noise_multiplier", self.noise_multiplier, 0.0, 1e6)
+        _real("noise_multiplier", self.noise_multiplier, 1e-3, 1e6)
         _whole("steps", self.steps, 1, MAX_STEPS)
 
 

@@ -72,6 +72,20 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """In a site's own ledger: this release is about to leave. Durable before a byte of it does."""
+
+    release: str
+    grant: str
+    site: str
+    run: str
+    round: int
+    mechanism: str
+    artifact: bytes  # SHA-256
+    envelope: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """A release was admitted; ``used`` is what its grant has consumed so far, this release included."""
 
@@ -115,13 +129,14 @@ class RoundClosed:
     model: bytes  # SHA-256 of the aggregate's parameters
 
 
-Entry = Enrolled | Opened | Reserved | Refused | Admitted | Spent | Freed | RoundClosed
+Entry = Enrolled | Opened | Reserved | Refused | Sent | Admitted | Spent | Freed | RoundClosed
 _KINDS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
     {
         "enrolled": Enrolled,
         "opened": Opened,
         "reserved": Reserved,
         "refused": Refused,
+        "sent": Sent,
         "admitted": Admitted,
         "spent": Spent,
         "freed": Freed,
@@ -224,6 +239,7 @@ class State:
     sites: dict[str, Enrolled] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
     grants: dict[str, Grant] = field(default_factory=dict)
+    sent: dict[str, Sent] = field(default_factory=dict)
     releases: dict[str, Admitted] = field(default_factory=dict)
     envelopes: set[bytes] = field(default_factory=set)  # of everything reviewed as a release, admitted or not
     rounds: dict[str, int] = field(default_factory=dict)  # run -> last closed round
@@ -261,8 +277,8 @@ class State:
     def _enrolled(self, e: Enrolled) -> None:
         if e.site in self.sites:
             raise InvalidEntry("the site is enrolled already")
-        if len(e.sign_key) != 32:
-            raise InvalidEntry("not an Ed25519 key")
+        if len(e.sign_key) != 32 or any(e.sign_key == known.sign_key for known in self.sites.values()):
+            raise InvalidEntry("not an Ed25519 key, or another site's")
         self.sites[e.site] = e
 
     def _opened(self, e: Opened) -> None:
@@ -290,8 +306,18 @@ class State:
         if e.stage == "release" and e.envelope:
             self.envelopes.add(e.envelope)
 
+    def _sent(self, e: Sent) -> None:
+        grant = self.open_grant(e.grant).reserved
+        if (e.site, e.run, e.mechanism) != (grant.site, grant.run, grant.mechanism):
+            raise InvalidEntry("the grant is another's")
+        if e.release in self.sent:
+            raise InvalidEntry("the release was sent before")
+        self.sent[e.release] = e
+
     def _admitted(self, e: Admitted) -> None:
         grant = self.open_grant(e.grant)
+        if bool(e.run) is not (e.round >= 1):
+            raise InvalidEntry("a release of a run has a round, and no other has")
         if (e.site, e.run, e.mechanism) != (
             grant.reserved.site,
             grant.reserved.run,
@@ -325,6 +351,8 @@ class State:
     def _round_closed(self, e: RoundClosed) -> None:
         if e.round != self.rounds.get(e.run, 0) + 1:
             raise InvalidEntry("rounds close one after the other")
+        if e.sites != sorted(set(e.sites)) or len(e.model) != 32:
+            raise InvalidEntry("the sites of a round are sorted, each once, and a model has a SHA-256")
         if not e.sites or not all((e.run, e.round, site) in self.updates for site in e.sites):
             raise InvalidEntry("the round counts a site without an admitted update")
         self.rounds[e.run] = e.round
@@ -335,6 +363,7 @@ _APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = {
     Opened: State._opened,
     Reserved: State._reserved,
     Refused: State._refused,
+    Sent: State._sent,
     Admitted: State._admitted,
     Spent: State._spent,
     Freed: State._freed,

@@ -1,7 +1,7 @@
 """Rényi DP of the Poisson-subsampled Gaussian at an integer order, and its conversion; standard library alone.
 
-The verifier re-derives prices with this on a machine that has nothing of ours installed; it is also the
-second opinion beside Google's accountant in :mod:`policies.accounting`.
+These are the prices. A verifier re-derives them on a machine that has nothing of ours installed;
+:mod:`policies.accounting` confirms them with Google's accountant before anything is granted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from policies.claims import SubsampledGaussian
+from policies.claims import Claim, SubsampledGaussian, UnsupportedClaim
 
 NANO: Final = 10**9
 
@@ -35,6 +35,23 @@ def integer_rdp(claim: SubsampledGaussian, order: int) -> float:
     top = max(logs)
     log_a = top + math.log(math.fsum(math.exp(x - top) for x in logs))
     return claim.steps * max(log_a, 0.0) / (order - 1)
+
+
+def cost(claim: Claim, order: int) -> int:
+    """The claim's price in an account of ``order``: nano-nats of Rényi divergence, rounded up.
+
+    Raises:
+        UnsupportedClaim: the claim has no Rényi curve (k-anonymity has none, not a zero one).
+    """
+    if not isinstance(claim, SubsampledGaussian):
+        raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
+    exact = integer_rdp(claim, order) * NANO
+    return math.ceil(exact * (1 + 1e-12))  # the margin covers the rounding of the formula itself
+
+
+def epsilon_nano(claim: Claim, delta: float, order: int) -> int:
+    """What a statement declares and every reviewer recomputes: epsilon in nano, rounded up (P11)."""
+    return cost(claim, order) + max(0, math.ceil(log_term(order, delta) * NANO))
 
 
 def log_term(order: int, delta: float) -> float:

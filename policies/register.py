@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from policies.accounting import order_for
+from policies.accounting import confirm, order_for
 from policies.claims import Claim
 from policies.ledger import (
     Account,
@@ -24,12 +24,13 @@ from policies.ledger import (
     Refused,
     Reserved,
     RoundClosed,
+    Sent,
     Spent,
     State,
 )
 from policies.policy import Policy
 from policies.rdp import allowance
-from policies.review import TERMS, Finding, Standing, Verdict, price, review, review_reservation
+from policies.review import TERMS, Finding, Standing, Verdict, level_of, price, review, review_reservation
 from policies.statement import (
     Enrolment,
     Release,
@@ -105,7 +106,7 @@ class Register:
         lines = self.store.answer(key)
         if not lines:
             return None
-        if getattr(lines[0].record.entry, "envelope", digest(envelope)) != digest(envelope):
+        if getattr(lines[0].record.entry, "envelope", b"") != digest(envelope):
             raise KeyReused("the key was used with another envelope")
         return verdict_of(lines[0])
 
@@ -119,6 +120,8 @@ class Register:
             name = account_name(r.site, r.mechanism)
             standing = Standing(state.accounts.get(name), state.grants.get(r.grant))
             verdict = review_reservation(r, standing, self.policy_of(r.site))
+            if verdict.admitted and standing.account is not None and standing.account.opened.order:
+                confirm(r.claim, standing.account.opened.order)
             claim = canonical(claim_json(r.claim))
             entry: Entry = Reserved(
                 r.grant, r.site, r.run, r.mechanism, name, verdict.amount, claim, digest(envelope)
@@ -135,14 +138,16 @@ class Register:
             key: idempotency key.
             release: the statement inside ``envelope``, whose signature the caller verified.
             envelope: the sealed bytes.
-            facts: what the caller found wrong with the artifact's bytes.
+            facts: what the caller found wrong with the artifact's bytes. With any, an earlier yes is no answer:
+                that was to other bytes.
         """
+        wrong = tuple(facts)
         with self.store.exclusive() as state:
             before = self.answered(key, envelope)
             if before is not None:
-                return before
+                return Verdict(wrong) if before.admitted and wrong else before
             verdict = review(release, self._standing(state, release, envelope), self.policy_of(release.site))
-            verdict = Verdict((*verdict.findings, *facts), verdict.level, verdict.amount)
+            verdict = Verdict((*verdict.findings, *wrong), verdict.level, verdict.amount)
             self.record(key, release, envelope, verdict)
         return verdict
 
@@ -168,7 +173,7 @@ class Register:
             r.run,
             r.round,
             r.mechanism,
-            verdict.level,
+            level_of(r),
             used,
             claim,
             artifact,
@@ -177,9 +182,20 @@ class Register:
         end = () if r.run else (Spent(r.grant, "released"),)
         self.store.append(key, Draft((entry, *end), (envelope,)))
 
-    def refuse(self, key: str, refusal: Refused) -> None:
-        """Append a refusal that needed no review, such as an unknown key or a broken envelope."""
-        self.store.append(key, Draft((refusal,)))
+    def send(self, release: Release, envelope: bytes) -> None:
+        """The site's own ledger only: this is about to leave; durable when this returns."""
+        r = release
+        artifact = bytes.fromhex(r.artifact_sha256)
+        entry = Sent(r.release, r.grant, r.site, r.run, r.round, r.mechanism, artifact, digest(envelope))
+        self.store.append(f"send-{r.release}", Draft((entry,), (envelope,)))
+
+    def unanswered(self) -> list[tuple[Sent, bytes]]:
+        """What was sent under a grant that is still held, and has no verdict here; with its envelope."""
+        state = self.store.state
+        found = [
+            s for s in state.sent.values() if s.release not in state.releases and s.envelope not in state.envelopes
+        ]
+        return [(s, self.store.envelope(s.envelope) or b"") for s in found if state.grants[s.grant].state == "held"]
 
     def _refusal(
         self, subject: str, of: Reservation | Release, stage: str, verdict: Verdict, envelope: bytes
@@ -197,6 +213,8 @@ class Register:
             grant = state.grants.get(s.grant)
             entries: list[Entry] = [Refused(s.grant, s.site, s.mechanism, s.outcome, [s.reason], digest(envelope))]
             if grant is not None and grant.reserved.site != s.site:
+                wrong = Refused(s.grant, s.site, s.mechanism, "call", ["grant_of_another"], digest(envelope))
+                self.store.append(key, Draft((wrong,), (envelope,)))
                 return Verdict((Finding("grant_of_another", "the grant was given for another site"),))
             if grant is not None and grant.state == "held":
                 entries.append(Spent(s.grant, "expired"))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from policies.accounting import cost, epsilon_nano
 from policies.claims import RELATION, UNIT, Claim, KAnonymous, SubsampledGaussian
 from policies.ledger import Account, Grant
 from policies.policy import Policy
-from policies.statement import Release, Reservation, canonical, claim_from, claim_json, load_json
+from policies.rdp import allowance, cost, epsilon_nano
+from policies.statement import Release, Reservation, canonical, claim_from, claim_json, load_json, release_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Terms:
     claim: type[KAnonymous] | type[SubsampledGaussian]
     artifact_type: str
     components: frozenset[str]
+    rounds: bool  # made in the rounds of a run, or at once and alone
 
     @property
     def kind(self) -> str:
@@ -56,8 +57,8 @@ class Terms:
 
 TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
     {
-        "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"})),
-        "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"})),
+        "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
+        "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
     }
 )
 
@@ -101,6 +102,19 @@ def _terms(mechanism: str, claim: Claim, policy: Policy) -> Iterator[Finding]:
             yield Finding("releases_per_patient", "a patient would be in more releases than the policy admits")
 
 
+def _place(statement: Reservation | Release) -> Iterator[Finding]:
+    """Run, round and name: what is made in rounds names both, everything else neither; nobody chooses an id."""
+    terms = TERMS.get(statement.mechanism)
+    rounds = terms is not None and terms.rounds
+    if bool(statement.run) is not rounds:
+        yield Finding("run", "a mechanism of rounds names its run, and no other does")
+    if isinstance(statement, Release):
+        if (statement.round >= 1) is not rounds:
+            yield Finding("round", "a release of a run names its round, and no other does")
+        if statement.release != release_id(statement.site, statement.grant, statement.round):
+            yield Finding("release_id", "a release's id follows from its site, grant and round")
+
+
 def _unit(statement: Reservation | Release) -> Iterator[Finding]:
     if statement.unit != UNIT or statement.relation != RELATION:
         yield Finding("unit", f"the unit must be {UNIT} and the relation {RELATION}")
@@ -109,7 +123,7 @@ def _unit(statement: Reservation | Release) -> Iterator[Finding]:
 def review_reservation(reservation: Reservation, standing: Standing, policy: Policy) -> Verdict:
     """May this claim's price be held? Depends on configuration and the books only, never on an image (P1, P9)."""
     findings = [*_terms(reservation.mechanism, reservation.claim, policy), *_unit(reservation)]
-    findings += _provenance(reservation, policy)
+    findings += [*_provenance(reservation, policy), *_place(reservation)]
     account = standing.account
     if standing.grant is not None:
         findings.append(Finding("grant_exists", "a grant of that name was given before"))
@@ -118,9 +132,16 @@ def review_reservation(reservation: Reservation, standing: Standing, policy: Pol
     if findings or account is None:
         return Verdict(tuple(findings))
     amount = price(reservation.claim, account)
-    if not amount <= account.left:
+    if not amount <= min(account.opened.limit, _ceiling(account, policy)) - account.held - account.spent:
         findings.append(Finding("budget", _shortage(reservation.claim, account)))
     return Verdict(tuple(findings), amount=amount)
+
+
+def _ceiling(account: Account, policy: Policy) -> int:
+    """What the policy of today allows in an account that was opened under an earlier one: tightening binds (P12)."""
+    if account.opened.order == 0:
+        return policy.max_releases_per_patient
+    return allowance(policy.epsilon, float(account.opened.delta), account.opened.order)
 
 
 def _shortage(claim: Claim, account: Account) -> str:
@@ -207,6 +228,7 @@ def level_of(release: Release) -> str:
 def review(release: Release, standing: Standing, policy: Policy) -> Verdict:
     """May this release be admitted? The artifact's bytes are checked against the statement by the caller."""
     findings = [*_terms(release.mechanism, release.claim, policy), *_unit(release), *_contents(release, policy)]
+    findings += _place(release)
     level = level_of(release)
     if level not in policy.levels:
         findings.append(Finding("level", f"the policy {policy.name} does not admit releases of level {level}"))

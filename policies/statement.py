@@ -103,6 +103,11 @@ _KINDS: Final[Mapping[str, type[Statement]]] = MappingProxyType(
 )
 
 
+def release_id(site: str, grant: str, round_index: int) -> str:
+    """The id of a release: it follows from where it comes from, so that no site can take another's, or choose one."""
+    return "release-" + hashlib.sha256(f"{site}\n{grant}\n{round_index}".encode()).hexdigest()[:32]
+
+
 def canonical(value: JsonValue) -> bytes:
     """Sorted keys, no spaces, ASCII, no floats."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()

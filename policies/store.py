@@ -21,6 +21,7 @@ from typing import IO, Final
 import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from policies.cbor import MalformedEntry
 from policies.ledger import Entry, InvalidEntry, KeyReused, Record, State, decode, encode, fingerprint
 from policies.merkle import Checkpoint, CompactRange, leaf_hash, open_checkpoint, sign_checkpoint
 from policies.verify import Export
@@ -103,16 +104,19 @@ class Store:
         self._fold()
 
     def _fold(self) -> None:
+        """Fold what is on disk aside, then put it in place: nobody sees half a ledger."""
+        state, tree = State(), CompactRange()
         try:
             for seq, body in self._db.execute("SELECT seq, body FROM entry ORDER BY seq"):
-                if seq != self.state.size:
+                if seq != state.size:
                     raise InvalidEntry("an entry is missing")
-                self.state.apply(decode(body))
-                self._tree.append(leaf_hash(body))
+                state.apply(decode(body))
+                tree.append(leaf_hash(body))
+            self.state, self._tree = state, tree
             self._compare_head()
         except ValueError as error:
             self.close()
-            raise LedgerUnsound(f"entry {self.state.size} of {self.origin}: {error}") from None
+            raise LedgerUnsound(f"entry {state.size} of {self.origin}: {error}") from None
 
     def _compare_head(self) -> None:
         """What is on disk must be exactly what this key signed last: no cut tail, no edited last entry."""
@@ -177,17 +181,18 @@ class Store:
             for key, entry in zip(keys, draft.entries, strict=True):
                 record = Record(now, key, self.state.last, entry)
                 seq, body = self.state.size, encode(record)
+                _readable(record, body)
                 self.state.apply(record)
                 self._db.execute("INSERT INTO entry VALUES(?, ?)", (seq, body))
                 self._tree.append(leaf_hash(body))
                 lines.append(Line(seq, record))
             self._db.execute("INSERT OR REPLACE INTO head VALUES(1, ?)", (self.checkpoint(),))
             self._db.execute("COMMIT")
-        except InvalidEntry:
+        except (InvalidEntry, MalformedEntry) as error:
             self._db.execute("ROLLBACK")
-            self.state, self._tree = State(), CompactRange()
-            self._fold()
-            raise
+            if lines:  # the first of several was taken into the books before another broke them
+                self._fold()
+            raise InvalidEntry(str(error)) from None
         except BaseException:  # noqa: BLE001 - whatever it was, what the disk holds is unknown: stop
             self._stopped = True
             raise LedgerStopped("the ledger could not be written; restart to replay it") from None
@@ -245,6 +250,12 @@ def export_file(path: Path, origin: str, key: Ed25519PrivateKey) -> bytes:
         tree.append(leaf_hash(body))
     note = sign_checkpoint(Checkpoint(origin, tree.size, tree.root()), key)
     return Export(key.public_key().public_bytes_raw(), entries, envelopes, note).encode()
+
+
+def _readable(record: Record, body: bytes) -> None:
+    """An entry that could not be read back would end the ledger at the next start; it is not written."""
+    if decode(body) != record:
+        raise InvalidEntry("the entry does not read back as it was written")
 
 
 def _lock_file(path: Path) -> IO[str]:

@@ -2,8 +2,8 @@
 
 Needs only Python and ``cryptography``. It checks that the text is in its one form (so any changed byte is
 found), every record's link to the one before, the Merkle root under the signed checkpoint, that every
-balance folds without an overspend, that every price is at least what its claim costs by an independent
-formula, and that every envelope is signed by the site that the ledger enrolled and says what its entry says.
+balance folds without an overspend, that every envelope is signed by the site that the ledger enrolled and says
+what its entry says, and it reviews every grant and every admission again under the site's own signed policy.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, Final
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from policies.claims import SubsampledGaussian
-from policies.ledger import Admitted, Enrolled, Entry, Freed, Opened, Refused, Reserved, State, decode
+from policies.ledger import Admitted, Enrolled, Entry, Freed, Opened, Refused, Reserved, Sent, State, decode
 from policies.merkle import BadCheckpoint, CompactRange, leaf_hash, open_checkpoint
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
-from policies.rdp import NANO, allowance, integer_rdp
+from policies.rdp import allowance
+from policies.review import TERMS, Standing, review, review_reservation
 from policies.statement import (
     PAYLOAD_TYPE,
     Enrolment,
@@ -36,7 +36,6 @@ from policies.statement import (
     Settlement,
     Statement,
     canonical,
-    claim_from,
     claim_json,
     load_json,
     parse,
@@ -44,6 +43,9 @@ from policies.statement import (
 
 _TITLE: Final = "lazaret-ledger-export/1"
 MAX_EXPORT: Final = 1 << 30
+
+
+_Resting = Enrolled | Reserved | Sent | Admitted | Freed | Refused  # entries that rest on a signed statement
 
 
 class Unsound(ValueError):
@@ -136,44 +138,54 @@ def open_envelope(raw: bytes, public: bytes) -> bytes:
     return payload
 
 
-def _agrees(entry: Entry, statement: Statement) -> bool:
+def _same(entry: Entry, statement: Statement, *names: str) -> bool:
+    """Do the entry and the statement agree in these fields?"""
+    return all(getattr(entry, name) == getattr(statement, name) for name in names)
+
+
+def _agrees(entry: _Resting, statement: Statement) -> bool:
     """Does a signed statement say what the entry that rests on it says?"""
     if isinstance(entry, Enrolled):
-        policy = hashlib.sha256(statement.policy.encode()).digest() if isinstance(statement, Enrolment) else b""
-        return isinstance(statement, Enrolment) and (statement.site, policy) == (entry.site, entry.policy)
+        if not isinstance(statement, Enrolment):
+            return False
+        key = base64.b64decode(statement.sign_key, validate=True)
+        policy = hashlib.sha256(statement.policy.encode()).digest()
+        return _same(entry, statement, "site") and (key, policy) == (entry.sign_key, entry.policy)
     if isinstance(entry, Reserved):
         return isinstance(statement, Reservation) and (
-            statement.grant,
-            statement.site,
-            statement.run,
-            statement.mechanism,
-            canonical(claim_json(statement.claim)),
-        ) == (entry.grant, entry.site, entry.run, entry.mechanism, entry.claim)
-    if isinstance(entry, Admitted):
+            _same(entry, statement, "grant", "site", "run", "mechanism")
+            and canonical(claim_json(statement.claim)) == entry.claim
+        )
+    if isinstance(entry, Sent | Admitted):
         return isinstance(statement, Release) and (
-            statement.release,
-            statement.grant,
-            statement.site,
-            statement.round,
-            statement.artifact_sha256,
-            canonical(claim_json(statement.claim)),
-        ) == (entry.release, entry.grant, entry.site, entry.round, entry.artifact.hex(), entry.claim)
+            _same(entry, statement, "release", "grant", "site", "run", "round", "mechanism")
+            and statement.artifact_sha256 == entry.artifact.hex()
+            and (isinstance(entry, Sent) or canonical(claim_json(statement.claim)) == entry.claim)
+        )
     if isinstance(entry, Freed):
-        return isinstance(statement, Settlement) and statement.grant == entry.grant
-    if isinstance(entry, Refused):
-        subject = statement.release if isinstance(statement, Release) else getattr(statement, "grant", None)
-        return subject == entry.subject and getattr(statement, "site", None) == entry.site
-    return False
+        declined = isinstance(statement, Settlement) and statement.outcome == "declined"
+        return declined and _same(entry, statement, "grant")
+    subject = statement.release if isinstance(statement, Release) else getattr(statement, "grant", None)
+    return subject == entry.subject and getattr(statement, "site", None) == entry.site
 
 
-def _check_price(entry: Reserved, order: int) -> None:
-    claim = claim_from(load_json(entry.claim))
-    if order and not isinstance(claim, SubsampledGaussian):
-        raise Unsound(f"grant {entry.grant}: its account is for claims with an epsilon")
-    if isinstance(claim, SubsampledGaussian):
-        least = integer_rdp(claim, order) * NANO if order else float("inf")
-        if not entry.amount >= least * (1 - 1e-9):
-            raise Unsound(f"grant {entry.grant}: {entry.amount} was held, the claim costs {least:.0f}")
+def _judge(entry: Reserved | Admitted, statement: Statement, state: State, policy: Policy) -> None:
+    """Review again what was granted or admitted, under the site's own signed policy, before it enters the books."""
+    if isinstance(statement, Reservation) and isinstance(entry, Reserved):
+        kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
+        standing = Standing(state.accounts.get(f"{entry.site}/{kind}"), state.grants.get(entry.grant))
+        verdict = review_reservation(statement, standing, policy)
+        sound = verdict.admitted and (entry.account, entry.amount) == (f"{entry.site}/{kind}", verdict.amount)
+    else:
+        assert isinstance(statement, Release)
+        assert isinstance(entry, Admitted)
+        grant = state.grants.get(entry.grant)
+        account = state.accounts.get(grant.reserved.account) if grant else None
+        verdict = review(statement, Standing(account, grant), policy)
+        sound = verdict.admitted and (entry.level, entry.used) == (verdict.level, verdict.amount)
+    if not sound:
+        rules = ", ".join(f.rule for f in verdict.findings) or "another price or level"
+        raise Unsound(f"{type(entry).__name__} for {entry.grant}: the law does not admit it ({rules})")
 
 
 def _check_limit(entry: Opened, policy: Policy | None) -> None:
@@ -202,33 +214,39 @@ class _Auditor:
     def take(self, raw: bytes) -> None:
         record = decode(raw)
         entry = record.entry
-        if isinstance(entry, Reserved):
-            account = self.state.accounts.get(entry.account)
-            _check_price(entry, account.opened.order if account else 0)
         if isinstance(entry, Opened):
             _check_limit(entry, self.policies.get(entry.account.rpartition("/")[0]))
+        statement = self.statement(entry) if isinstance(entry, _Resting) else None
+        if isinstance(entry, Reserved | Admitted) and statement is not None:
+            _judge(entry, statement, self.state, self.policies[entry.site])
         self.state.apply(record)
         self.tree.append(leaf_hash(raw))
         self.refusals += isinstance(entry, Refused)
-        if isinstance(entry, Enrolled | Reserved | Admitted | Freed | Refused):
-            self.rests_on(entry)
+        if isinstance(statement, Enrolment):
+            self.policies[statement.site] = parse_policy(statement.policy, f"policy of {statement.site}")
 
-    def rests_on(self, entry: Enrolled | Reserved | Admitted | Freed | Refused) -> None:
+    def statement(self, entry: _Resting) -> Statement | None:
+        """The signed statement that an entry rests on, found to say the same."""
         raw = self.envelopes.get(entry.envelope)
         if raw is None:
             if isinstance(entry, Refused) and not entry.envelope:
-                return  # refused before an envelope could be opened: nothing was signed
+                return None  # refused before an envelope could be opened: nothing was signed
             raise Unsound("an entry's envelope is missing")
         self.seen.add(entry.envelope)
-        site = self.state.grants[entry.grant].reserved.site if isinstance(entry, Freed) else entry.site
+        statement = parse(open_envelope(raw, self.signer(entry)))
+        if not _agrees(entry, statement):
+            raise Unsound("an entry says something else than the statement it rests on")
+        return statement
+
+    def signer(self, entry: _Resting) -> bytes:
+        """The key that the ledger enrolled for the entry's site; an enrolment is signed by the key it brings."""
+        if isinstance(entry, Enrolled):
+            return entry.sign_key
+        site = self.state.open_grant(entry.grant).reserved.site if isinstance(entry, Freed) else entry.site
         enrolled = self.state.sites.get(site)
         if enrolled is None:
             raise Unsound("an entry names a site that was never enrolled")
-        statement = parse(open_envelope(raw, enrolled.sign_key))
-        if not _agrees(entry, statement):
-            raise Unsound("an entry says something else than the statement it rests on")
-        if isinstance(statement, Enrolment):
-            self.policies[statement.site] = parse_policy(statement.policy, f"policy of {statement.site}")
+        return enrolled.sign_key
 
 
 def verify(raw: bytes, since: str | None = None) -> Findings:

@@ -8,7 +8,19 @@ from dataclasses import fields
 from typing import Any
 
 from policies.claims import RELATION, UNIT
-from policies.ledger import Admitted, Enrolled, Entry, Opened, Record, Refused, Reserved, RoundClosed, State, kind_of
+from policies.ledger import (
+    Admitted,
+    Enrolled,
+    Entry,
+    Opened,
+    Record,
+    Refused,
+    Reserved,
+    RoundClosed,
+    Sent,
+    State,
+    kind_of,
+)
 from policies.statement import load_json
 
 
@@ -83,6 +95,8 @@ def _details(entry: Entry, state: State) -> str:
     if isinstance(entry, Admitted):
         where = f" round {entry.round}" if entry.run else ""
         return f"{entry.mechanism}{where}: level {entry.level}, artifact {entry.artifact.hex()[:12]}"
+    if isinstance(entry, Sent):
+        return f"{entry.mechanism}: about to leave, artifact {entry.artifact.hex()[:12]}"
     if isinstance(entry, RoundClosed):
         return f"round {entry.round} of {', '.join(entry.sites)}, model {entry.model.hex()[:12]}"
     grant = state.grants[entry.grant].reserved

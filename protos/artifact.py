@@ -21,6 +21,7 @@ from safetensors.numpy import load, save
 
 MAX_IMAGES: Final = 100_000
 MAX_SIDE: Final = 2_048
+MAX_PIXELS: Final = 1 << 26  # of a whole set: what it may take in memory, counted before anything is decoded
 
 
 class BadArtifact(ValueError):
@@ -85,6 +86,8 @@ def unpack_images(raw: bytes) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
         with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
             members = archive.getmembers()
             bodies = [_body(archive, m, i) for i, m in enumerate(members)]
+        if not sum(_pixels(body) for body in bodies[1:]) <= MAX_PIXELS:
+            raise BadArtifact("the set has too many pixels")
         labels = json.loads(bodies[0])
         images = [_image(body) for body in bodies[1:]]
     except (tarfile.TarError, ValueError, IndexError, RecursionError, OverflowError):
@@ -97,6 +100,13 @@ def unpack_images(raw: bytes) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     if pack_images(stacked, tuple(labels)) != raw:
         raise BadArtifact("not in its one form")
     return stacked, tuple(labels)
+
+
+def _pixels(png: bytes) -> int:
+    """Width times height, from the header of a PNG (RFC 2083, section 4.1.1); nothing is decoded."""
+    if len(png) < 33 or png[:8] != b"\x89PNG\r\n\x1a\n" or png[12:16] != b"IHDR":
+        raise BadArtifact("an image is not a PNG")
+    return int.from_bytes(png[16:20], "big") * int.from_bytes(png[20:24], "big")
 
 
 def _is_label(value: object) -> bool:

@@ -16,6 +16,7 @@ import grpc
 from agent.nouns import Unreachable
 from policies.merkle import BadCheckpoint, open_checkpoint
 from policies.review import Finding, Verdict
+from policies.statement import ID
 from protos.identity import read_private
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
@@ -101,10 +102,11 @@ class GrpcDoor:
 
     def _verdict(self, reply: Any) -> Verdict:
         self._check(reply.checkpoint)
-        findings = tuple(Finding(f.rule, f.detail) for f in reply.findings)
+        said = list(reply.findings)[:32]
+        findings = tuple(Finding(f.rule if ID.fullmatch(f.rule) else "unreadable", f.detail[:500]) for f in said)
         if not reply.admitted and not findings:
             findings = (Finding("no_reason", "the coordinator refused without a reason"),)
-        return Verdict(findings, reply.level)
+        return Verdict(findings, reply.level[:1])
 
 
 def _hint(code: grpc.StatusCode, details: str | None) -> str:

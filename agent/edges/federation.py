@@ -250,13 +250,12 @@ class _Session:
         if not got.messages_list:
             return False
         message = message_from_proto(got.messages_list[0])
-        started = time.monotonic()
         try:
             task, original = self._accept(node, message, got.message_object_trees[0])
             reply = Message(records_of(task, self._handled(task)), reply_to=original)
         except Declined as refusal:
             reply = Message(Error(wire.CODES[refusal.code], refusal.code), reply_to=message)
-        self._send(node, reply, time.monotonic() - started)
+        self._send(node, reply)
         return True
 
     def _accept(self, node: Node, message: Message, tree: ObjectTree) -> tuple[Task, Message]:
@@ -306,7 +305,7 @@ class _Session:
         except Exception:  # noqa: BLE001 - an exception's text may hold patient data
             raise Declined("internal") from None
 
-    def _send(self, node: Node, reply: Message, seconds: float) -> None:
+    def _send(self, node: Node, reply: Message) -> None:
         reply.metadata.__dict__["_message_id"] = reply.object_id
         run_id = reply.metadata.run_id
         with no_object_id_recompute():
@@ -315,7 +314,7 @@ class _Session:
                 node=node,
                 messages_list=[message_to_proto(remove_content_from_message(reply))],
                 message_object_trees=[tree],
-                clientapp_runtime_list=[seconds],
+                clientapp_runtime_list=[0.0],  # how long training took tells how many patients it met
             )
             pushed = _patiently(lambda: self.client.PushMessages(request))
             push = make_push_object_fn_protobuf(

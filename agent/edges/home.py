@@ -9,7 +9,6 @@ import secrets
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -67,22 +66,11 @@ class Home:
         Raises:
             BadSite: missing, not TOML, or with missing, unknown or ill-typed keys.
         """
-        path = self.root / "site.toml"
         try:
-            table = tomllib.loads(path.read_text())
+            text = (self.root / "site.toml").read_text()
         except FileNotFoundError:
-            raise BadSite(f"{path.name} is missing: run `lazaret-agent --home DIR init` first") from None
-        except tomllib.TOMLDecodeError as error:
-            raise BadSite(f"site.toml: not TOML: {error}") from None
-        problems = [f"{k}: missing" for k in _KEYS if k not in table]
-        problems += [f"{k}: unknown key" for k in table if k not in _KEYS]
-        typed = [(k, t) for k, t in _KEYS.items() if k in table]
-        problems += [f"{k}: must be a {t.__name__}" for k, t in typed if type(table[k]) is not t]
-        if not problems and not SITE_NAME.fullmatch(table["site"]):
-            problems.append("site: must be a short lower-case name")
-        if problems:
-            raise BadSite("site.toml: " + "; ".join(problems))
-        return _settings(self.root, table)
+            raise BadSite("site.toml is missing: run `lazaret-agent --home DIR init` first") from None
+        return parse_settings(self.root, text)
 
     def policy_text(self) -> str:
         """The site's own policy, as written."""
@@ -118,7 +106,29 @@ class Home:
             raise BadSite("the site is not enrolled: run `lazaret-agent enrol BUNDLE`") from None
 
 
-def _settings(root: Path, table: dict[str, Any]) -> Settings:
+def parse_settings(root: Path, text: str) -> Settings:
+    """Parse ``site.toml``; all problems at once.
+
+    Args:
+        root: the site's directory, which ``input`` is relative to.
+        text: the TOML document.
+    Raises:
+        BadSite: not TOML, or with missing, unknown or senseless keys.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadSite(f"site.toml: not TOML: {error}") from None
+    problems = [f"{k}: missing" for k in _KEYS if k not in table]
+    problems += [f"{k}: unknown key" for k in table if k not in _KEYS]
+    typed = [(k, t) for k, t in _KEYS.items() if k in table]
+    problems += [f"{k}: must be a {t.__name__}" for k, t in typed if type(table[k]) is not t]
+    if not SITE_NAME.fullmatch(str(table.get("site", "x"))):
+        problems.append("site: must be a short name of a-z, 0-9 and -")
+    if table.get("modalities") == []:
+        problems.append('modalities: name what may come in, for example ["CT", "MR"]')
+    if problems:
+        raise BadSite("site.toml: " + "; ".join(problems))
     return Settings(
         table["site"],
         table["coordinator"],
@@ -148,6 +158,7 @@ def create(root: Path, settings: str, policy: str) -> Home:
     if root.exists() and any(root.iterdir()):
         raise BadSite(f"{root.name} is not empty: nothing was written")
     parse_policy(policy, "policy.toml")
+    parse_settings(root, settings)
     root.mkdir(parents=True, exist_ok=True)
     root.chmod(0o700)
     home = Home(root)

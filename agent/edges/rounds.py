@@ -6,17 +6,21 @@ Imported after :func:`protos.quiet.hush`, since Flower reads its environment whi
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from agent.edges.federation import Answer, Declined, LinkConfig, Task, serve
 from agent.mechanisms.federated import BadConfiguration, Federated
-from agent.nouns import CohortTooSmall, Unreachable, Update
+from agent.nouns import Unreachable, Update
 from agent.pipeline import Participant, Refused
 from policies.claims import UnsupportedClaim
 from policies.store import LedgerStopped
 
 FOLLOW_S = 1.0
+# An answer leaves after this many seconds, or after twice as many, or four times...: the time that training
+# takes grows with the number of patients it meets, and when an answer comes is seen by the coordinator.
+TICK_S = 2.0
 _BUDGET = frozenset({"budget", "releases_per_patient"})
 
 
@@ -26,16 +30,25 @@ def attend(
     """Answer rounds until ``stop``; verdicts on updates are asked for and written into the site's ledger.
 
     Returns:
-        0, or 70 when the site's ledger could not be written.
+        0, or 70 when the site's ledger could not be written or the link cannot work (a key that cannot be used).
     """
     mutex = threading.Lock()
     desk = _Desk(participant, mutex, log)
+    failed = threading.Event()
 
     def state(name: str) -> None:
         log.info("link", state=name)
         say(f"link: {name}")
 
-    thread = threading.Thread(target=serve, args=(link, desk.handle, stop, state), name="link", daemon=True)
+    def connect() -> None:
+        try:
+            serve(link, desk.handle, stop, state)
+        except Exception as fault:  # noqa: BLE001 - a dead link must end the process, without a text that may hold data
+            log.error("link_failed", reason=type(fault).__name__)
+            failed.set()
+            stop.set()
+
+    thread = threading.Thread(target=connect, name="link", daemon=True)
     thread.start()
     books = participant.site.books.store
     while not stop.wait(FOLLOW_S) and not books.stopped:
@@ -45,7 +58,19 @@ def attend(
     thread.join(30)
     with mutex:
         desk.follow()
-    return 70 if books.stopped else 0
+    return 70 if books.stopped or failed.is_set() else 0
+
+
+def rest(seconds: float) -> float:
+    """How long to wait until the next of 1, 2, 4, ... ticks since the work began.
+
+    >>> rest(0.5), rest(2.5), rest(8.0)
+    (1.5, 1.5, 0.0)
+    """
+    tick = TICK_S
+    while tick < seconds:
+        tick *= 2
+    return tick - seconds
 
 
 class _Desk:
@@ -70,11 +95,9 @@ class _Desk:
             except (BadConfiguration, UnsupportedClaim):
                 self.log.warning("declined", run=task.run, rules=["configuration"])
                 raise Declined("mechanism") from None
-            except (CohortTooSmall, Unreachable) as fault:
+            except Exception as fault:  # noqa: BLE001 - one code for every cause, since some depend on patients (P14)
                 self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
                 raise Declined("unavailable") from None
-            except LedgerStopped:
-                raise Declined("internal") from None
 
     def _price(self, task: Task) -> Answer:
         self.participant.join(task.run, Federated.from_json(task.config.decode()))
@@ -83,9 +106,10 @@ class _Desk:
 
     def _train(self, task: Task) -> Answer:
         assert task.vector is not None
-        number = task.round_index + 1
+        number, began = task.round_index + 1, time.monotonic()
         goods, update = self.participant.train(task.run, number, Update(task.vector.copy()))
         self.log.info("round", run=task.run, round=number, release=goods.release.release)
+        time.sleep(rest(time.monotonic() - began))
         return Answer(goods.envelope, update.vector)
 
     def follow(self) -> None:

@@ -125,10 +125,7 @@ class Vault:
         sealed = self._seal(f"note:{name}", json.dumps(value).encode())
         self._db.execute("INSERT OR REPLACE INTO note VALUES(?, ?)", (name, sealed))
 
-    def counts(self) -> dict[str, int]:
-        """Records per modality."""
-        out: dict[str, int] = {}
-        for name, body in self._db.execute("SELECT name, body FROM record"):
-            modality = self._read(name, body)[0]["modality"]
-            out[modality] = out.get(modality, 0) + 1
-        return out
+    def patients(self) -> int:
+        """How many patients there are: for the site's own checks, never for a message or a log that leaves."""
+        rows = self._db.execute("SELECT name, body FROM record")
+        return len({self._read(name, body)[0]["pseudonym"] for name, body in rows})

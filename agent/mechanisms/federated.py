@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from agent.nouns import Cohort, CohortTooSmall, Patient, Update
+from agent.nouns import Cohort, Patient, Update
 from agent.stages.finetune import Entropy, PrivateSgd, Task, Unit, train_privately
 from policies.claims import SubsampledGaussian
 
@@ -103,17 +103,14 @@ class Federated:
 
         Plain gradient steps: there is no optimiser state to carry from round to round. Images of a class
         that is not in the configuration are left out, and so is a patient who has no other; both depend
-        on that patient's own record alone, so that the claim stands.
+        on that patient's own record alone, so that the claim stands. Nobody at all trains on noise like anybody:
+        a refusal would tell whether there is a single patient.
 
         Returns:
             The new parameters, flat: weight (c, 64) row by row, then bias (c).
         Raises:
-            CohortTooSmall: no patient at all. Only this is refused: a threshold on a private count would
-                itself tell neighbours apart, and that a site has patients is public by its enrolment.
             ValueError: the update or the images have another shape than the configuration.
         """
-        if not cohort.patients:
-            raise CohortTooSmall
         weight, bias = self._unpack(update.vector)
         model = LinearSoftmax(len(self.classes))
         with torch.no_grad():

@@ -16,7 +16,7 @@ from agent.nouns import Clusters, Cohort, SyntheticSet
 from agent.stages.average import aggregate_labels, average, patient_label
 from agent.stages.cluster import partition
 from agent.stages.invert import Basis, decode, invert
-from policies.claims import KAnonymous
+from policies.claims import KAnonymous, UnsupportedClaim
 
 
 class RepeatsAnInput(ValueError):
@@ -41,7 +41,7 @@ class KSame:
         """Refuse what ``claim`` would refuse, and more labels than patients."""
         self.claim()
         if not self.l_diversity <= self.k:
-            raise ValueError("a cluster of k patients has at most k labels")
+            raise UnsupportedClaim("a cluster of k patients has at most k labels")
 
     def claim(self) -> KAnonymous:
         """What a release promises. It is settled before an image is read."""

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from coordinator.edges.federation import FlowerHost, Progress, RoundFailed, RoundPlan, conduct
 from coordinator.edges.home import write_durably
-from coordinator.edges.shelf import WORDING, Shelf
+from coordinator.edges.shelf import WORDING, Shelf, certificate
 from coordinator.intake import Intake, Unwelcome
+from policies.ledger import Admitted
 from policies.statement import ID
 from protos.artifact import pack_vector, unpack_vector
 
@@ -49,7 +50,8 @@ class Job:
         wrong = [
             name
             for name, right in {
-                "run: a short lower-case name": bool(ID.fullmatch(self.run)),
+                "run: a short lower-case name that does not begin with release": bool(ID.fullmatch(self.run))
+                and not self.run.startswith("release"),
                 "mechanism: federated": self.mechanism == "federated",
                 "parameters: 1 to 100 million": 0 < self.parameters <= 100_000_000,
                 "sites: at least one, each once": 0 < len(self.sites) == len(set(self.sites)),
@@ -109,8 +111,12 @@ class Runs:
         self.root.mkdir(exist_ok=True)
         self._feeds: dict[str, _Feed] = {}
         self._mutex = threading.Lock()
+        self.turn = threading.Lock()  # Flower conducts one run at a time in a process; others wait
         for site, node_key in intake.node_keys.items():
-            host.register(site, node_key.encode())
+            try:
+                host.register(site, node_key.encode())
+            except ValueError:  # one site's bad key is that site's trouble
+                log.error("node_key_refused", site=site)
 
     def resume(self) -> None:
         """Go on with every run that has a job and no end."""
@@ -164,9 +170,11 @@ class _Conductor:
 
     def run(self) -> None:
         job = self.job
-        done = self.register.store.state.rounds.get(job.run, 0)
         try:
-            end = self._conduct(done)
+            with self.runs.turn:
+                with self.register.store.exclusive() as state:
+                    done = state.rounds.get(job.run, 0)
+                end = self._conduct(done)
         except RoundFailed as failure:
             end = Event(job.run, failure.round_index + 1, "failed", tuple(sorted(failure.refused)), failure.reason)
         except Exception as fault:  # noqa: BLE001 - a run that fails in an unknown way has failed; its grants are spent
@@ -220,10 +228,11 @@ class _Conductor:
     def admit(self, site: str, round_index: int, envelope: bytes, vector: NDArray[np.float32]) -> str | None:
         """The gate: a valid envelope of this site for this round, under a grant, or it is not aggregated."""
         intake, artifact = self.runs.intake, pack_vector(vector)
-        key = f"submit-{self.job.run}-{round_index + 1}-{site}"
+        number = round_index + 1
         try:
-            release = intake.release(site, key, envelope)
-            if (release.run, release.round) != (self.job.run, round_index + 1):
+            release = intake.release(site, f"round-{number}", envelope)
+            key = f"submit-{release.release}"
+            if (release.run, release.round) != (self.job.run, number):
                 return "another_round"
             verdict = intake.admit(site, key, envelope, release, artifact)
         except Unwelcome as refusal:
@@ -243,32 +252,35 @@ class _Conductor:
         write_durably(self.folder / f"round-{number}.safetensors", body)
         self.register.close_round(self.job.run, number, used, hashlib.sha256(body).digest())
         self.feed.put(Event(self.job.run, number, "closed", used))
-        self.runs.log.info("round_closed", run=self.job.run, round=number, sites=list(used))
+        self.runs.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
 
     def _close(self, end: Event) -> None:
         """Every grant of the run is spent; a finished run's model goes on the shelf."""
-        state = self.register.store.state
-        for name, grant in list(state.grants.items()):
-            if grant.reserved.run == self.job.run:
-                self.register.close(name, "released" if grant.used else "expired")
+        with self.register.store.exclusive() as state:
+            mine = [(name, g.used) for name, g in state.grants.items() if g.reserved.run == self.job.run]
+        for name, used in mine:
+            self.register.close(name, "released" if used else "expired")
         if end.state == "finished":
             body = (self.folder / f"round-{self.job.rounds}.safetensors").read_bytes()
-            self.runs.shelf.place_model(self.job.run, body, self._certificate(end, body))
+            envelopes = {a.release: self.register.store.envelope(a.envelope) or b"" for a in self._updates()}
+            self.runs.shelf.place_model(self.job.run, body, self._certificate(end, body), envelopes)
         write_durably(self.folder / "end.json", json.dumps(asdict(end)).encode())
 
+    def _updates(self) -> list[Admitted]:
+        """The admitted updates that the model is made of."""
+        with self.register.store.exclusive() as state:
+            return [a for a in state.releases.values() if a.run == self.job.run and a.site in self.job.sites]
+
     def _certificate(self, end: Event, body: bytes) -> dict[str, Any]:
-        mine = [a for a in self.register.store.state.releases.values() if a.run == self.job.run]
+        mine = self._updates()
         worst = max(mine, key=lambda a: a.used)
-        levels = {a.level for a in mine}
-        level = max(levels)  # the weakest of A < B < C
+        weakest = max(mine, key=lambda a: a.level).level  # A < B < C
         return {
+            **certificate(worst, self.runs.shelf.account(worst)),
             "release": self.job.run,
             "site": ", ".join(end.sites),
-            "mechanism": self.job.mechanism,
-            "level": level,
-            "meaning": WORDING[level],
-            "claim": json.loads(worst.claim),
+            "level": weakest,
+            "meaning": WORDING[weakest],
             "artifact_sha256": hashlib.sha256(body).hexdigest(),
-            "statement_sha256": worst.envelope.hex(),
             "updates": [a.release for a in mine],
         }

@@ -7,8 +7,11 @@ the right role; and whatever goes wrong inside leaves as a code and an incident 
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import secrets
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +28,8 @@ from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
 
 MAX_PART = (1 << 20) + 4096
+SUBMIT_S = 120.0  # for one artifact, of 16 MiB by the presets
+STREAMS = 2  # submissions of one site at once
 Launcher = Callable[[Any], Iterator[Any]]
 
 
@@ -64,6 +69,7 @@ class Service(GatewayServicer):
         """``policy`` is the federation's TOML text; ``launcher`` conducts a run and yields its events."""
         self.intake, self.shelf, self.policy, self.log, self.launcher = intake, shelf, policy, log, launcher
         self.store = intake.register.store
+        self._mutex, self._streams = threading.Lock(), Counter[str]()
 
     def Hello(self, _request: Any, context: Any) -> Any:
         """The federation's policy and the ledger's head."""
@@ -96,13 +102,31 @@ class Service(GatewayServicer):
 
     def Submit(self, parts: Iterator[Any], context: Any) -> Any:
         """An artifact with its sealed statement; durable on the shelf before the ledger admits it."""
-        with self._call(context, "submit") as peer:
-            first = next(parts, None)
-            if first is None or first.WhichOneof("part") != "header":
-                raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part must be the header")
-            key = first.header.key
-            verdict = self._decide(lambda: self._submit(peer, first.header, parts, context.is_active))
+        with self._call(context, "submit") as peer, self._one_of_few(peer):
+            patience = threading.Timer(SUBMIT_S, context.cancel)  # a stream that says nothing must not hold a place
+            patience.start()
+            try:
+                first = next(parts, None)
+                if first is None or first.WhichOneof("part") != "header":
+                    raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part must be the header")
+                key = first.header.key
+                verdict = self._decide(lambda: self._submit(peer, first.header, parts, context.is_active))
+            finally:
+                patience.cancel()
             return self._reply("submit", peer, key, verdict)
+
+    @contextlib.contextmanager
+    def _one_of_few(self, peer: str) -> Iterator[None]:
+        """A site holds at most :data:`STREAMS` places, so that none can take them all."""
+        with self._mutex:
+            if not self._streams[peer] < STREAMS:
+                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many submissions of this site at once")
+            self._streams[peer] += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._streams[peer] -= 1
 
     def _submit(self, peer: str, header: Any, parts: Iterator[Any], alive: Callable[[], bool]) -> Verdict:
         key, envelope = header.key, header.envelope
@@ -116,7 +140,8 @@ class Service(GatewayServicer):
         if not alive():  # the peer is gone: half an artifact is no submission, and gets no verdict
             raise Turned(grpc.StatusCode.CANCELLED, "the stream broke off")
         body = bytes(artifact)
-        staged = self.shelf.stage(release.artifact_sha256, body) if len(body) == release.artifact_bytes else None
+        whole = len(body) == release.artifact_bytes and not release.run  # updates are aggregated, not shelved
+        staged = self.shelf.stage(release.artifact_sha256, body) if whole else None
         verdict = self.intake.admit(peer, key, envelope, release, body)
         if staged is not None:
             self.shelf.settle(staged, release, envelope, verdict)

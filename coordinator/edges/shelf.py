@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import shutil
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator.edges.home import write_durably
-from policies.ledger import Admitted
+from policies.claims import RELATION, UNIT
+from policies.ledger import Admitted, Opened
+from policies.rdp import NANO, epsilon_nano
 from policies.review import Verdict
-from policies.statement import Release
+from policies.statement import Release, claim_from, load_json
 from policies.store import Store
 
 WORDING = {
@@ -33,8 +37,11 @@ class Shelf:
         self.staging.mkdir(parents=True, exist_ok=True)
         for entry in store.state.releases.values():
             staged = self.staging / entry.artifact.hex()
-            if staged.exists():
-                self._place(staged, entry, store.envelope(entry.envelope) or b"")
+            if staged.exists() and not entry.run:
+                with contextlib.suppress(
+                    OSError, tarfile.TarError
+                ):  # what cannot be placed does not stop the service
+                    self._place(staged, entry, store.envelope(entry.envelope) or b"")
         shutil.rmtree(self.staging)
         self.staging.mkdir()
 
@@ -54,6 +61,9 @@ class Shelf:
 
     def _place(self, staged: Path, entry: Admitted, envelope: bytes) -> None:
         folder = self.root / entry.release
+        if folder.exists():  # an id follows from the grant: it is the same release, placed before
+            staged.unlink(missing_ok=True)
+            return
         if not staged.exists() or hashlib.sha256(staged.read_bytes()).digest() != entry.artifact:
             return
         part = self.root / f".{entry.release}.part"
@@ -64,22 +74,35 @@ class Shelf:
         with tarfile.open(fileobj=io.BytesIO(body)) as archive:
             archive.extractall(part / "images", filter="data")
         (part / "envelope.json").write_bytes(envelope)
-        (part / "certificate.json").write_text(json.dumps(certificate(entry), indent=2, sort_keys=True) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
+        facts = certificate(entry, self.account(entry))
+        (part / "certificate.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
         part.rename(folder)
         staged.unlink(missing_ok=True)
 
-    def place_model(self, run: str, body: bytes, facts: dict[str, Any]) -> None:
-        """The final model of a federated run, with its certificate."""
+    def account(self, entry: Admitted) -> Opened:
+        """The account that paid for a release."""
+        return self.store.state.accounts[self.store.state.grants[entry.grant].reserved.account].opened
+
+    def place_model(self, run: str, body: bytes, facts: dict[str, Any], envelopes: Mapping[str, bytes]) -> None:
+        """The final model of a federated run, with its certificate and the envelope of every update in it."""
         folder = self.root / run
-        folder.mkdir(exist_ok=True)
+        (folder / "updates").mkdir(parents=True, exist_ok=True)
+        for name, envelope in envelopes.items():
+            write_durably(folder / "updates" / f"{name}.envelope.json", envelope)
         write_durably(folder / "model.safetensors", body)
         write_durably(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
 
 
-def certificate(entry: Admitted) -> dict[str, Any]:
-    """What a release certificate prints, and nothing stronger than its level."""
+def certificate(entry: Admitted, opened: Opened) -> dict[str, Any]:
+    """What a release certificate prints, and nothing stronger than its level; ``opened`` is the account that paid."""
+    claim = claim_from(load_json(entry.claim))
+    privacy: dict[str, Any] = {}
+    if entry.level == "A":
+        epsilon = epsilon_nano(claim, float(opened.delta), opened.order) / NANO
+        privacy = {"epsilon": epsilon, "delta": float(opened.delta), "order": opened.order}
+        privacy |= {"unit": UNIT, "relation": RELATION}
     return {
+        **privacy,
         "release": entry.release,
         "site": entry.site,
         "mechanism": entry.mechanism,

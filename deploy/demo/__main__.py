@@ -67,7 +67,7 @@ def _step(scene: Scene, title: str, act: Callable[[Callable[[str], None]], str])
 
 
 def _summary(scene: Scene) -> None:
-    summary = scene.summary()
+    summary = scene.write_summary()
     table = Table(
         "mechanism",
         "round",

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -280,7 +280,7 @@ class Scene:
         for number in range(1, self.scale.rounds + 1):
             say(f"round {number}")
             raw = (self.work / "coordinator" / "runs" / RUN / f"round-{number}.safetensors").read_bytes()
-            claim = SubsampledGaussian(0.25, 1.8, 15 * number)
+            claim = replace(self.mechanism.claim(), steps=self.mechanism.steps_per_round * number)
             spent = epsilon([claim], delta, order)
             rounds.append(
                 {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), pictures, truth)}
@@ -341,13 +341,18 @@ class Scene:
         self.each(lambda s: self.run(self.agent(s, "ledger", "export", str(self.out / f"ledger-{s}.export"))))
         visible = shutil.ignore_patterns(".*")
         shutil.copytree(self.work / "coordinator" / "releases", self.out / "releases", ignore=visible)
-        (self.out / "summary.json").write_text(json.dumps(self.summary(), indent=2, sort_keys=True) + "\n")
         verify = [sys.executable, "-m", "policies.verify"]
         return "".join(self.run([*verify, str(path)]) for path in sorted(self.out.glob("*.export")))
 
     def _for_report(self) -> dict[str, Any]:
         ingest = {site: {k: v for k, v in found.items() if k != "files"} for site, found in self.ingested.items()}
         return {**self.measured, "steps": self.steps, "ingest": ingest}
+
+    def write_summary(self) -> dict[str, Any]:
+        """``summary.json``, once every step has its time."""
+        found = self.summary()
+        (self.out / "summary.json").write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+        return found
 
     def summary(self) -> dict[str, Any]:
         """``summary.json``: sites, counts, releases with verdicts, accuracy, seconds."""

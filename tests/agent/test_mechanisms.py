@@ -133,6 +133,9 @@ class TestConformance:
             assert not np.array_equal(release.vector, case.mechanism.initial().vector)
 
     def test_a_cohort_that_is_too_small_is_refused_without_numbers(self, case):
+        if isinstance(case.mechanism, Federated):  # a refusal would tell whether there is a single patient
+            assert np.isfinite(case.run(case.too_small, 0).vector).all()
+            return
         with pytest.raises(CohortTooSmall) as refusal:
             case.run(case.too_small, 0)
         assert not any(character.isdigit() for character in str(refusal.value))

@@ -29,7 +29,7 @@ from coordinator.report import ReleaseView, UnsoundReport, render, views
 from policies.accounting import cost, epsilon_nano, epsilon_of
 from policies.claims import KAnonymous, SubsampledGaussian
 from policies.policy import parse as parse_policy
-from policies.statement import Settlement
+from policies.statement import Settlement, release_id
 from policies.store import Store, export_file
 from policies.verify import verify
 from policies.view import as_json
@@ -115,13 +115,13 @@ class World:
         reservation = hospital.reservation(grant, claim, "federated" if run else "ksame", run)
         return self.intake.reserve(hospital.name, f"r-{grant}", hospital.seal(reservation)).admitted
 
-    def submit(self, hospital: Hospital, name: str, grant: str, body: bytes, **changes: Any) -> bool:
+    def submit(self, hospital: Hospital, grant: str, body: bytes, **changes: Any) -> bool:
         digest = hashlib.sha256(body).hexdigest()
         values = {"artifact_sha256": digest, "artifact_bytes": len(body), **changes}
-        release = hospital.release(name, grant, **values)
+        release = hospital.release(grant, **values)
         staged = self.shelf.stage(digest, body)
         envelope = hospital.seal(release)
-        verdict = self.intake.admit(hospital.name, f"s-{name}", envelope, release, body)
+        verdict = self.intake.admit(hospital.name, f"s-{release.release[:20]}", envelope, release, body)
         self.shelf.settle(staged, release, envelope, verdict)
         return verdict.admitted
 
@@ -133,7 +133,7 @@ class World:
         facts |= {"epsilon_nano": nano, "delta": account.opened.delta}
         facts |= {"components": {"centre": "public", "initial": "public"}}
         body = pack_vector(np.full(4, number, np.float32))
-        return self.submit(hospital, f"trial-{number}-{hospital.name}", grant, body, **facts)
+        return self.submit(hospital, grant, body, **facts)
 
     def ledger(self) -> dict[str, Any]:
         records = [self.store.line(i).record for i in range(self.store.state.size)]
@@ -153,7 +153,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     """Admitted: one image set, three updates. Refused: two at the price, one at the door, one call."""
     w = World(tmp_path)
     assert w.reserve(w.north, "g-set")
-    assert w.submit(w.north, "set-one", "g-set", pictures())
+    assert w.submit(w.north, "g-set", pictures())
     assert not w.reserve(w.north, "g-again")  # every patient was in one set already
     assert not w.reserve(w.south, "g-small", KAnonymous(k=2, l_diversity=2, releases_per_patient=1))
     assert w.reserve(w.north, "g-north", DP, "trial")
@@ -164,7 +164,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     assert w.update(w.north, "g-north", 2, 60)
     w.intake.register.close("g-north", "released")
     assert w.reserve(w.south, "g-bad")
-    assert not w.submit(w.south, "set-bad", "g-bad", pictures(), artifact_sha256="cd" * 32)
+    assert not w.submit(w.south, "g-bad", pictures(), artifact_sha256="cd" * 32)
     with pytest.raises(Unwelcome):
         w.intake.reserve("stranger", "x", w.north.seal(w.north.reservation("g-x")))
     yield w
@@ -323,7 +323,7 @@ def test_a_certificate_that_the_ledger_does_not_bear_out_is_marked(world: World,
 
 def test_a_model_is_recognised_by_the_round_that_made_it(world: World) -> None:
     ledger = world.ledger()
-    dearest = next(e for e in ledger["entries"] if e.get("release") == "trial-2-north")
+    dearest = next(e for e in ledger["entries"] if e.get("release") == release_id("north", "g-north", 2))
     facts = {"release": "trial", "site": "north, south", "mechanism": "federated", "level": "A"}
     facts |= {"meaning": WORDING["A"], "artifact_sha256": hashlib.sha256(b"model").hexdigest()}
     facts |= {"statement_sha256": dearest["envelope"], "claim": dearest["claim"]}
@@ -332,16 +332,16 @@ def test_a_model_is_recognised_by_the_round_that_made_it(world: World) -> None:
     nano = epsilon_nano(DP, 4e-6, 4)
     stated = re.findall(r"Epsilon epsilon ([\d.]+) at delta 4e-06 per patient, neighbours differ by one", good.text)
     assert [nano / 1e9 <= float(x) < nano / 1e9 + 0.01 for x in stated] == [True]
-    cheaper = next(e for e in ledger["entries"] if e.get("release") == "trial-1-north")
+    cheaper = next(e for e in ledger["entries"] if e.get("release") == release_id("north", "g-north", 1))
     for change in ({"artifact_sha256": "11" * 32}, {"claim": cheaper["claim"]}, {"level": "B"}):
         bad = Page(render(ledger, [ReleaseView("trial", {**facts, **change})], None))
         assert "✓ in the ledger" not in bad.text
 
 
 def test_a_changed_file_on_the_shelf_stops_the_report(world: World) -> None:
-    archive = world.shelf.root / "set-one" / "images.tar"
+    archive = world.shelf.root / release_id("north", "g-set", 0) / "images.tar"
     archive.write_bytes(archive.read_bytes()[:-1] + b"\1")
-    with pytest.raises(UnsoundReport, match="set-one"):
+    with pytest.raises(UnsoundReport, match="release-"):
         views(world.shelf.root)
 
 

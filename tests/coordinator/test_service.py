@@ -21,7 +21,7 @@ from agent.nouns import Unreachable
 from coordinator.edges.service import Turned, peer_name
 from policies.claims import Claim, KAnonymous, SubsampledGaussian
 from policies.review import Verdict
-from policies.statement import PAYLOAD_TYPE, Reservation, Settlement, encode
+from policies.statement import PAYLOAD_TYPE, Reservation, Settlement, encode, release_id
 from policies.store import export_file
 from policies.verify import verify
 from protos.envelope import seal
@@ -69,9 +69,9 @@ def credentials_for(
 def test_an_honest_set_is_admitted_and_lies_on_the_shelf(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
     artifact = pictures()
-    verdict = site.door().submit("submit-r", site.seal(site.release("release-1", "grant-1", artifact)), artifact)
+    verdict = site.door().submit("submit-r", site.seal(site.release("grant-1", artifact)), artifact)
     assert (verdict.admitted, verdict.level) == (True, "B")
-    shelf = federation.home.releases / "release-1"
+    shelf = federation.home.releases / release_id("site-a", "grant-1", 0)
     assert (shelf / "images.tar").read_bytes() == artifact
     assert json.loads((shelf / "certificate.json").read_text())["level"] == "B"
     assert federation.store.state.grants["grant-1"].state == "spent"
@@ -201,17 +201,17 @@ def test_the_sites_own_budget_binds_at_the_coordinator_too(federation: Federatio
 def test_a_changed_artifact_byte_is_refused(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
     artifact = pictures()
-    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    envelope = site.seal(site.release("grant-1", artifact))
     changed = bytearray(artifact)
     changed[len(changed) // 2] ^= 1
     assert rules(site.door().submit("submit-r", envelope, bytes(changed))) == ["artifact_changed"]
-    assert not (federation.home.releases / "release-1").exists()
+    assert not (federation.home.releases / release_id("site-a", "grant-1", 0)).exists()
 
 
 def test_more_or_fewer_bytes_than_the_statement_says_are_refused(site: Site) -> None:
     site.reserved("grant-1")
     artifact = pictures()
-    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    envelope = site.seal(site.release("grant-1", artifact))
     with pytest.raises(Unreachable, match="more bytes"):
         site.door().submit("key-1", envelope, artifact + b"x")
     assert rules(site.door().submit("key-2", envelope, artifact[:-1])) == ["artifact_changed"]
@@ -220,7 +220,7 @@ def test_more_or_fewer_bytes_than_the_statement_says_are_refused(site: Site) -> 
 def test_an_announcement_above_the_policy_is_refused_before_it_is_sent(site: Site) -> None:
     site.reserved("grant-1")
     artifact = pictures()
-    release = site.release("release-1", "grant-1", artifact, artifact_bytes=10 << 30)
+    release = site.release("grant-1", artifact, artifact_bytes=10 << 30)
     assert set(rules(site.door().submit("key", site.seal(release), artifact))) == {
         "artifact_size",
         "artifact_changed",
@@ -230,14 +230,14 @@ def test_an_announcement_above_the_policy_is_refused_before_it_is_sent(site: Sit
 @pytest.mark.parametrize("garbage", [b"not a tar", b"", vector(), b"\0" * 4096])
 def test_an_artifact_that_is_not_what_it_says_is_refused(site: Site, garbage: bytes) -> None:
     site.reserved("grant-1")
-    verdict = site.door().submit("key", site.seal(site.release("release-1", "grant-1", garbage)), garbage)
+    verdict = site.door().submit("key", site.seal(site.release("grant-1", garbage)), garbage)
     assert {"artifact_malformed", "artifact_size"} & set(rules(verdict))
 
 
 def test_a_replayed_envelope_is_refused_and_a_retry_gets_its_answer(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
     artifact = pictures()
-    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    envelope = site.seal(site.release("grant-1", artifact))
     assert site.door().submit("key-1", envelope, artifact).admitted
     size = federation.store.state.size
     assert site.door().submit("key-1", envelope, artifact).admitted
@@ -255,14 +255,14 @@ def test_a_key_that_was_used_for_something_else_is_refused(site: Site) -> None:
 def test_one_site_cannot_use_anothers_grant(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
     other, artifact = federation.join("site-b"), pictures()
-    envelope = other.seal(other.release("release-1", "grant-1", artifact))
+    envelope = other.seal(other.release("grant-1", artifact))
     assert rules(other.door().submit("key", envelope, artifact)) == ["grant_of_another"]
 
 
 def test_a_claim_that_lies_about_epsilon_is_refused(site: Site) -> None:
     site.reserved("grant-1", DP, "federated", "run-1")
     artifact = vector()
-    honest = site.update("release-1", "grant-1", artifact, 15, run="run-1", round=1)
+    honest = site.update("grant-1", artifact, 15, run="run-1", round=1)
     assert honest.epsilon_nano is not None
     lie = replace(honest, epsilon_nano=honest.epsilon_nano // 2)
     assert rules(site.door().submit("key-1", site.seal(lie), artifact)) == ["epsilon"]
@@ -273,7 +273,7 @@ def test_a_claim_that_lies_about_epsilon_is_refused(site: Site) -> None:
 
 def test_no_grant_no_release(site: Site) -> None:
     artifact = pictures()
-    envelope = site.seal(site.release("release-1", "grant-none", artifact))
+    envelope = site.seal(site.release("grant-none", artifact))
     assert rules(site.door().submit("key", envelope, artifact)) == ["no_grant"]
 
 
@@ -283,7 +283,7 @@ def test_an_expired_grant_is_spent_and_covers_nothing(federation: Federation, si
     site.door().settle("settle-grant-1", site.seal(settlement))
     assert federation.store.state.accounts["site-a/k"].spent == 1
     artifact = pictures()
-    envelope = site.seal(site.release("release-1", "grant-1", artifact))
+    envelope = site.seal(site.release("grant-1", artifact))
     assert rules(site.door().submit("key", envelope, artifact)) == ["grant_closed"]
 
 
@@ -291,7 +291,7 @@ def test_a_vector_that_is_not_finite_never_counts(site: Site) -> None:
     site.reserved("grant-1", DP, "federated", "run-1")
     good = vector()
     bad = good[:-4] + b"\x00\x00\xc0\x7f"  # NaN
-    release = site.update("release-1", "grant-1", bad, 15, run="run-1", round=1)
+    release = site.update("grant-1", bad, 15, run="run-1", round=1)
     assert rules(site.door().submit("key", site.seal(release), bad)) == ["artifact_malformed"]
 
 
@@ -333,12 +333,12 @@ def test_what_a_crash_left_on_the_shelf_is_finished_or_removed(tmp_path: Path) -
         site = first.join("site-a")
         site.reserved("grant-1")
         artifact = pictures()
-        release = site.release("release-1", "grant-1", artifact)
+        release = site.release("grant-1", artifact)
         envelope = site.seal(release)
         first.shelf.stage(release.artifact_sha256, artifact)
         first.shelf.stage("ab" * 32, b"half-sent")
         first.intake.admit("site-a", "key", envelope, release, artifact)  # and then the power goes
     with Federation(tmp_path) as second:
-        assert (second.home.releases / "release-1" / "images.tar").read_bytes() == artifact
+        assert (second.home.releases / release_id("site-a", "grant-1", 0) / "images.tar").read_bytes() == artifact
         assert list(second.shelf.staging.iterdir()) == []
         assert len(second.store.state.releases) == 1

@@ -13,7 +13,7 @@ from policies.ledger import Account, Grant, Opened, Reserved
 from policies.policy import Policy, parse
 from policies.rdp import allowance
 from policies.review import Standing, level_of, review, review_reservation
-from policies.statement import canonical, claim_json
+from policies.statement import canonical, claim_json, release_id
 from tests.support.books import DP, K5, Hospital, policy
 
 SITE = Hospital("site-a")
@@ -33,11 +33,10 @@ def grant(mechanism: str = "ksame", claim: object = K5, run: str = "", amount: i
 
 
 K_STANDING = Standing(KACC, grant())
-HONEST = SITE.release("release-1", "grant-1")
+HONEST = SITE.release("grant-1")
 ROUND = SubsampledGaussian(0.25, 1.8, 15)
 DP_STANDING = Standing(RDP, grant("federated", DP, "run-1", cost(DP, 4)))
-HONEST_DP = SITE.release(
-    "r", "grant-1", run="run-1", round=1, mechanism="federated", artifact_type="update", claim=ROUND,
+HONEST_DP = SITE.release("grant-1", run="run-1", round=1, mechanism="federated", artifact_type="update", claim=ROUND,
     epsilon_nano=epsilon_nano(ROUND, 4e-6, 4), delta="4e-06", components={"initial": "public", "centre": "public"},
 )  # fmt: skip
 
@@ -75,8 +74,10 @@ def test_the_honest_releases_are_admitted() -> None:
         ("vetting", {"vetted_against": "somebody"}),
         ("unit", {"unit": "image"}),
         ("unit", {"relation": "replace-one"}),
-        ("grant_of_another", {"site": "site-b"}),
-        ("grant_of_another", {"run": "run-9"}),
+        ("grant_of_another", {"site": "site-b", "release": release_id("site-b", "grant-1", 0)}),
+        ("run", {"run": "run-9"}),
+        ("round", {"round": 1, "release": release_id("site-a", "grant-1", 1)}),
+        ("release_id", {"release": "release-of-my-choice"}),
     ],
 )
 def test_each_broken_rule_of_a_synthetic_set_has_its_own_finding(rule: str, changes: dict[str, object]) -> None:
@@ -96,6 +97,9 @@ def test_each_broken_rule_of_a_synthetic_set_has_its_own_finding(rule: str, chan
         ("claim_not_granted", {"claim": SubsampledGaussian(0.25, 1.8, 61)}),
         ("level", {"vetted_against": "private"}),
         ("claim_kind", {"claim": K5}),
+        ("grant_of_another", {"run": "run-9"}),
+        ("run", {"run": ""}),
+        ("round", {"round": 0, "release": release_id("site-a", "grant-1", 0)}),
     ],
 )
 def test_each_broken_rule_of_an_update_has_its_own_finding(rule: str, changes: dict[str, object]) -> None:
@@ -105,7 +109,7 @@ def test_each_broken_rule_of_an_update_has_its_own_finding(rule: str, changes: d
 def test_a_round_cannot_be_released_twice_or_out_of_order() -> None:
     used = Standing(RDP, grant("federated", DP, "run-1", cost(DP, 4), used=cost(ROUND, 4), last_round=1))
     assert rules(HONEST_DP, used) == {"round_repeated"}
-    assert rules(replace(HONEST_DP, round=2), used) == {"round_repeated"}
+    assert rules(replace(HONEST_DP, round=2, release=release_id("site-a", "grant-1", 2)), used) == {"round_repeated"}
 
 
 def test_no_grant_a_closed_grant_and_a_replay_are_refused() -> None:

@@ -28,7 +28,7 @@ def ledger(tmp_path: Path) -> tuple[Path, Ed25519PrivateKey]:
         name = f"grant-{hospital.name}"
         reservation = hospital.reservation(name)
         register.reserve(f"k-{name}", reservation, hospital.seal(reservation))
-        release = hospital.release(f"release-{hospital.name}", name)
+        release = hospital.release(name)
         register.admit(f"s-{name}", release, hospital.seal(release), ())
     reservation = a.reservation("grant-dp", DP, "federated", "run")
     register.reserve("k-dp", reservation, a.seal(reservation))
@@ -98,7 +98,7 @@ def test_a_price_below_the_claims_cost_is_found(tmp_path: Path) -> None:
     from policies.register import digest
 
     entry = Reserved("g", "site-a", "run", "federated", "site-a/rdp", 5, canonical(claim_json(DP)), digest(envelope))
-    assert "the claim costs" in _sneak(tmp_path, entry, envelope, hospital=a)
+    assert "another price" in _sneak(tmp_path, entry, envelope, hospital=a)
 
 
 def test_an_entry_that_rests_on_another_statement_is_found(tmp_path: Path) -> None:

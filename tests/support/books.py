@@ -6,14 +6,16 @@ import base64
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.claims import Claim, KAnonymous, SubsampledGaussian
 from policies.policy import Policy, parse, preset, strictest
 from policies.register import Register
-from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Statement, encode
+from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Statement, encode, release_id
 from policies.store import Store
 from protos.envelope import seal
+from protos.identity import node_public
 
 K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)
 COMPONENTS = {
@@ -39,6 +41,7 @@ class Hospital:
     name: str
     policy_text: str = field(default_factory=policy)
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+    node_key: str = field(default_factory=lambda: node_public(ec.generate_private_key(ec.SECP384R1())).decode())
 
     @property
     def public(self) -> bytes:
@@ -48,15 +51,17 @@ class Hospital:
         return seal(encode(statement), PAYLOAD_TYPE, self.key)
 
     def enrolment(self) -> tuple[Enrolment, bytes]:
-        statement = Enrolment(self.name, base64.b64encode(self.public).decode(), "csr", "node", self.policy_text)
+        statement = Enrolment(
+            self.name, base64.b64encode(self.public).decode(), "csr", self.node_key, self.policy_text
+        )
         return statement, self.seal(statement)
 
     def reservation(self, grant: str, claim: Claim = K5, mechanism: str = "ksame", run: str = "") -> Reservation:
         return Reservation(grant, self.name, run, mechanism, claim, COMPONENTS.get(mechanism, {}))
 
-    def release(self, name: str, grant: str, **changes: object) -> Release:
+    def release(self, grant: str, **changes: object) -> Release:
         values: dict[str, object] = {
-            "release": name,
+            "release": release_id(self.name, grant, changes.get("round", 0)),  # type: ignore[arg-type]
             "grant": grant,
             "site": self.name,
             "run": "",

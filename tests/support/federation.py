@@ -68,12 +68,12 @@ class Site:
         verdict = self.door().reserve(f"reserve-{grant}", self.seal(reservation))
         assert verdict.admitted, verdict
 
-    def release(self, name: str, grant: str, artifact: bytes, **changes: object) -> Release:
+    def release(self, grant: str, artifact: bytes, **changes: object) -> Release:
         digest = hashlib.sha256(artifact).hexdigest()
         values: dict[str, object] = {"artifact_sha256": digest, "artifact_bytes": len(artifact), **changes}
-        return self.hospital.release(name, grant, **values)
+        return self.hospital.release(grant, **values)
 
-    def update(self, name: str, grant: str, artifact: bytes, steps: int, **changes: object) -> Release:
+    def update(self, grant: str, artifact: bytes, steps: int, **changes: object) -> Release:
         claim = SubsampledGaussian(DP.sampling_rate, DP.noise_multiplier, steps)
         values: dict[str, object] = {
             "mechanism": "federated",
@@ -84,7 +84,7 @@ class Site:
             "components": {"initial": "public", "centre": "public"},
             **changes,
         }
-        return self.release(name, grant, artifact, **values)
+        return self.release(grant, artifact, **values)
 
 
 class Recorder(grpc.ServerInterceptor):  # type: ignore[misc]

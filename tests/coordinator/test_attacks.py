@@ -1,0 +1,247 @@
+"""What an attacker with a real certificate tried and must not get: each of these once worked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from agent.edges.door import GrpcDoor
+from agent.nouns import Unreachable
+from coordinator.edges.runs import BadJob, Job, Runs, _Conductor, _Feed
+from coordinator.edges.shelf import Shelf
+from coordinator.intake import Unwelcome
+from policies.ledger import Admitted, Freed, InvalidEntry, Refused
+from policies.register import digest
+from policies.statement import Settlement, release_id
+from policies.store import Draft, export_file
+from policies.verify import Unsound, verify
+from protos.artifact import pack_images, pack_vector
+from protos.envelope import BadEnvelope
+from protos.identity import read_private
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayStub
+from tests.support.books import DP, K5, Hospital, open_register
+from tests.support.federation import Federation, Site, pictures, vector
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    with Federation(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def site(federation: Federation) -> Site:
+    return federation.join("site-a")
+
+
+def conductor(federation: Federation, *sites: str) -> _Conductor:
+    """The real gate of a run, without Flower around it."""
+    runs = Runs.__new__(Runs)
+    runs.root, runs.intake, runs.shelf = federation.root / "runs", federation.intake, federation.shelf
+    return _Conductor(runs, Job("run-1", "federated", "{}", 10, sites, 3, 1), _Feed())
+
+
+def test_a_vector_that_is_not_the_one_in_the_statement_is_not_aggregated(federation: Federation, site: Site) -> None:
+    """First submit the honest update, then answer in the round with the same envelope and another vector."""
+    site.reserved("grant-1", DP, "federated", "run-1")
+    honest = np.linspace(0, 1, 10, dtype=np.float32)
+    artifact = pack_vector(honest)
+    release = site.update("grant-1", artifact, 15, run="run-1", round=1)
+    envelope = site.seal(release)
+    assert site.door().submit(f"submit-{release.release}", envelope, artifact).admitted
+    gate = conductor(federation, "site-a")
+    assert gate.admit("site-a", 0, envelope, honest) is None
+    assert gate.admit("site-a", 0, envelope, honest * 1e6) == "artifact_changed"
+    assert not site.door().submit(f"submit-{release.release}", envelope, pack_vector(honest * 2)).admitted
+    assert gate.admit("site-a", 1, envelope, honest) == "another_round"
+    assert gate.admit("site-b", 0, envelope, honest) is not None
+
+
+@pytest.mark.parametrize("key", ["k" * 1_049_000, "", "a+1", "Dr Müller, born 1950", "a\nb", "A", "../x"])
+def test_a_key_of_another_form_is_refused_and_the_ledger_still_opens(federation: Federation, key: str) -> None:
+    stranger = federation.join("site-x", approve=False)
+    with pytest.raises(Unwelcome, match="bad_key"):
+        federation.intake.reserve("site-x", key, stranger.seal(stranger.hospital.reservation("g")))
+    federation.store.close()
+    federation.__enter__()
+    verify(export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key()))
+
+
+def test_an_entry_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    register = open_register(tmp_path / "ledger.db", Hospital("site-a"))
+    size = register.store.state.size
+    with pytest.raises(InvalidEntry):
+        register.store.append("k", Draft((Refused("s", "site-a", "x", "call", ["r" * 2_000_000], b""),)))
+    assert not register.store.stopped
+    assert register.store.state.size == size
+
+
+def test_an_update_outside_a_run_and_a_set_inside_one_are_not_priced(site: Site) -> None:
+    for mechanism, claim, run in (("federated", DP, ""), ("ksame", K5, "run-1")):
+        asked = site.hospital.reservation("grant-1", claim, mechanism, run)
+        verdict = site.door().reserve(f"k-{mechanism}", site.seal(asked))
+        assert [f.rule for f in verdict.findings] == ["run"]
+
+
+def test_a_crash_with_an_update_on_the_staging_shelf_does_not_stop_the_next_start(tmp_path: Path) -> None:
+    with Federation(tmp_path) as first:
+        site = first.join("site-a")
+        site.reserved("grant-1", DP, "federated", "run-1")
+        artifact = vector()
+        release = site.update("grant-1", artifact, 15, run="run-1", round=1)
+        envelope = site.seal(release)
+        first.shelf.stage(release.artifact_sha256, artifact)
+        assert first.intake.admit("site-a", "key", envelope, release, artifact).admitted
+    with Federation(tmp_path) as second:
+        assert list(second.shelf.staging.iterdir()) == []
+
+
+def test_a_release_cannot_take_another_sites_name_or_a_models_place(federation: Federation, site: Site) -> None:
+    evil, artifact = federation.join("site-b"), pictures()
+    evil.reserved("grant-1b")
+    for name in ("train-1",):
+        envelope = evil.seal(evil.release("grant-1b", artifact, release=name))
+        verdict = evil.door().submit(f"k-{name}", envelope, artifact)
+        assert "release_id" in [f.rule for f in verdict.findings]
+    with pytest.raises(BadJob, match="run"):
+        Job("release-of-a-site", "federated", "{}", 10, ("site-a",), 3, 1)
+    site.reserved("grant-1")
+    assert site.door().submit("k", site.seal(site.release("grant-1", artifact)), artifact).admitted
+
+
+def test_a_copied_or_bad_node_key_is_not_enrolled(federation: Federation, site: Site) -> None:
+    node = site.home.keys.joinpath("node.pub").read_text()
+    for wrong in (node, "garbage", "ssh-ed25519 AAAA"):
+        thief = Hospital("site-t", node_key=wrong)
+        with pytest.raises(BadEnvelope):
+            federation.intake.enrol(thief.enrolment()[1])
+    twin = Hospital("site-u", key=site.home.sign_key())
+    with pytest.raises(InvalidEntry, match="another site's"):
+        federation.intake.enrol(twin.enrolment()[1])
+
+
+def test_an_image_bomb_without_a_grant_is_not_even_decoded(federation: Federation, site: Site) -> None:
+    bomb = pack_images(np.zeros((40, 2048, 2048), np.uint8), ("x",) * 40)
+    assert len(bomb) < 1 << 20
+    began = time.monotonic()
+    release = site.release("grant-none", bomb)
+    assert [f.rule for f in site.door().submit("k", site.seal(release), bomb).findings] == ["no_grant"]
+    assert time.monotonic() - began < 2
+    site.reserved("grant-1")
+    release = site.release("grant-1", bomb)
+    assert "artifact_malformed" in [f.rule for f in site.door().submit("k2", site.seal(release), bomb).findings]
+
+
+def test_silent_streams_of_one_site_do_not_stop_the_others(federation: Federation, site: Site) -> None:
+    other = federation.join("site-b")
+    keys = site.home.keys
+    certificate = [(keys / n).read_bytes() for n in ("ca.crt", "tls.crt")]
+    credentials = grpc.ssl_channel_credentials(certificate[0], read_private(keys / "tls.key"), certificate[1])
+    silence = threading.Event()
+
+    def nothing() -> Iterator[pb.SubmitPart]:
+        silence.wait(20)
+        return
+        yield
+
+    with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
+        calls = [GatewayStub(channel).Submit.future(nothing()) for _ in range(20)]
+        time.sleep(1)
+        assert other.door().hello()
+        turned = [c for c in calls if c.done() and c.code() == grpc.StatusCode.RESOURCE_EXHAUSTED]
+        assert len(turned) >= 18
+        silence.set()
+
+
+def test_what_a_coordinator_says_is_bounded_before_it_is_written_down(
+    federation: Federation, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie = pb.VerdictReply(admitted=False, level="A" * 2_000_000, known=True, checkpoint=federation.store.checkpoint())
+    lie.findings.extend(pb.Finding(rule="r" * 100_000, detail="d" * 100_000) for _ in range(100))
+    door: GrpcDoor = site.door()
+    monkeypatch.setattr(door, "_ask", lambda _call: lie)
+    verdict = door.outcome("k")
+    assert verdict is not None
+    assert len(verdict.level) <= 1
+    assert len(verdict.findings) <= 32
+    assert {f.rule for f in verdict.findings} == {"unreadable"}
+
+
+def test_an_agent_refuses_a_ledger_that_has_shrunk(federation: Federation, site: Site) -> None:
+    door = site.door()
+    door.hello()
+    door._size += 100
+    with pytest.raises(Unreachable, match="shrunk"):
+        door.hello()
+
+
+def test_the_shelf_never_replaces_what_lies_there(federation: Federation, site: Site) -> None:
+    folder = federation.home.releases / release_id("site-a", "grant-1", 0)
+    folder.mkdir()
+    (folder / "precious").write_text("x")
+    site.reserved("grant-1")
+    artifact = pictures()
+    site.door().submit("k", site.seal(site.release("grant-1", artifact)), artifact)
+    assert [p.name for p in folder.iterdir()] == ["precious"]
+    Shelf(federation.home.releases, federation.store)
+
+
+# ---------------------------------------------------------------- an operator who forges the books
+
+
+def forged(tmp_path: Path, claim: object, mechanism: str, entry_changes: dict[str, object], **changes: object) -> str:
+    """A ledger with one honest grant and one admission that the law forbids; what the auditor says."""
+    key, a = Ed25519PrivateKey.generate(), Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", a, key=key)
+    run = "run-1" if mechanism == "federated" else ""
+    reservation = a.reservation("g", claim, mechanism, run)  # type: ignore[arg-type]
+    assert register.reserve("k", reservation, a.seal(reservation)).admitted
+    release = a.release("g", **{"mechanism": mechanism, "claim": claim, **changes})
+    envelope = a.seal(release)
+    from policies.statement import canonical, claim_json
+
+    entry = Admitted(
+        release.release, "g", "site-a", run, release.round, mechanism, "A", 1, canonical(claim_json(release.claim)),
+        bytes.fromhex(release.artifact_sha256), digest(envelope),
+    )  # fmt: skip
+    register.store.append("forged", Draft((replace(entry, **entry_changes),), (envelope,)))  # type: ignore[arg-type]
+    register.store.close()
+    with pytest.raises(Unsound) as caught:
+        verify(export_file(tmp_path / "ledger.db", "lazaret/test", key))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry_changes", "changes"),
+    [
+        ({"level": "A"}, {}),
+        ({"level": "B"}, {"components": {"encoder": "private", "generator": "private"}}),
+        ({"level": "B"}, {"unit": "image"}),
+        ({"level": "B"}, {"artifact_type": "update"}),
+    ],
+)
+def test_a_false_level_or_a_forbidden_release_is_found_by_the_auditor(
+    tmp_path: Path, entry_changes: dict[str, object], changes: dict[str, object]
+) -> None:
+    assert "the law does not admit it" in forged(tmp_path, K5, "ksame", entry_changes, **changes)
+
+
+def test_a_grant_freed_on_the_word_expired_is_found_by_the_auditor(tmp_path: Path) -> None:
+    key, a = Ed25519PrivateKey.generate(), Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", a, key=key)
+    reservation = a.reservation("g")
+    register.reserve("k", reservation, a.seal(reservation))
+    word = a.seal(Settlement("g", "site-a", "", "ksame", "expired", "restart"))
+    register.store.append("freed", Draft((Freed("g", "refused", digest(word)),), (word,)))
+    register.store.close()
+    with pytest.raises(Unsound, match="something else"):
+        verify(export_file(tmp_path / "ledger.db", "lazaret/test", key))
