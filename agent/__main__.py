@@ -90,7 +90,7 @@ def _tried(check: Callable[[], Any]) -> str | None:
 
 
 def _knock(home: homes.Home) -> str:
-    door = GrpcDoor(home.settings().coordinator, home.keys, home.coordinator_key(), patience_s=3)
+    door = GrpcDoor(home.settings().coordinator, home.keys, home.coordinator_key(), patience_s=10)
     try:
         return door.hello()
     finally:

@@ -36,7 +36,7 @@ from agent.pipeline import Participant, Refused, Site, recover, release_syntheti
 from agent.stages.finetune import SystemEntropy
 from agent.stages.invert import BadBasis, Basis, load_basis
 from policies.claims import UnsupportedClaim
-from policies.policy import strictest
+from policies.policy import Policy, strictest
 from policies.register import Register
 from policies.review import Verdict
 from policies.statement import PAYLOAD_TYPE, Enrolment, MalformedStatement, Release, Statement, encode, parse
@@ -65,13 +65,13 @@ def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
     """Open the site: ledger (this process alone), vault, door, log."""
     home = homes.Home(root)
     settings, key = home.settings(), home.sign_key()
-    policy = strictest(home.policy(), home.federation_policy())
+    policy = site_policy(home)
     log = open_log(root / "agent.log")
     vault = Vault(root / "vault.db", home.secret("vault"))
     door = GrpcDoor(settings.coordinator, home.keys, home.coordinator_key())
     with Store(root / "ledger.db", homes.origin(settings.site), key, lambda: int(time.time())) as store:
         register = Register(store, lambda _site: policy)
-        _check_history(vault, store)
+        check_history(vault, store)
         _found(home, register)
         patients = vault.patients()
         if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
@@ -99,7 +99,12 @@ def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
             vault.close()
 
 
-def _check_history(vault: Vault, store: Store) -> None:
+def site_policy(home: homes.Home) -> Policy:
+    """What the site holds itself to: the stricter of its own policy and the federation's (P12)."""
+    return strictest(home.policy(), home.federation_policy())
+
+
+def check_history(vault: Vault, store: Store) -> None:
     """The vault remembers how long the ledger was: a removed or older one would give spent budget back."""
     known = vault.note("ledger") or 0
     if not store.state.size >= known:

@@ -152,7 +152,7 @@ def _shortage(claim: Claim, account: Account) -> str:
     wanted = epsilon_nano(claim, float(opened.delta), opened.order) / 1e9
     return (
         f"the claim alone is epsilon {wanted:.2f} at delta {opened.delta} (order {opened.order}); "
-        f"the budget is epsilon {opened.epsilon}, {share:.0f} % of it left"
+        f"the budget is epsilon {opened.epsilon} per {UNIT}, {share:.0f} % of it left"
     )
 
 

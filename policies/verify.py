@@ -22,6 +22,7 @@ from typing import Any, Final
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from policies.claims import UNIT
 from policies.ledger import Admitted, Enrolled, Entry, Freed, Opened, Refused, Reserved, Sent, State, decode
 from policies.merkle import BadCheckpoint, CompactRange, leaf_hash, open_checkpoint
 from policies.policy import Policy
@@ -278,7 +279,13 @@ def verify(raw: bytes, since: str | None = None) -> Findings:
         raise Unsound("the export holds an envelope that no entry rests on")
     state = auditor.state
     accounts = {
-        name: {"limit": a.opened.limit, "held": a.held, "spent": a.spent, "epsilon": a.opened.epsilon or None}
+        name: {
+            "limit": a.opened.limit,
+            "held": a.held,
+            "spent": a.spent,
+            "epsilon": a.opened.epsilon or None,
+            "delta": a.opened.delta or None,
+        }
         for name, a in sorted(state.accounts.items())
     }
     fingerprint = hashlib.sha256(export.public).hexdigest()[:16]
@@ -322,7 +329,8 @@ def _summary(found: Findings) -> str:
     ]
     for name, account in found.accounts.items():
         share = 100 * (account["held"] + account["spent"]) / account["limit"] if account["limit"] else 0.0
-        budget = f"budget epsilon {account['epsilon']}" if account["epsilon"] else "releases per patient"
+        budget = f"epsilon {account['epsilon']} at delta {account['delta']} per {UNIT}"
+        budget = f"the budget, {budget}," if account["epsilon"] else "the releases of each patient"
         lines.append(f"  {name}: {share:.1f} % of {budget} held or spent")
     return "\n".join(lines) + "\n"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agent.edges.federation import Answer, Declined, LinkConfig, Task, serve
+from agent.edges.pace import rest
 from agent.mechanisms.federated import BadConfiguration, Federated
 from agent.nouns import Unreachable, Update
 from agent.pipeline import Participant, Refused
@@ -18,9 +19,6 @@ from policies.claims import UnsupportedClaim
 from policies.store import LedgerStopped
 
 FOLLOW_S = 1.0
-# An answer leaves after this many seconds, or after twice as many, or four times...: the time that training
-# takes grows with the number of patients it meets, and when an answer comes is seen by the coordinator.
-TICK_S = 2.0
 _BUDGET = frozenset({"budget", "releases_per_patient"})
 
 
@@ -59,18 +57,6 @@ def attend(
     with mutex:
         desk.follow()
     return 70 if books.stopped or failed.is_set() else 0
-
-
-def rest(seconds: float) -> float:
-    """How long to wait until the next of 1, 2, 4, ... ticks since the work began.
-
-    >>> rest(0.5), rest(2.5), rest(8.0)
-    (1.5, 1.5, 0.0)
-    """
-    tick = TICK_S
-    while tick < seconds:
-        tick *= 2
-    return tick - seconds
 
 
 class _Desk:

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 import coordinator.edges.log as coordinator_log
+from agent.commands import check_history, site_policy
 from agent.deidentify.record import Record
 from agent.edges import home as homes
 from agent.edges.log import UnlistedKey, open_log
+from agent.edges.pace import TICK_S, rest
 from agent.edges.vault import Vault, VaultError
 from policies.policy import PolicyError, preset
+from policies.store import Store
 from protos.identity import BadKeyFile
+from tests.support.books import Clock, Hospital, open_register, policy
 
 KEY = bytes(range(32))
 
@@ -125,3 +129,34 @@ def test_a_bundle_for_another_site_or_key_is_refused(tmp_path: Path) -> None:
         with pytest.raises(homes.BadSite, match="malformed"):
             homes.accept(home, bundle)
     assert not (home.keys / "tls.crt").exists()
+
+
+def test_an_older_or_missing_ledger_is_noticed_by_the_vault(tmp_path: Path) -> None:
+    """Removing ledger.db would give spent budget back."""
+    vault = Vault(tmp_path / "vault.db", KEY)
+    hospital = Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", hospital)
+    check_history(vault, register.store)
+    vault.write_note("ledger", register.store.state.size)
+    check_history(vault, register.store)
+    register.store.close()
+    fresh = Store(tmp_path / "another.db", "lazaret/site-a", hospital.key, Clock())
+    with pytest.raises(homes.BadSite, match="restore it"):
+        check_history(vault, fresh)
+
+
+def test_the_agent_holds_to_the_stricter_of_both_policies(tmp_path: Path) -> None:
+    """P12, as the agent puts itself together."""
+    home = homes.create(tmp_path / "site", GOOD, policy(epsilon="2.0"))
+    (home.keys / "federation.toml").write_text(policy(k_min=17, epsilon="50.0"))
+    held = site_policy(home)
+    assert (held.epsilon, held.k_min) == (2.0, 17)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 1.9])
+def test_quick_answers_all_take_the_same_time(seconds: float) -> None:
+    assert seconds + rest(seconds) == TICK_S
+
+
+def test_slow_answers_take_one_of_few_times() -> None:
+    assert {round(s / 10 + rest(s / 10), 6) for s in range(1, 160)} == {2.0, 4.0, 8.0, 16.0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def stage(tmp_path: Path, patients: int = 12, **changes: object) -> Stage:
     hospital = Hospital("site-a", policy(**changes))
     site_books: Register = open_register(tmp_path / "site.db", hospital, key=hospital.key)
     store = Store(tmp_path / "coordinator.db", "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock())
-    intake = Intake.over(store, parse(policy(), "federation"))
+    intake = Intake.over(store, parse(policy(max_releases_per_patient=9), "federation"))
     intake.enrol(hospital.enrolment()[1])
     vault, door, counter = Vault(patients), Door(intake, "site-a"), iter(range(1000))
     site = Site(
@@ -230,6 +230,96 @@ def test_a_patient_is_released_once_ever(tmp_path: Path) -> None:
     assert not first & second
 
 
+def test_after_a_crash_before_anything_set_out_the_same_patients_can_be_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = stage(tmp_path, max_releases_per_patient=2)
+    monkeypatch.setattr(Register, "send", _crash)
+    with pytest.raises(KeyboardInterrupt):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    monkeypatch.undo()
+    assert recover(s.site) == ["grant-0"]
+    _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert verdict.admitted
+
+
+def test_after_a_crash_when_it_had_set_out_its_patients_never_take_part_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it may have been seen. The next release is of other patients, and works."""
+    s = stage(tmp_path, max_releases_per_patient=3)
+    monkeypatch.setattr(Door, "submit", _crash)
+    with pytest.raises(KeyboardInterrupt):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    monkeypatch.undo()
+    assert recover(s.site) == ["grant-0"]
+    with pytest.raises(CohortTooSmall):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    s.vault.patients = 24
+    _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert verdict.admitted
+
+
+def test_a_policy_that_was_tightened_binds_an_account_that_was_opened_before(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    tight = parse(policy(epsilon="4.0"), "tight")
+    loose = s.site.books
+    s.site = replace(s.site, books=Register(loose.store, lambda _site: tight))
+    with pytest.raises(Refused, match="budget"):
+        Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated(rounds=4))
+    s.site = replace(s.site, books=loose)
+    Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-2", federated(rounds=4))
+
+
+def test_a_job_for_more_patients_than_delta_allows_is_not_priced(tmp_path: Path) -> None:
+    """P1: delta < 1 / patients, by the public bound that the job itself names."""
+    s = stage(tmp_path)
+    job = replace(federated(), public_patients=1_000_000)
+    with pytest.raises(Refused, match="delta"):
+        Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", job)
+    assert not s.site.books.store.state.grants
+
+
+@pytest.mark.parametrize("run", ["Dr Müller was here", "a b", "", "x" * 65, "../run"])
+def test_a_run_without_a_proper_name_is_not_priced(tmp_path: Path, run: str) -> None:
+    s = stage(tmp_path)
+    with pytest.raises(Refused, match="run"):
+        Participant(s.site, "OT", UnsafeSeededEntropy(1)).join(run, federated())
+    assert not s.site.books.store.state.grants
+
+
+def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = stage(tmp_path)
+    seen: list[int] = []
+    submit = Door.submit
+
+    def look(self: Door, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        seen.append(len(s.site.books.store.state.sent))
+        return submit(self, key, envelope, artifact)
+
+    monkeypatch.setattr(Door, "submit", look)
+    release_synthetic(s.site, ksame(), "OT", RNG)
+    assert seen == [1]
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated())
+    p.train("run-1", 1, federated().initial())
+    assert len(s.site.books.store.state.sent) == 2
+
+
+def test_one_lost_update_does_not_keep_later_verdicts_out_of_the_books(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated(rounds=2))
+    p.train("run-1", 1, federated().initial())  # never arrives
+    goods, _ = p.train("run-1", 2, federated().initial())
+    key = f"submit-{goods.release.release}"
+    assert s.intake.admit("site-a", key, goods.envelope, goods.release, goods.artifact).admitted
+    assert not p.follow()
+    assert goods.release.release in s.site.books.store.state.releases
+
+
 def test_an_update_is_made_once_and_sent_again_when_asked_again(tmp_path: Path) -> None:
     """A coordinator that restarts asks the same round again; other parameters must not buy a second update."""
     s = stage(tmp_path)
@@ -296,6 +386,11 @@ def test_the_verdicts_on_updates_are_written_into_the_sites_ledger(tmp_path: Pat
     assert p.follow()
     assert s.spent("rdp")[0][0] == 0
     assert goods.release.release in s.site.books.store.state.releases
+
+
+def _crash(*_: object) -> None:
+    """The process is gone: nothing after this line runs."""
+    raise KeyboardInterrupt
 
 
 def _read(hospital: Hospital, envelope: bytes) -> Release:

@@ -41,7 +41,7 @@ def ledger(tmp_path: Path) -> tuple[Path, Ed25519PrivateKey]:
 def test_an_honest_export_is_sound_and_says_what_the_ledger_says(ledger: tuple[Path, Ed25519PrivateKey]) -> None:
     found = verify(export_file(ledger[0], "lazaret/test", ledger[1]))
     assert (found.grants, found.releases, found.refusals) == (3, 2, 1)
-    assert found.accounts["site-a/k"] == {"limit": 1, "held": 0, "spent": 1, "epsilon": None}
+    assert found.accounts["site-a/k"] == {"limit": 1, "held": 0, "spent": 1, "epsilon": None, "delta": None}
     assert found.accounts["site-a/rdp"]["held"] > 0
 
 
