@@ -1,7 +1,7 @@
 """The mechanisms: one file each, a frozen dataclass of public configuration with ``claim()`` and a run.
 
-``MECHANISMS`` is the whole list: a name that comes over the wire or from a file is looked up here, and
-nothing is ever imported by name (P13). To add one, write the file, add its entry, and add a case to the
+``MECHANISMS`` is the whole list of what this agent can make; nothing is ever imported by name (P13). To add one,
+write the file, its entry here and its terms in ``policies/review.py`` (a test compares the two), and a case in the
 conformance suite in ``tests/agent/test_mechanisms.py``, which fails until there is one.
 """
 

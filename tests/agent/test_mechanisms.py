@@ -26,6 +26,7 @@ from agent.stages.cluster import partition
 from agent.stages.invert import Basis, fit_basis
 from deploy.demo.twin import non_private_twin
 from policies.claims import KAnonymous, SubsampledGaussian, UnsupportedClaim
+from policies.review import TERMS
 from tests.support.entropy import UnsafeSeededEntropy
 
 DATA = load_digits()
@@ -433,3 +434,11 @@ def test_the_core_can_neither_seed_nor_unpickle_nor_reach_the_tests_or_the_twin(
     for path in sorted((Path(agent.__file__).parent / folder).glob("*.py")):
         found = [name for name in _imported_and_called(path) if forbidden.fullmatch(name.split(".")[0])]
         assert not found, f"{path.name}: {found}"
+
+
+def test_the_law_has_terms_for_exactly_the_mechanisms_that_the_agent_has():
+    cases = {name: case.mechanism for name, case in CASES.items()}
+    assert set(TERMS) == set(MECHANISMS) == set(cases)
+    for name, terms in TERMS.items():
+        assert type(cases[name].claim()) is terms.claim
+        assert set(cases[name].components()) == terms.components

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,9 +179,9 @@ def readable(raw: bytes, depth: int = 3) -> Iterator[bytes]:
             yield from readable(base64.b64decode(found.group() + b"=" * (-len(found.group()) % 4)), depth - 1)
     for found in re.finditer(rb"(?:[0-9a-fA-F]{2}){16,}", raw):
         yield bytes.fromhex(found.group().decode())
-    for at in (m.start() for m in re.finditer(rb"IDAT", raw)):
-        with contextlib.suppress(zlib.error):
-            yield zlib.decompressobj().decompress(raw[at + 4 :])
+    for at in (m.start() for m in re.finditer(rb"\x89PNG\r\n", raw)):
+        with contextlib.suppress(OSError, SyntaxError, ValueError), Image.open(io.BytesIO(raw[at:])) as picture:
+            yield np.asarray(picture).tobytes()
     if rb"\u" in raw:
         with contextlib.suppress(UnicodeError):
             yield raw.decode("ascii").encode().decode("unicode_escape").encode()

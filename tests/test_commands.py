@@ -1,0 +1,83 @@
+"""Operators' mistakes end with a sentence and exit status 1, usage with 2; nothing half-done is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import agent.__main__
+import coordinator.__main__
+from policies.policy import preset
+
+MODALITY = ["--modality", "OT"]
+
+
+def test_a_site_with_a_bad_name_leaves_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--home", str(tmp_path / "site"), "init", "--site", 'Bad"Name', *MODALITY]
+    assert agent.__main__.main(words) == 1
+    assert "site: must be a short name" in capsys.readouterr().err
+    assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["init"], ["init", "--site", "site-a"], ["nonsense"]])
+def test_wrong_usage_exits_with_2(tmp_path: Path, words: list[str]) -> None:
+    for main in (agent.__main__.main, coordinator.__main__.main):
+        with pytest.raises(SystemExit) as caught:
+            main(["--home", str(tmp_path), *words] if words != ["init"] else ["init"])
+        assert caught.value.code == 2
+
+
+def test_a_site_that_is_not_enrolled_is_told_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = ["--home", str(tmp_path / "site")]
+    assert agent.__main__.main([*home, "init", "--site", "site-a", *MODALITY]) == 0
+    assert agent.__main__.main([*home, "doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out.split("comes back\n")[1])
+    assert found["site.toml"] is None
+    assert "run `lazaret-agent enrol BUNDLE`" in found["enrolled"]
+    assert agent.__main__.main([*home, "ledger", "show"]) == 1
+    assert "no ledger" in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist_is_named_as_the_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ["--home", str(tmp_path / "site")]
+    agent.__main__.main([*home, "init", "--site", "site-a", "--input", "nowhere", *MODALITY])
+    assert agent.__main__.main([*home, "ingest", "--json"]) == 1
+    assert "folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"mechanism": 1}', "not json"])
+def test_a_job_that_cannot_be_read_is_refused_with_its_keys(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ["--home", str(tmp_path / "coordinator")]
+    assert coordinator.__main__.main([*home, "init"]) == 0
+    (tmp_path / "job.json").write_text(text)
+    assert coordinator.__main__.main([*home, "round", "launch", str(tmp_path / "job.json"), "--run", "x"]) == 1
+    assert "job.json" in capsys.readouterr().err
+
+
+def test_a_request_that_is_none_enrols_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = ["--home", str(tmp_path / "coordinator")]
+    coordinator.__main__.main([*home, "init"])
+    for text in ("", "{}", '{"payload": "AAAA"}', "x" * 1000):
+        (tmp_path / "request.json").write_text(text)
+        words = [*home, "approve", str(tmp_path / "request.json"), "--out", str(tmp_path / "bundle.json")]
+        assert coordinator.__main__.main(words) == 1
+    assert not (tmp_path / "bundle.json").exists()
+    assert "refused" in capsys.readouterr().err
+
+
+def test_a_policy_with_problems_names_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "policy.toml").write_text(
+        preset("internal").replace("k_min = 5", "k_min = 1").replace("delta", "dleta")
+    )
+    words = ["--home", str(tmp_path / "c"), "init", "--policy", str(tmp_path / "policy.toml")]
+    assert coordinator.__main__.main(words) == 1
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "delta: missing" in said
+    assert "dleta: unknown key" in said
+    assert "k_min" in said
