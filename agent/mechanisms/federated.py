@@ -28,6 +28,8 @@ from policies.claims import SubsampledGaussian
 POOLED: Final = 8  # images are averaged down to 8 x 8
 FEATURES: Final = POOLED * POOLED
 MOST_CLASSES: Final = 1000
+MOST_ROUNDS: Final = 1000
+MOST_STEPS: Final = 10_000  # of one round: a job must not hold a site for hours
 MOST_PIXELS: Final = 1 << 15  # along a side
 
 
@@ -77,8 +79,10 @@ class Federated:
             raise BadConfiguration("centre: 64 numbers in [-1, 1]")
         if not 0.0 < self.learning_rate < math.inf:
             raise BadConfiguration("learning_rate: finite and positive")
-        if not (self.public_patients >= 1 and self.rounds >= 1):
-            raise BadConfiguration("public_patients, rounds: at least 1")
+        if not self.public_patients >= 1:
+            raise BadConfiguration("public_patients: at least 1")
+        if not (1 <= self.rounds <= MOST_ROUNDS and 1 <= self.steps_per_round <= MOST_STEPS):
+            raise BadConfiguration(f"rounds, steps_per_round: 1 to {MOST_ROUNDS} and {MOST_STEPS}")
         self._job()
         self.claim()
 
