@@ -48,8 +48,7 @@ def _init(arguments: argparse.Namespace) -> int:
     )
     policy = Path(arguments.policy)
     text = policy.read_text() if policy.suffix == ".toml" else preset(arguments.policy)
-    home = homes.create(arguments.home, settings, text)
-    (arguments.home / "request.json").write_bytes(homes.enrolment(home))
+    homes.create(arguments.home, settings, text)
     OUT.print(f"made {arguments.home.name}: keys (they never leave it), site.toml, policy.toml")
     OUT.print("give request.json to the coordinator, and run `enrol` with what comes back")
     return 0

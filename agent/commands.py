@@ -91,17 +91,20 @@ def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
             new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
             say=step,
         )
+        vault.write_note("ledger", store.state.size)
         try:
             yield Desk(home, settings, site, vault, log)
         finally:
-            vault.write_note("ledger", store.state.size)
             door.close()
             vault.close()
 
 
 def site_policy(home: homes.Home) -> Policy:
-    """What the site holds itself to: the stricter of its own policy and the federation's (P12)."""
-    return strictest(home.policy(), home.federation_policy())
+    """The strictest of the site's policy today, the one it enrolled with, and the federation's.
+
+    The auditor reviews under the enrolled one, so loosening takes a new enrolment (P12).
+    """
+    return strictest(strictest(home.policy(), home.enrolled_policy()), home.federation_policy())
 
 
 def check_history(vault: Vault, store: Store) -> None:
@@ -115,7 +118,7 @@ def _found(home: homes.Home, register: Register) -> None:
     """The site's ledger begins with the site itself and its accounts, at the stricter of both policies."""
     if register.store.state.sites:
         return
-    envelope = homes.enrolment(home)
+    envelope = (home.root / "request.json").read_bytes()
     public = home.sign_key().public_key().public_bytes_raw()
     statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
     assert isinstance(statement, Enrolment)

@@ -20,7 +20,7 @@ from agent.nouns import Clusters, Cohort, Unreachable, Update
 from agent.stages.finetune import Entropy
 from policies.accounting import epsilon_nano
 from policies.claims import Claim, SubsampledGaussian
-from policies.ledger import Reserved
+from policies.ledger import InvalidEntry, Reserved
 from policies.register import Register
 from policies.review import Finding, Verdict
 from policies.statement import ID, Release, Reservation, Settlement, Statement, release_id
@@ -178,6 +178,7 @@ def set_out(site: Site, goods: Parcel) -> None:
         site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
         raise Refused("site", verdict)
     site.books.send(goods.release, goods.envelope)
+    site.vault.write_note("ledger", site.books.store.state.size)  # so that an older ledger is noticed
 
 
 def leave(site: Site, goods: Parcel) -> Verdict:
@@ -201,8 +202,12 @@ def ask(site: Site) -> None:
     """
     for sent, envelope in site.books.unanswered():
         verdict = site.door.outcome(f"submit-{sent.release}")
-        if verdict is not None:
+        if verdict is None:
+            continue
+        try:
             site.books.record(f"verdict-{sent.release}", site.read(envelope), envelope, verdict)
+        except InvalidEntry:  # a verdict that contradicts an earlier one: the books end here, the grant is spent
+            site.books.close(sent.grant, "failed")
 
 
 def release_synthetic(
@@ -233,7 +238,8 @@ def release_synthetic(
     except Unreachable:
         raise  # the outcome may be a yes: the next start asks for it
     except Exception:
-        give_up(site, grant, "failed")
+        with contextlib.suppress(Unreachable):  # what went wrong is what the operator must hear
+            give_up(site, grant, "failed")
         raise
 
 
@@ -265,9 +271,9 @@ def recover(site: Site) -> list[str]:
     ask(site)
     for reserved in site.books.held():
         give_up(site, reserved, "restart")
-    sent = site.books.store.state.sent
+    known = {*site.books.store.state.sent, *site.books.store.state.releases}
     record = site.vault.note("releases") or []
-    site.vault.write_note("releases", [one for one in record if one["release"] in sent])
+    site.vault.write_note("releases", [one for one in record if one["release"] in known])
     return [reserved.grant for reserved in held]
 
 
@@ -303,10 +309,17 @@ class Participant:
             findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
         if findings:
             raise Refused("site", Verdict(tuple(findings)))
-        if self.grant:  # another run's, which this site leaves
-            self.site.books.close(self.grant, "expired")
+        self.part()
         self.grant = price(self.site, mechanism, run).grant
         self.run, self.mechanism, self.rounds_trained, self.last = run, mechanism, 0, None
+
+    def part(self) -> None:
+        """Leave the run this site is in: write down what is known of it, and spend its grant."""
+        if self.grant:
+            with contextlib.suppress(Unreachable):
+                ask(self.site)
+            self.site.books.close(self.grant, "expired")
+        self.run, self.grant, self.mechanism, self.rounds_trained, self.last = "", "", None, 0, None
 
     def train(self, run: str, round_index: int, start: Update) -> tuple[Parcel, Update]:
         """One round: train on the site's patients from ``start``, and seal the new parameters.

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from policies.ledger import KeyReused, Refused
 from policies.policy import Policy, strictest
 from policies.policy import parse as parse_policy
-from policies.register import Register, verdict_of
+from policies.register import Facts, Register, verdict_of
 from policies.review import Finding, Verdict
 from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Settlement, Statement, parse
 from policies.store import Draft, Store
@@ -155,9 +155,10 @@ class Intake:
     def admit(self, peer: str, key: str, envelope: bytes, release: Release, artifact: bytes) -> Verdict:
         """Review a release with its artifact in hand; only what has a grant is worth decoding."""
         facts = tuple(_changed(release, artifact))
-        if not facts and self.register.examine(release, envelope).admitted:
+        early = () if facts else self.register.examine(release, envelope).findings
+        if not facts and not early:
             facts = tuple(_malformed(release, artifact))
-        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, facts))
+        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, Facts(facts, early)))
 
     def outcome(self, peer: str, key: str) -> tuple[Verdict, int] | None:
         """What a peer's key has led to, and where in the ledger."""

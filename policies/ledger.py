@@ -343,7 +343,7 @@ class State:
 
     def _freed(self, e: Freed) -> None:
         grant = self.open_grant(e.grant)
-        if grant.used:
+        if grant.used or any(sent.grant == e.grant for sent in self.sent.values()):
             raise InvalidEntry("something was released under the grant; it cannot be freed")
         self.accounts[grant.reserved.account].held -= grant.reserved.amount
         grant.state = "freed"

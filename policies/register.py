@@ -74,6 +74,14 @@ def verdict_of(line: Line) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What the caller of a review found by itself."""
+
+    wrong: tuple[Finding, ...] = ()  # with the artifact's bytes
+    early: tuple[Finding, ...] = ()  # by examining before decoding: then nothing was decoded
+
+
+@dataclass(frozen=True, slots=True)
 class Register:
     """The books: one store, and the policy that holds for each site."""
 
@@ -131,23 +139,24 @@ class Register:
             self.store.append(key, Draft((entry,), (envelope,)))
         return verdict
 
-    def admit(self, key: str, release: Release, envelope: bytes, facts: Iterable[Finding]) -> Verdict:
+    def admit(self, key: str, release: Release, envelope: bytes, facts: Facts) -> Verdict:
         """Review a release and append the verdict.
 
         Args:
             key: idempotency key.
             release: the statement inside ``envelope``, whose signature the caller verified.
             envelope: the sealed bytes.
-            facts: what the caller found wrong with the artifact's bytes. With any, an earlier yes is no answer:
-                that was to other bytes.
+            facts: what the caller found. With something wrong, an earlier yes is no answer: that was to other
+                bytes.
         """
-        wrong = tuple(facts)
+        wrong = facts.wrong
         with self.store.exclusive() as state:
             before = self.answered(key, envelope)
             if before is not None:
                 return Verdict(wrong) if before.admitted and wrong else before
             verdict = review(release, self._standing(state, release, envelope), self.policy_of(release.site))
-            verdict = Verdict((*verdict.findings, *wrong), verdict.level, verdict.amount)
+            undecoded = () if verdict.findings else facts.early  # refused a moment ago, so nobody looked inside
+            verdict = Verdict((*verdict.findings, *wrong, *undecoded), verdict.level, verdict.amount)
             self.record(key, release, envelope, verdict)
         return verdict
 

@@ -157,13 +157,16 @@ class Store:
             LedgerStopped: the disk failed; the process must end.
         """
         with self._mutex:
-            if self._stopped:
-                raise LedgerStopped("an earlier write failed; restart to replay the ledger")
+            self._not_stopped()
             keys = [key if i == 0 else f"{key}+{i}" for i in range(len(draft.entries))]
             known = self.state.keys.get(key)
             if known is not None:
                 return self._again(keys, draft)
             return self._write(keys, draft)
+
+    def _not_stopped(self) -> None:
+        if self._stopped:
+            raise LedgerStopped("an earlier write failed; restart to replay the ledger")
 
     def _again(self, keys: Sequence[str], draft: Draft) -> list[Line]:
         for key, entry in zip(keys, draft.entries, strict=True):
@@ -186,7 +189,7 @@ class Store:
                 self._db.execute("INSERT INTO entry VALUES(?, ?)", (seq, body))
                 self._tree.append(leaf_hash(body))
                 lines.append(Line(seq, record))
-            self._db.execute("INSERT OR REPLACE INTO head VALUES(1, ?)", (self.checkpoint(),))
+            self._db.execute("INSERT OR REPLACE INTO head VALUES(1, ?)", (self._head(),))
             self._db.execute("COMMIT")
         except (InvalidEntry, MalformedEntry) as error:
             self._db.execute("ROLLBACK")
@@ -195,23 +198,31 @@ class Store:
             raise InvalidEntry(str(error)) from None
         except BaseException:  # noqa: BLE001 - whatever it was, what the disk holds is unknown: stop
             self._stopped = True
+            with contextlib.suppress(apsw.Error):
+                self._db.execute("ROLLBACK")
             raise LedgerStopped("the ledger could not be written; restart to replay it") from None
         return lines
 
     def line(self, seq: int) -> Line:
         """One record by its place."""
+        with self._mutex:
+            return self._line(seq)
+
+    def _line(self, seq: int) -> Line:
         for (body,) in self._db.execute("SELECT body FROM entry WHERE seq = ?", (seq,)):
             return Line(seq, decode(body))
         raise LedgerUnsound(f"entry {seq} is missing")
 
     def envelope(self, digest: bytes) -> bytes | None:
         """The sealed envelope with that SHA-256, or None."""
-        row = self._db.execute("SELECT body FROM envelope WHERE digest = ?", (digest,)).fetchone()
-        return None if row is None else row[0]
+        with self._mutex:
+            row = self._db.execute("SELECT body FROM envelope WHERE digest = ?", (digest,)).fetchone()
+            return None if row is None else row[0]
 
     def answer(self, key: str) -> list[Line]:
         """What an idempotency key has led to; empty if it is unknown."""
         with self._mutex:
+            self._not_stopped()
             found, i = [], 0
             while (name := key if i == 0 else f"{key}+{i}") in self.state.keys:
                 found.append(self.line(self.state.keys[name][0]))
@@ -229,7 +240,16 @@ class Store:
         return self._stopped
 
     def checkpoint(self) -> str:
-        """The signed head of what is durable now."""
+        """The signed head of what is durable now.
+
+        Raises:
+            LedgerStopped: a write failed, so what is durable is unknown until a restart.
+        """
+        with self._mutex:
+            self._not_stopped()
+            return self._head()
+
+    def _head(self) -> str:
         with self._mutex:
             return sign_checkpoint(Checkpoint(self.origin, self._tree.size, self._tree.root()), self._key)
 

@@ -170,7 +170,7 @@ def _agrees(entry: _Resting, statement: Statement) -> bool:
     return subject == entry.subject and getattr(statement, "site", None) == entry.site
 
 
-def _judge(entry: Reserved | Admitted, statement: Statement, state: State, policy: Policy) -> None:
+def _judge(entry: Reserved | Sent | Admitted, statement: Statement, state: State, policy: Policy) -> None:
     """Review again what was granted or admitted, under the site's own signed policy, before it enters the books."""
     if isinstance(statement, Reservation) and isinstance(entry, Reserved):
         kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
@@ -179,11 +179,12 @@ def _judge(entry: Reserved | Admitted, statement: Statement, state: State, polic
         sound = verdict.admitted and (entry.account, entry.amount) == (f"{entry.site}/{kind}", verdict.amount)
     else:
         assert isinstance(statement, Release)
-        assert isinstance(entry, Admitted)
         grant = state.grants.get(entry.grant)
         account = state.accounts.get(grant.reserved.account) if grant else None
         verdict = review(statement, Standing(account, grant), policy)
-        sound = verdict.admitted and (entry.level, entry.used) == (verdict.level, verdict.amount)
+        sound = verdict.admitted
+        if isinstance(entry, Admitted):
+            sound = sound and (entry.level, entry.used) == (verdict.level, verdict.amount)
     if not sound:
         rules = ", ".join(f.rule for f in verdict.findings) or "another price or level"
         raise Unsound(f"{type(entry).__name__} for {entry.grant}: the law does not admit it ({rules})")
@@ -218,7 +219,7 @@ class _Auditor:
         if isinstance(entry, Opened):
             _check_limit(entry, self.policies.get(entry.account.rpartition("/")[0]))
         statement = self.statement(entry) if isinstance(entry, _Resting) else None
-        if isinstance(entry, Reserved | Admitted) and statement is not None:
+        if isinstance(entry, Reserved | Sent | Admitted) and statement is not None:
             _judge(entry, statement, self.state, self.policies[entry.site])
         self.state.apply(record)
         self.tree.append(leaf_hash(raw))

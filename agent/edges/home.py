@@ -17,8 +17,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
-from policies.statement import PAYLOAD_TYPE, Enrolment, encode
-from protos.envelope import seal
+from policies.statement import PAYLOAD_TYPE, Enrolment, MalformedStatement, encode
+from policies.statement import parse as parse_statement
+from protos.envelope import BadEnvelope, open_sealed, seal
 from protos.identity import SITE_NAME, agent_name, node_public, pem, read_private, request, signing_key, write_private
 
 _KEYS = {
@@ -91,6 +92,21 @@ class Home:
         """One of the site's 32-byte secrets: ``vault`` or ``deidentify``."""
         return read_private(self.keys / f"{name}.key")
 
+    def enrolled_policy(self) -> Policy:
+        """The site's own policy as it was sealed in its request to take part.
+
+        Raises:
+            BadSite: ``request.json`` is missing or was changed.
+        """
+        try:
+            envelope = (self.root / "request.json").read_bytes()
+            public = self.sign_key().public_key().public_bytes_raw()
+            statement = parse_statement(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
+        except (OSError, BadEnvelope, MalformedStatement):
+            raise BadSite("request.json is missing or was changed: restore it") from None
+        assert isinstance(statement, Enrolment)
+        return parse_policy(statement.policy, "the enrolled policy")
+
     def federation_policy(self) -> Policy:
         """The federation's policy, as received at enrolment."""
         try:
@@ -146,7 +162,7 @@ def origin(site: str) -> str:
 
 
 def create(root: Path, settings: str, policy: str) -> Home:
-    """Make a site's directory and its keys; nothing is overwritten.
+    """Make a site's directory, its keys and its sealed request to take part; nothing is overwritten.
 
     Args:
         root: the directory, which must be new or empty.
@@ -173,6 +189,7 @@ def create(root: Path, settings: str, policy: str) -> Home:
     (home.keys / "node.pub").write_bytes(node_public(node))
     for name in ("vault", "deidentify"):
         write_private(home.keys / f"{name}.key", secrets.token_bytes(32))
+    (root / "request.json").write_bytes(enrolment(home))
     return home
 
 

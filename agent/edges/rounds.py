@@ -31,7 +31,7 @@ def attend(
         0, or 70 when the site's ledger could not be written or the link cannot work (a key that cannot be used).
     """
     mutex = threading.Lock()
-    desk = _Desk(participant, mutex, log)
+    desk = _Desk(participant, mutex, log, stop)
     failed = threading.Event()
 
     def state(name: str) -> None:
@@ -62,8 +62,8 @@ def attend(
 class _Desk:
     """Tasks from the link become calls of the pipeline; what the pipeline refuses becomes a code."""
 
-    def __init__(self, participant: Participant, mutex: threading.Lock, log: Any) -> None:
-        self.participant, self.mutex, self.log = participant, mutex, log
+    def __init__(self, participant: Participant, mutex: threading.Lock, log: Any, stop: threading.Event) -> None:
+        self.participant, self.mutex, self.log, self.stop = participant, mutex, log, stop
 
     def handle(self, task: Task) -> Answer:
         """Price a run, or train one round.
@@ -71,6 +71,14 @@ class _Desk:
         Raises:
             Declined: with a code that tells nothing of patients.
         """
+        began = time.monotonic()
+        try:
+            return self._answer(task)
+        finally:
+            if task.kind == "train":  # outside the lock, and for refusals too
+                self.stop.wait(rest(time.monotonic() - began))
+
+    def _answer(self, task: Task) -> Answer:
         with self.mutex:
             try:
                 return self._price(task) if task.kind == "price" else self._train(task)
@@ -92,10 +100,9 @@ class _Desk:
 
     def _train(self, task: Task) -> Answer:
         assert task.vector is not None
-        number, began = task.round_index + 1, time.monotonic()
+        number = task.round_index + 1
         goods, update = self.participant.train(task.run, number, Update(task.vector.copy()))
         self.log.info("round", run=task.run, round=number, release=goods.release.release)
-        time.sleep(rest(time.monotonic() - began))
         return Answer(goods.envelope, update.vector)
 
     def follow(self) -> None:

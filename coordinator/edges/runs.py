@@ -6,6 +6,7 @@ start from the last round that the ledger says is closed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -25,7 +26,7 @@ from policies.ledger import Admitted
 from policies.statement import ID
 from protos.artifact import pack_vector, unpack_vector
 
-ROUND_TIMEOUT_S = 120.0
+ROUND_TIMEOUT_S = 150.0  # above the last of the agents' answering times below it, 128 s
 NODE_WAIT_S = 20.0
 
 
@@ -82,6 +83,7 @@ class _Feed:
     events: list[Event] = field(default_factory=list)
     over: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: threading.Event = field(default_factory=threading.Event)  # has its turn, or stands in line for it
 
     def put(self, event: Event) -> None:
         with self.changed:
@@ -102,6 +104,29 @@ class _Feed:
                 return
 
 
+class _Line:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._people: list[object] = []
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, standing: threading.Event) -> Iterator[None]:
+        """Stand in line (``standing`` is set then), go on when it is one's turn."""
+        me = object()
+        with self._changed:
+            self._people.append(me)
+            standing.set()
+            self._changed.wait_for(lambda: self._people[0] is me)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._people.remove(me)
+                self._changed.notify_all()
+
+
 class Runs:
     """All runs of this coordinator."""
 
@@ -111,7 +136,7 @@ class Runs:
         self.root.mkdir(exist_ok=True)
         self._feeds: dict[str, _Feed] = {}
         self._mutex = threading.Lock()
-        self.turn = threading.Lock()  # Flower conducts one run at a time in a process; others wait
+        self.turn = _Line()  # Flower conducts one run at a time in a process; others wait
         for site, node_key in intake.node_keys.items():
             try:
                 host.register(site, node_key.encode())
@@ -120,9 +145,12 @@ class Runs:
 
     def resume(self) -> None:
         """Go on with every run that has a job and no end."""
-        for path in sorted(self.root.glob("*/job.json")):
-            if not (path.parent / "end.json").exists():
-                self._start(_job(path.read_text()))
+        jobs = [_job(path.read_text()) for path in sorted(self.root.glob("*/job.json"))]
+        open_jobs = [job for job in jobs if not (self.root / job.run / "end.json").exists()]
+        with self.intake.register.store.exclusive() as state:
+            begun = {grant.reserved.run for grant in state.grants.values()}
+        for job in sorted(open_jobs, key=lambda job: job.run not in begun):  # those that were granted come first
+            self._start(job).waiting.wait(10)
 
     def launch(self, job: Job) -> Iterator[Event]:
         """Start a run, or follow the one of that name, and yield its events from the first.
@@ -171,7 +199,7 @@ class _Conductor:
     def run(self) -> None:
         job = self.job
         try:
-            with self.runs.turn:
+            with self.runs.turn.take(self.feed.waiting):
                 with self.register.store.exclusive() as state:
                     done = state.rounds.get(job.run, 0)
                 end = self._conduct(done)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import hashlib
 import secrets
 import threading
 from collections import Counter
@@ -141,6 +142,7 @@ class Service(GatewayServicer):
             raise Turned(grpc.StatusCode.CANCELLED, "the stream broke off")
         body = bytes(artifact)
         whole = len(body) == release.artifact_bytes and not release.run  # updates are aggregated, not shelved
+        whole = whole and hashlib.sha256(body).hexdigest() == release.artifact_sha256
         staged = self.shelf.stage(release.artifact_sha256, body) if whole else None
         verdict = self.intake.admit(peer, key, envelope, release, body)
         if staged is not None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import secrets
 import shutil
 import tarfile
 from collections.abc import Mapping
@@ -35,15 +36,14 @@ class Shelf:
         self.root, self.store = root, store
         self.staging = root / ".staging"
         self.staging.mkdir(parents=True, exist_ok=True)
-        for entry in store.state.releases.values():
-            staged = self.staging / entry.artifact.hex()
-            if staged.exists() and not entry.run:
-                with contextlib.suppress(
-                    OSError, tarfile.TarError
-                ):  # what cannot be placed does not stop the service
-                    self._place(staged, entry, store.envelope(entry.envelope) or b"")
-        shutil.rmtree(self.staging)
-        self.staging.mkdir()
+        admitted = {entry.artifact.hex(): entry for entry in store.state.releases.values() if not entry.run}
+        for staged in sorted(self.staging.iterdir()):
+            entry = admitted.get(staged.name)
+            if entry is None:
+                staged.unlink()
+                continue
+            with contextlib.suppress(OSError, tarfile.TarError):  # what cannot be placed now stays for the next start
+                self._place(staged, entry, store.envelope(entry.envelope) or b"")
 
     def stage(self, digest: str, body: bytes) -> Path:
         """Make bytes durable under the digest their statement gives; a review decides about them."""
@@ -61,7 +61,7 @@ class Shelf:
 
     def _place(self, staged: Path, entry: Admitted, envelope: bytes) -> None:
         folder = self.root / entry.release
-        if folder.exists():  # an id follows from the grant: it is the same release, placed before
+        if _holds(folder, entry.artifact):  # placed before
             staged.unlink(missing_ok=True)
             return
         if not staged.exists() or hashlib.sha256(staged.read_bytes()).digest() != entry.artifact:
@@ -70,12 +70,14 @@ class Shelf:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         body = staged.read_bytes()
-        (part / "images.tar").write_bytes(body)
+        write_durably(part / "images.tar", body)
         with tarfile.open(fileobj=io.BytesIO(body)) as archive:
             archive.extractall(part / "images", filter="data")
         (part / "envelope.json").write_bytes(envelope)
         facts = certificate(entry, self.account(entry))
         (part / "certificate.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+        if folder.exists():  # not this release, or cut short by a crash: moved aside, never removed
+            folder.rename(self.root / f".{entry.release}.{secrets.token_hex(4)}.aside")
         part.rename(folder)
         staged.unlink(missing_ok=True)
 
@@ -91,6 +93,12 @@ class Shelf:
             write_durably(folder / "updates" / f"{name}.envelope.json", envelope)
         write_durably(folder / "model.safetensors", body)
         write_durably(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _holds(folder: Path, digest: bytes) -> bool:
+    """Is the artifact of that SHA-256 in the folder, whole?"""
+    path = folder / "images.tar"
+    return path.exists() and hashlib.sha256(path.read_bytes()).digest() == digest
 
 
 def certificate(entry: Admitted, opened: Opened) -> dict[str, Any]:

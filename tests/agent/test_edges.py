@@ -151,6 +151,9 @@ def test_the_agent_holds_to_the_stricter_of_both_policies(tmp_path: Path) -> Non
     (home.keys / "federation.toml").write_text(policy(k_min=17, epsilon="50.0"))
     held = site_policy(home)
     assert (held.epsilon, held.k_min) == (2.0, 17)
+    (tmp_path / "site" / "policy.toml").write_text(policy(epsilon="99.0", l_diversity=4))
+    held = site_policy(home)
+    assert (held.epsilon, held.l_diversity) == (2.0, 4), "loosening takes a new enrolment, tightening does not"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1.9])

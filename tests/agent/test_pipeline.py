@@ -308,6 +308,41 @@ def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
     assert len(s.site.books.store.state.sent) == 2
 
 
+def test_leaving_a_run_for_another_writes_its_last_verdict_down_first(tmp_path: Path) -> None:
+    s = stage(tmp_path, epsilon="8.0")
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    small = replace(federated(rounds=1), noise_multiplier=8.0)
+    p.join("run-1", small)
+    goods, _ = p.train("run-1", 1, small.initial())
+    key = f"submit-{goods.release.release}"
+    assert s.intake.admit("site-a", key, goods.envelope, goods.release, goods.artifact).admitted
+    p.join("run-2", small)
+    assert goods.release.release in s.site.books.store.state.releases
+    with pytest.raises(Refused):
+        p.join("run-3", federated(rounds=40))
+    reads = s.vault.reads
+    with pytest.raises(Refused):
+        p.train("run-2", 1, small.initial())
+    assert s.vault.reads == reads, "no patient is read under a grant that is gone"
+
+
+def test_contradictory_answers_of_a_coordinator_do_not_stop_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated(rounds=3))
+    first, _ = p.train("run-1", 1, federated().initial())
+    p.train("run-1", 2, federated().initial())
+    answers = {f"submit-{first.release.release}": None}
+    monkeypatch.setattr(Door, "outcome", lambda self, key: answers.get(key, Verdict((), "A")))
+    p.follow()
+    answers[f"submit-{first.release.release}"] = Verdict((), "A")  # a round before one that is in the books
+    p.follow()
+    assert recover(s.site) == []
+    assert s.spent("rdp")[0][0] == 0
+
+
 def test_one_lost_update_does_not_keep_later_verdicts_out_of_the_books(tmp_path: Path) -> None:
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))

@@ -15,11 +15,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.edges.door import GrpcDoor
 from agent.nouns import Unreachable
-from coordinator.edges.runs import BadJob, Job, Runs, _Conductor, _Feed
-from coordinator.edges.shelf import Shelf
+from coordinator.edges.runs import BadJob, Job, Runs, _Conductor, _Feed, _Line
 from coordinator.intake import Unwelcome
 from policies.ledger import Admitted, Freed, InvalidEntry, Refused
-from policies.register import digest
+from policies.register import Register, digest
 from policies.statement import Settlement, release_id
 from policies.store import Draft, export_file
 from policies.verify import Unsound, verify
@@ -184,15 +183,75 @@ def test_an_agent_refuses_a_ledger_that_has_shrunk(federation: Federation, site:
         door.hello()
 
 
-def test_the_shelf_never_replaces_what_lies_there(federation: Federation, site: Site) -> None:
+def test_the_shelf_removes_nothing_that_it_did_not_make(federation: Federation, site: Site) -> None:
+    """What lies in a release's place is moved aside; a release that was cut short by a crash is put right."""
     folder = federation.home.releases / release_id("site-a", "grant-1", 0)
     folder.mkdir()
-    (folder / "precious").write_text("x")
+    (folder / "images.tar").write_bytes(b"")
     site.reserved("grant-1")
     artifact = pictures()
     site.door().submit("k", site.seal(site.release("grant-1", artifact)), artifact)
-    assert [p.name for p in folder.iterdir()] == ["precious"]
-    Shelf(federation.home.releases, federation.store)
+    assert (folder / "images.tar").read_bytes() == artifact
+    (aside,) = federation.home.releases.glob(".*.aside")
+    assert (aside / "images.tar").read_bytes() == b""
+
+
+def test_what_cannot_be_placed_at_a_start_is_kept_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Federation(tmp_path) as first:
+        site = first.join("site-a")
+        site.reserved("grant-1")
+        artifact = pictures()
+        release = site.release("grant-1", artifact)
+        first.shelf.stage(release.artifact_sha256, artifact)
+        assert first.intake.admit("site-a", "key", site.seal(release), release, artifact).admitted
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("coordinator.edges.shelf.write_durably", full)
+        with Federation(tmp_path):
+            pass
+    with Federation(tmp_path) as third:
+        assert (third.home.releases / release.release / "images.tar").read_bytes() == artifact
+
+
+def test_a_reservation_that_comes_in_between_does_not_admit_what_nobody_decoded(
+    federation: Federation, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    garbage = b"not a tar"
+    release = site.release("grant-1", garbage)
+    examine = Register.examine
+
+    def and_then_reserve(self: Register, *words: object) -> object:
+        found = examine(self, *words)  # type: ignore[arg-type]
+        site.reserved("grant-1")
+        return found
+
+    monkeypatch.setattr(Register, "examine", and_then_reserve)
+    verdict = site.door().submit("k", site.seal(release), garbage)
+    assert [f.rule for f in verdict.findings] == ["no_grant"]
+
+
+def test_runs_are_conducted_in_the_order_in_which_they_stood_in_line() -> None:
+    line, order = _Line(), []
+
+    def conduct(number: int, standing: threading.Event) -> None:
+        with line.take(standing):
+            time.sleep(0.05)
+            order.append(number)
+
+    threads = []
+    for number in range(5):
+        standing = threading.Event()
+        threads.append(threading.Thread(target=conduct, args=(number, standing)))
+        threads[-1].start()
+        standing.wait(5)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------- an operator who forges the books

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from pathlib import Path
 
 import apsw
@@ -230,6 +231,9 @@ def test_a_failed_write_stops_the_ledger_and_a_restart_replays(tmp_path: Path) -
     with pytest.raises(LedgerStopped):
         _fill(register, hospital)
     assert register.store.stopped
+    for ask in (register.store.checkpoint, lambda: register.store.answer("big-0")):
+        with pytest.raises(LedgerStopped):
+            ask()  # what it would say may be gone after the restart
     with pytest.raises(LedgerStopped):
         register.store.append("again", _refusal(hospital, 1))
     register.store.close()
@@ -285,3 +289,29 @@ def test_no_acknowledged_entry_is_lost_to_kill_9(tmp_path: Path) -> None:
         assert all(name in register.store.state.grants for name in acknowledged)
         register.store.close()
     assert len(set(acknowledged)) == len(acknowledged) >= 120
+
+
+def test_readers_beside_a_writer_disturb_nobody(tmp_path: Path) -> None:
+    hospital = Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", hospital)
+    envelope = register.store.state.sites["site-a"].envelope
+    faults: list[BaseException] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                assert register.store.envelope(envelope)
+                register.store.line(0)
+            except BaseException as fault:  # noqa: BLE001 - any fault in a reader is what the test looks for
+                faults.append(fault)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for i in range(150):
+        register.store.append(f"k{i}", _refusal(hospital, i))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert faults == []

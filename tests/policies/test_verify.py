@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.ledger import Refused, Reserved
+from policies.ledger import InvalidEntry, Refused, Reserved
 from policies.merkle import open_checkpoint
-from policies.statement import canonical, claim_json
+from policies.register import Facts
+from policies.statement import Settlement, canonical, claim_json
 from policies.store import Draft, export_file
 from policies.verify import Export, Unsound, main, verify
 from tests.support.books import DP, K5, Hospital, open_register
@@ -29,7 +30,7 @@ def ledger(tmp_path: Path) -> tuple[Path, Ed25519PrivateKey]:
         reservation = hospital.reservation(name)
         register.reserve(f"k-{name}", reservation, hospital.seal(reservation))
         release = hospital.release(name)
-        register.admit(f"s-{name}", release, hospital.seal(release), ())
+        register.admit(f"s-{name}", release, hospital.seal(release), Facts())
     reservation = a.reservation("grant-dp", DP, "federated", "run")
     register.reserve("k-dp", reservation, a.seal(reservation))
     again = a.reservation("grant-k2")
@@ -193,3 +194,26 @@ def test_a_checkpoint_of_an_export_opens_with_the_key_that_is_published(
 ) -> None:
     export = Export.parse(export_file(ledger[0], "lazaret/test", ledger[1]))
     assert open_checkpoint(export.checkpoint, ledger[1].public_key().public_bytes_raw()).size == len(export.entries)
+
+
+def test_a_grant_under_which_something_set_out_cannot_be_freed(tmp_path: Path) -> None:
+    a = Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", a)
+    reservation = a.reservation("g")
+    register.reserve("k", reservation, a.seal(reservation))
+    release = a.release("g")
+    register.send(release, a.seal(release))
+    with pytest.raises(InvalidEntry, match="cannot be freed"):
+        register.free("g", a.seal(Settlement("g", "site-a", "", "ksame", "declined", "x")))
+
+
+def test_what_set_out_against_the_law_is_found_even_without_a_verdict(tmp_path: Path) -> None:
+    key, a = Ed25519PrivateKey.generate(), Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", a, key=key)
+    reservation = a.reservation("g")
+    register.reserve("k", reservation, a.seal(reservation))
+    release = a.release("g", components={"encoder": "private", "generator": "private"})
+    register.send(release, a.seal(release))
+    register.store.close()
+    with pytest.raises(Unsound, match="the law does not admit it"):
+        verify(export_file(tmp_path / "ledger.db", "lazaret/test", key))
