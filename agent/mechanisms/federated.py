@@ -90,10 +90,6 @@ class Federated:
         """What all rounds together promise. It is settled before an image is read."""
         return SubsampledGaussian(self.sampling_rate, self.noise_multiplier, self.steps_per_round * self.rounds)
 
-    def round_claim(self) -> SubsampledGaussian:
-        """What one round promises."""
-        return SubsampledGaussian(self.sampling_rate, self.noise_multiplier, self.steps_per_round)
-
     def components(self) -> dict[str, str]:
         """Where every component of the released model comes from (P6)."""
         return {"initial": "public", "centre": "public"}

@@ -255,7 +255,6 @@ def test_partition_and_mechanism_agree_on_what_is_too_few():
 
 def test_the_claim_is_that_of_all_rounds_and_a_rounds_is_its_own():
     assert FEDERATED.claim() == SubsampledGaussian(0.25, 1.8, 60)
-    assert FEDERATED.round_claim() == SubsampledGaussian(0.25, 1.8, 15)
 
 
 def test_the_start_is_the_same_everywhere_and_zero():
