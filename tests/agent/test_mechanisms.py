@@ -22,7 +22,6 @@ from agent.mechanisms import MECHANISMS, federated, ksame
 from agent.mechanisms.federated import BadConfiguration, Federated, LinearSoftmax
 from agent.mechanisms.ksame import KSame, RepeatsAnInput
 from agent.nouns import Cohort, CohortTooSmall, Image, Patient, SyntheticSet, Update
-from agent.stages.cluster import partition
 from agent.stages.invert import Basis, fit_basis
 from deploy.demo.twin import non_private_twin
 from policies.claims import KAnonymous, SubsampledGaussian, UnsupportedClaim
@@ -244,10 +243,6 @@ def test_the_claim_of_k_same_counts_one_release():
 def test_a_k_same_that_can_not_be_claimed_can_not_be_built(k, ell):
     with pytest.raises(ValueError, match=r"k|l_diversity"):
         KSame(k, ell, KSAME.basis)
-
-
-def test_partition_and_mechanism_agree_on_what_is_too_few():
-    assert ksame.partition is partition
 
 
 # --- federated
