@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.edges.door import GrpcDoor
 from agent.nouns import Unreachable
+from coordinator import intake
 from coordinator.edges.runs import BadJob, Job, Runs, _Conductor, _Feed, _Line
 from coordinator.intake import Unwelcome
 from policies.ledger import Admitted, Freed, InvalidEntry, Refused
@@ -128,13 +129,15 @@ def test_a_copied_or_bad_node_key_is_not_enrolled(federation: Federation, site: 
         federation.intake.enrol(twin.enrolment()[1])
 
 
-def test_an_image_bomb_without_a_grant_is_not_even_decoded(federation: Federation, site: Site) -> None:
+def test_an_image_bomb_without_a_grant_is_not_even_decoded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = pack_images(np.zeros((40, 2048, 2048), np.uint8), ("x",) * 40)
     assert len(bomb) < 1 << 20
-    began = time.monotonic()
+    opened: list[bytes] = []
+    unpack = intake.unpack_images
+    monkeypatch.setattr(intake, "unpack_images", lambda raw: (opened.append(raw), unpack(raw))[1])
     release = site.release("grant-none", bomb)
     assert [f.rule for f in site.door().submit("k", site.seal(release), bomb).findings] == ["no_grant"]
-    assert time.monotonic() - began < 2
+    assert opened == []
     site.reserved("grant-1")
     release = site.release("grant-1", bomb)
     assert "artifact_malformed" in [f.rule for f in site.door().submit("k2", site.seal(release), bomb).findings]
@@ -154,10 +157,12 @@ def test_silent_streams_of_one_site_do_not_stop_the_others(federation: Federatio
 
     with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
         calls = [GatewayStub(channel).Submit.future(nothing()) for _ in range(20)]
-        time.sleep(1)
+        deadline = time.monotonic() + 15
+        while sum(call.done() for call in calls) < 18 and time.monotonic() < deadline:
+            time.sleep(0.1)
         assert other.door().hello()
         turned = [c for c in calls if c.done() and c.code() == grpc.StatusCode.RESOURCE_EXHAUSTED]
-        assert len(turned) >= 18
+        assert len(turned) == 18
         silence.set()
 
 
