@@ -237,7 +237,7 @@ def release_synthetic(
         return goods, leave(site, goods)
     except Unreachable:
         raise  # the outcome may be a yes: the next start asks for it
-    except Exception:
+    except Exception:  # whatever it was: the grant is spent, and the fault is passed on
         with contextlib.suppress(Unreachable):  # what went wrong is what the operator must hear
             give_up(site, grant, "failed")
         raise

@@ -244,6 +244,7 @@ class State:
     envelopes: set[bytes] = field(default_factory=set)  # of everything reviewed as a release, admitted or not
     rounds: dict[str, int] = field(default_factory=dict)  # run -> last closed round
     updates: set[tuple[str, int, str]] = field(default_factory=set)  # admitted (run, round, site)
+    aggregated: set[tuple[str, int, str]] = field(default_factory=set)  # those that a closed round counts
     keys: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # key -> (seq, fingerprint)
     size: int = 0
     last: bytes = GENESIS
@@ -356,6 +357,7 @@ class State:
         if not e.sites or not all((e.run, e.round, site) in self.updates for site in e.sites):
             raise InvalidEntry("the round counts a site without an admitted update")
         self.rounds[e.run] = e.round
+        self.aggregated.update((e.run, e.round, site) for site in e.sites)
 
 
 _APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = {

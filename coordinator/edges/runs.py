@@ -208,8 +208,12 @@ class _Conductor:
         except Exception as fault:  # noqa: BLE001 - a run that fails in an unknown way has failed; its grants are spent
             self.runs.log.error("run_failed", run=job.run, fault=type(fault).__name__)
             end = Event(job.run, 0, "failed", reason="internal")
-        if not self.runs.host.stopping.is_set():  # a stopping coordinator leaves its runs to be resumed
-            self._close(end)
+        try:
+            if not self.runs.host.stopping.is_set():  # a stopping coordinator leaves its runs to be resumed
+                self._close(end)
+        except Exception as fault:  # noqa: BLE001 - not closed, so the next start resumes it; whoever watches must hear
+            self.runs.log.error("run_not_closed", run=job.run, fault=type(fault).__name__)
+            end = Event(job.run, end.round, "failed", end.sites, "internal")
         self.feed.put(end)
 
     def _conduct(self, done: int) -> Event:
@@ -227,7 +231,8 @@ class _Conductor:
                 node_wait_s=NODE_WAIT_S,
             )
             conduct(self.runs.host, plan, self, self._progress)
-        sites = sorted({s for r, _, s in self.register.store.state.updates if r == job.run})
+        with self.register.store.exclusive() as state:
+            sites = sorted({site for run, _, site in state.aggregated if run == job.run})
         return Event(job.run, job.rounds, "finished", tuple(sites))
 
     def _sites(self, done: int) -> tuple[str, ...]:
@@ -295,9 +300,10 @@ class _Conductor:
         write_durably(self.folder / "end.json", json.dumps(asdict(end)).encode())
 
     def _updates(self) -> list[Admitted]:
-        """The admitted updates that the model is made of."""
+        """The updates that the model is made of: admitted, and counted by a closed round of this run."""
         with self.register.store.exclusive() as state:
-            return [a for a in state.releases.values() if a.run == self.job.run and a.site in self.job.sites]
+            mine = [a for a in state.releases.values() if a.run == self.job.run]
+            return [a for a in mine if (a.run, a.round, a.site) in state.aggregated]
 
     def _certificate(self, end: Event, body: bytes) -> dict[str, Any]:
         mine = self._updates()

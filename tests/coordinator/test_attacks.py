@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -16,7 +17,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agent.edges.door import GrpcDoor
 from agent.nouns import Unreachable
 from coordinator import intake
-from coordinator.edges.runs import BadJob, Job, Runs, _Conductor, _Feed, _Line
+from coordinator.edges.log import open_log
+from coordinator.edges.runs import BadJob, Event, Job, Runs, _Conductor, _Feed, _Line
 from coordinator.intake import Unwelcome
 from policies.ledger import Admitted, Freed, InvalidEntry, Refused
 from policies.register import Register, digest
@@ -238,6 +240,34 @@ def test_a_reservation_that_comes_in_between_does_not_admit_what_nobody_decoded(
     monkeypatch.setattr(Register, "examine", and_then_reserve)
     verdict = site.door().submit("k", site.seal(release), garbage)
     assert [f.rule for f in verdict.findings] == ["no_grant"]
+
+
+def test_a_model_names_only_the_updates_that_its_rounds_counted(federation: Federation, site: Site) -> None:
+    """An update that a site merely submitted under the run's name is not part of the model or its certificate."""
+    other = federation.join("site-b")
+    for one in (site, other):
+        one.reserved(f"grant-{one.hospital.name}", DP, "federated", "run-1")
+        artifact = vector()
+        release = one.update(f"grant-{one.hospital.name}", artifact, 15, run="run-1", round=1)
+        assert one.door().submit("k", one.seal(release), artifact).admitted
+    federation.intake.register.close_round("run-1", 1, ["site-a"], bytes(32))
+    assert [a.site for a in conductor(federation, "site-a", "site-b")._updates()] == ["site-a"]
+
+
+def test_whoever_watches_a_run_hears_of_its_end_though_it_cannot_be_closed(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = conductor(federation, "site-a")
+    run.runs.turn, run.runs.log = _Line(), open_log(federation.root / "run.log")
+    run.runs.host = SimpleNamespace(stopping=threading.Event())  # type: ignore[assignment]
+
+    def full(_end: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(run, "_conduct", lambda _done: Event("run-1", 3, "finished"))
+    monkeypatch.setattr(run, "_close", full)
+    run.run()
+    assert [(e.state, e.reason) for e in run.feed.follow()] == [("failed", "internal")]
 
 
 def test_runs_are_conducted_in_the_order_in_which_they_stood_in_line() -> None:
