@@ -1,8 +1,9 @@
 """What a mechanism promises, as frozen data. An unknown claim is refused, never guessed.
 
-A claim depends on public configuration alone, so that it can be priced before an image is read. The
-unit of privacy and the neighbouring relation are fields of the record, not comments: here the unit is
-the patient at a site, and neighbours differ by one patient added or removed with all their images.
+A claim depends on public configuration alone, so that it can be priced before an image is read. The unit of privacy
+and the neighbouring relation are fields of the record, not comments: the default is the patient at a site, and
+neighbours differ by one patient added or removed with all their images (design P1). A claim per image may be written
+down, so that it says what it is; claims of different units are never added.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from dataclasses import dataclass
 from typing import Final
 
 UNIT: Final = "patient"
-RELATION: Final = "add-or-remove-one-patient"
+UNITS: Final = frozenset({UNIT, "image"})
+RELATION: Final = "add-or-remove-one"  # one unit, with everything that it contributes
+RELATIONS: Final = frozenset(
+    {RELATION}
+)  # the ones whose loss the accountants compute; replace-one is another, larger
 MAX_STEPS: Final = 10_000_000
+LEAST_NOISE: Final = 1e-3  # a noise multiplier of less is no noise, and its price overflows
+MOST_NOISE: Final = 1e6
 
 
 class UnsupportedClaim(ValueError):
-    """The claim is of no known kind or its parameters make no sense."""
+    """The claim is of no known kind, its parameters make no sense, or it is not comparable with its neighbour."""
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
@@ -31,43 +38,100 @@ def _real(name: str, value: object, low: float, high: float) -> None:
         raise UnsupportedClaim(f"{name} must be a finite number in ({low}, {high}]")
 
 
+def _among(name: str, value: object, known: frozenset[str]) -> None:
+    if type(value) is not str or value not in known:
+        raise UnsupportedClaim(f"{name} must be one of: {', '.join(sorted(known))}")
+
+
 @dataclass(frozen=True, slots=True)
 class SubsampledGaussian:
-    """``steps`` Gaussian mechanisms, each on a Poisson sample of the patients.
+    """``steps`` Gaussian mechanisms, each on a Poisson sample of the units.
 
-    Mironov, Talwar & Zhang 2019 (arXiv 1908.10530), section 3: every patient enters each step
-    independently with probability ``sampling_rate``; each patient's contribution has L2 norm at most 1
-    in units of the clipping bound, and the noise has standard deviation ``noise_multiplier`` in it.
+    Mironov, Talwar & Zhang 2019 (arXiv 1908.10530), section 3: every unit enters each step independently with
+    probability ``sampling_rate``; each unit's contribution has L2 norm at most 1 in units of the clipping bound, and
+    the noise has standard deviation ``noise_multiplier`` in it.
     """
 
     sampling_rate: float  # q, in (0, 1]
-    noise_multiplier: float  # sigma, in (0.001, 1e6]; less is no noise, and overflows the price
-    steps: int
+    noise_multiplier: float  # sigma, in (0.001, 1e6]
+    steps: int  # in [1, MAX_STEPS]
+    unit: str = UNIT
+    relation: str = RELATION
 
     def __post_init__(self) -> None:
         """Refuse parameters outside the mechanism's definition."""
         _real("sampling_rate", self.sampling_rate, 0.0, 1.0)
-        _real("noise_multiplier", self.noise_multiplier, 1e-3, 1e6)
+        _real("noise_multiplier", self.noise_multiplier, LEAST_NOISE, MOST_NOISE)
         _whole("steps", self.steps, 1, MAX_STEPS)
+        _among("unit", self.unit, UNITS)
+        _among("relation", self.relation, RELATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianQuery:
+    """One histogram (or sum of counts) with independent Gaussian noise on every bin, empty bins and classes included.
+
+    PrivImage, theorem 3.1: the semantic histogram. A unit counts with at most ``contribution`` images, and each image
+    adds one vote to each of at most ``votes`` *different* bins (k_1 semantics; per-class histograms are one histogram
+    with a bin per class and semantic, and an image votes in its own class only).
+
+    Sensitivity. An image's votes are a vector v with entries 0 or 1, at most k_1 of them 1, so ``|v| <= sqrt(k_1)``.
+    Adding or removing a unit moves the histogram by the sum of its m images' vectors, and by the triangle inequality
+    ``|v_1 + ... + v_m| <= m sqrt(k_1)``, reached when all images vote for the same k_1 bins: m in each, whence
+    ``sqrt(k_1 m^2)``. The paper's bound, sqrt(k_1), is the case m = 1: it protects an image, not a patient. An image
+    that may vote twice for a bin is not covered: count its votes as that many images with one vote. A unit whose
+    images are averaged into one vote per bin of at most k_1 bins in all has ``contribution`` 1.
+
+    There is no field for the sensitivity (design P10): it derives from what the mechanism enforces.
+    """
+
+    noise: float  # standard deviation on every bin, in votes: the paper's sqrt(k_1) sigma_2
+    contribution: int  # m, in [1, 1e6]: the most images of one unit that are counted
+    votes: int  # k_1, in [1, 1e6]: the most bins that one image votes for, one vote each
+    unit: str = UNIT
+    relation: str = RELATION
+
+    def __post_init__(self) -> None:
+        """Refuse parameters outside the mechanism's definition, or noise too small or large for what it covers."""
+        _whole("contribution", self.contribution, 1, 1_000_000)
+        _whole("votes", self.votes, 1, 1_000_000)
+        _real("noise", self.noise, 0.0, 1e15)
+        _real("noise divided by the sensitivity", self.noise_multiplier, LEAST_NOISE, MOST_NOISE)
+        _among("unit", self.unit, UNITS)
+        _among("relation", self.relation, RELATIONS)
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 distance of the histograms of two neighbours at most, in votes: ``contribution * sqrt(votes)``."""
+        return self.contribution * math.sqrt(self.votes)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Sigma: the noise in units of the sensitivity (the paper's sigma_2 when ``contribution`` is 1)."""
+        return self.noise / self.sensitivity
 
 
 @dataclass(frozen=True, slots=True)
 class KAnonymous:
-    """Each released record stands for at least ``k`` distinct patients, ``l_diversity`` labels among them.
+    """Each released record stands for at least ``k`` distinct units, ``l_diversity`` labels among them.
 
-    Syntactic: it has no epsilon (design P4). ``releases_per_patient`` is how many released clusters a
-    patient may be in, this one counted (design P5).
+    Syntactic: it has no epsilon (design P4). ``releases_per_patient`` is how many released clusters a patient may be
+    in, this one counted (design P5).
     """
 
     k: int
     l_diversity: int
     releases_per_patient: int
+    unit: str = UNIT
+    relation: str = RELATION
 
     def __post_init__(self) -> None:
-        """k counts distinct patients; one patient alone is no anonymity."""
+        """k counts distinct units; one alone is no anonymity."""
         _whole("k", self.k, 2, 1_000_000)
         _whole("l_diversity", self.l_diversity, 1, 1_000_000)
         _whole("releases_per_patient", self.releases_per_patient, 1, 1_000_000)
+        _among("unit", self.unit, UNITS)
+        _among("relation", self.relation, RELATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +139,12 @@ class NoClaim:
     """Nothing is promised. It exists so that a release without a guarantee has to say so."""
 
 
-Claim = SubsampledGaussian | KAnonymous | NoClaim
+Gaussian = SubsampledGaussian | GaussianQuery  # the claims that have an epsilon
+Claim = SubsampledGaussian | GaussianQuery | KAnonymous | NoClaim
 
-KINDS: Final[Mapping[str, type[SubsampledGaussian] | type[KAnonymous] | type[NoClaim]]] = {
+KINDS: Final[Mapping[str, type[Claim]]] = {
     "subsampled-gaussian": SubsampledGaussian,
+    "gaussian-query": GaussianQuery,
     "k-anonymous": KAnonymous,
     "no-claim": NoClaim,
 }

@@ -1,40 +1,103 @@
-"""Rényi DP of the Poisson-subsampled Gaussian at an integer order, and its conversion; standard library alone.
+"""Rényi DP of Gaussian claims at an integer order, and its conversion; standard library alone.
 
 These are the prices. A verifier re-derives them on a machine that has nothing of ours installed;
 :mod:`policies.accounting` confirms them with Google's accountant before anything is granted.
+
+Everything is computed in decimal arithmetic with every operation rounded against the spender: a price is never below
+the true divergence, and it is the same whole number on every machine, which floating-point logarithms are not.
 """
 
 from __future__ import annotations
 
 import math
+from decimal import (
+    MAX_EMAX,
+    MIN_EMIN,
+    ROUND_CEILING,
+    ROUND_FLOOR,
+    Context,
+    Decimal,
+    DivisionByZero,
+    InvalidOperation,
+    Overflow,
+    localcontext,
+)
+from functools import lru_cache
 from typing import Final
 
-from policies.claims import Claim, SubsampledGaussian, UnsupportedClaim
+from policies.claims import Claim, Gaussian, GaussianQuery, SubsampledGaussian, UnsupportedClaim
 
 NANO: Final = 10**9
+MAX_ORDER: Final = 1024
+_UP: Final = Context(
+    prec=40, rounding=ROUND_CEILING, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[Overflow, InvalidOperation, DivisionByZero]
+)
 
 
-def integer_rdp(claim: SubsampledGaussian, order: int) -> float:
-    """Rényi divergence bound of the whole claim at ``order``, in nats.
+def _check(order: object) -> None:
+    if type(order) is not int or not 2 <= order <= MAX_ORDER:
+        raise ValueError(f"the order must be an integer in [2, {MAX_ORDER}]")
 
-    Mironov, Talwar & Zhang 2019 (arXiv 1908.10530), section 3.3, integer orders, add/remove neighbours:
-    ``A = sum_i C(a, i) (1-q)^(a-i) q^i exp((i^2 - i) / 2 sigma^2)`` and ``rho = steps * log(A) / (a - 1)``.
+
+@lru_cache(maxsize=128)
+def _combinations(order: int) -> tuple[Decimal, ...]:
+    """C(order, i) for i in 0 .. order, exact."""
+    return tuple(Decimal(math.comb(order, i)) for i in range(order + 1))
+
+
+def _powers(base: Decimal, count: int) -> list[Decimal]:
+    """base^0 .. base^count in the current context, each an upper bound of the true power of a base at least 0."""
+    out = [Decimal(1)]
+    for _ in range(count):
+        out.append(out[-1] * base)
+    return out
+
+
+def _log_moment(q: Decimal, sigma: Decimal, order: int) -> Decimal:
+    """An upper bound on log A of one Poisson-subsampled step; the current context must round up.
+
+    Mironov, Talwar & Zhang 2019 (arXiv 1908.10530), section 3.3, for integer orders and add/remove neighbours:
+    ``A = sum_i C(a, i) (1-q)^(a-i) q^i exp(i (i-1) / 2 sigma^2)``. The binomial weights sum to 1, so
+    ``A - 1 = sum_(i>=2) C(a, i) (1-q)^(a-i) q^i (E^(i (i-1) / 2) - 1)`` with ``E = exp(1 / sigma^2)``: positive terms
+    alone. Sums and products of upper bounds of positive numbers, rounded up, are upper bounds; ``exp`` and ``ln`` of
+    the decimal module round to nearest, so the next number above bounds them.
+    """
+    inverse = 1 / sigma
+    e = (inverse * inverse).exp().next_plus()
+    combinations, kept, drawn = _combinations(order), _powers(1 - q, order - 2), _powers(+q, order)
+    excess, gain, factor = Decimal(0), Decimal(1), Decimal(1)
+    for i in range(2, order + 1):
+        factor *= e  # E^(i - 1)
+        gain *= factor  # E^(i (i - 1) / 2)
+        excess += combinations[i] * kept[order - i] * drawn[i] * (gain - 1)
+    # log(1 + x) <= x is the sharper of the two bounds when x is so small that 1 + x has lost its digits
+    return min(excess, (1 + excess).ln().next_plus())
+
+
+def _divergence(claim: Gaussian, order: int) -> Decimal:
+    """An upper bound on the Rényi divergence of the whole claim at ``order``, in nats; the context must round up."""
+    if isinstance(claim, GaussianQuery):  # sigma = noise / (m sqrt(k_1)): no square root is needed
+        inverse = 1 / Decimal(claim.noise)
+        return order * claim.contribution**2 * claim.votes * inverse * inverse / 2
+    if claim.sampling_rate == 1.0:
+        inverse = 1 / Decimal(claim.noise_multiplier)
+        return claim.steps * order * inverse * inverse / 2
+    log_a = _log_moment(Decimal(claim.sampling_rate), Decimal(claim.noise_multiplier), order)
+    return claim.steps * log_a / (order - 1)
+
+
+def integer_rdp(claim: Gaussian, order: int) -> float:
+    """Rényi divergence bound of the whole claim at ``order``, in nats, as the nearest float.
+
+    Poisson-subsampled Gaussian: ``steps * log(A) / (a - 1)``, see :func:`_log_moment`. Plain Gaussian, and every
+    Gaussian query: ``a / (2 sigma^2)`` (Mironov 2017, corollary 3; PrivImage, theorem 3.1).
 
     Raises:
-        ValueError: the order is not an integer of at least 2.
+        ValueError: the order is not an integer in [2, 1024].
     """
-    if type(order) is not int or not 2 <= order <= 1024:
-        raise ValueError("the order must be an integer in [2, 1024]")
-    q, sigma = claim.sampling_rate, claim.noise_multiplier
-    if q == 1.0:
-        return claim.steps * order / (2 * sigma**2)
-    logs = [
-        math.log(math.comb(order, i)) + (order - i) * math.log1p(-q) + i * math.log(q) + (i * i - i) / (2 * sigma**2)
-        for i in range(order + 1)
-    ]
-    top = max(logs)
-    log_a = top + math.log(math.fsum(math.exp(x - top) for x in logs))
-    return claim.steps * max(log_a, 0.0) / (order - 1)
+    _check(order)
+    with localcontext(_UP):
+        return float(_divergence(claim, order))
 
 
 def cost(claim: Claim, order: int) -> int:
@@ -42,20 +105,36 @@ def cost(claim: Claim, order: int) -> int:
 
     Raises:
         UnsupportedClaim: the claim has no Rényi curve (k-anonymity has none, not a zero one).
+        ValueError: the order is not an integer in [2, 1024].
     """
-    if not isinstance(claim, SubsampledGaussian):
+    if not isinstance(claim, SubsampledGaussian | GaussianQuery):
         raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
-    exact = integer_rdp(claim, order) * NANO
-    return math.ceil(exact * (1 + 1e-12))  # the margin covers the rounding of the formula itself
+    _check(order)
+    with localcontext(_UP):
+        return math.ceil(_divergence(claim, order) * NANO)
 
 
 def epsilon_nano(claim: Claim, delta: float, order: int) -> int:
     """What a statement declares and every reviewer recomputes: epsilon in nano, rounded up (P11)."""
-    return cost(claim, order) + max(0, math.ceil(log_term(order, delta) * NANO))
+    with localcontext(_UP):
+        return cost(claim, order) + math.ceil(_log_term(order, delta) * NANO)
+
+
+def _log_term(order: int, delta: float) -> Decimal:
+    """An upper bound on :func:`log_term`, and 0 where that is negative; the context must round up."""
+    _check(order)
+    if not 0 < delta < 1:
+        raise ValueError("delta must lie in (0, 1)")
+    with localcontext() as down:
+        down.rounding = ROUND_FLOOR
+        product = order * Decimal(delta)
+        first = (1 / Decimal(order)).next_minus()
+    # log(1 - 1/a) - log(a delta) / (a - 1), with a lower bound wherever something is subtracted
+    return max(Decimal(0), (1 - first).ln().next_plus() - (product.ln().next_minus() / (order - 1)).next_minus())
 
 
 def log_term(order: int, delta: float) -> float:
-    """What the step from (order, rho) to (epsilon, delta) adds, in nats.
+    """What the step from (order, rho) to (epsilon, delta) adds, in nats; negative when delta is very large.
 
     Canonne, Kamath & Steinke 2020 (arXiv 2004.00010), proposition 12:
     ``epsilon = rho + log(1 - 1/a) - log(a delta) / (a - 1)``.
@@ -67,5 +146,10 @@ def log_term(order: int, delta: float) -> float:
 
 def allowance(epsilon_budget: float, delta: float, order: int) -> int:
     """The Rényi divergence that fits under (epsilon, delta) at ``order``: nano-nats, rounded down, never negative."""
-    room = (epsilon_budget - log_term(order, delta)) * NANO
-    return max(0, math.floor(room * (1 - 1e-12))) if math.isfinite(room) else 0
+    if not math.isfinite(epsilon_budget):
+        return 0
+    with localcontext(_UP):
+        log = _log_term(order, delta)
+    with localcontext(_UP) as down:
+        down.rounding = ROUND_FLOOR
+        return max(0, math.floor((Decimal(epsilon_budget) - log) * NANO))
