@@ -7,7 +7,10 @@ and text strings, arrays, and maps with text keys. Anything else, and any other 
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
 Value = int | bytes | str | list["Value"] | dict[str, "Value"]
 
@@ -21,12 +24,19 @@ class MalformedEntry(ValueError):
 
 
 def _head(major: int, n: int) -> bytes:
+    return _HEADS[major][n] if n < 256 else _long_head(major, n)
+
+
+def _long_head(major: int, n: int) -> bytes:
     if n < 24:
         return bytes([major << 5 | n])
     for info, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
         if n < 1 << (8 * size):
             return bytes([major << 5 | info]) + n.to_bytes(size, "big")
     raise MalformedEntry("number too large")
+
+
+_HEADS: Final = tuple(tuple(_long_head(major, n) for n in range(256)) for major in range(6))
 
 
 def encode(value: Value) -> bytes:
@@ -42,7 +52,10 @@ def encode(value: Value) -> bytes:
     if type(value) is bytes:
         return _head(_BYTES, len(value)) + value
     if type(value) is str:
-        raw = value.encode()
+        try:
+            raw = value.encode()
+        except UnicodeEncodeError:
+            raise MalformedEntry("text that has no UTF-8 form") from None
         return _head(_TEXT, len(raw)) + raw
     if type(value) is list:
         return _head(_ARRAY, len(value)) + b"".join(encode(v) for v in value)
@@ -138,3 +151,62 @@ def decode(raw: bytes) -> Value:
     if reader.at != len(raw):
         raise MalformedEntry("trailing bytes")
     return value
+
+
+# The same grammar as regular expressions, for maps whose keys and types are known. An auditor reads a million
+# entries; one match of a compiled pattern costs a twentieth of the cursor above. Every alternative is one header
+# in its shortest form with exactly as many bytes as it announces, so whatever matches is deterministic. What does
+# not match (long strings, arrays, bad bytes) is left to `decode`, which says what is wrong.
+
+
+def _strings(major: int, lengths: Iterable[int]) -> bytes:
+    return b"|".join(re.escape(_head(major, n)) + b".{%d}" % n for n in lengths)
+
+
+_SHORT: Final = _strings(_TEXT, range(96))
+_LISTS: Final = b"|".join(re.escape(_head(_ARRAY, n)) + b"(?:%b){%d}" % (_SHORT, n) for n in range(17))
+PATTERNS: Final[Mapping[type, bytes]] = MappingProxyType(
+    {
+        int: rb"([\x00-\x17]|\x18[\x18-\xff]|\x19(?!\x00)..|\x1a(?!\x00\x00).{4}|\x1b(?!\x00{4})[\x00-\x7f].{7})",
+        str: b"(" + _SHORT + b")",
+        list: b"(" + _LISTS + b")",
+        bytes: b"(" + _strings(_BYTES, (32, *range(32), *range(33, 192))) + b")",
+    }
+)
+
+
+def _texts(raw: bytes) -> list[str]:
+    """A list that its pattern matched: its head is one byte; a text's is one byte below 24, else two."""
+    out, at = [], 1
+    while at < len(raw):
+        first = raw[at]
+        start = at + 1 if first < 0x78 else at + 2
+        at = start + (first - 0x60 if first < 0x78 else raw[at + 1])
+        out.append(raw[start:at].decode())
+    return out
+
+
+READERS: Final[Mapping[type, Callable[[bytes], Any]]] = MappingProxyType(
+    {
+        int: lambda raw: raw[0] if len(raw) == 1 else int.from_bytes(raw[1:], "big"),
+        str: lambda raw: (raw[1:] if len(raw) < 25 else raw[2:]).decode(),
+        bytes: lambda raw: raw[1:] if len(raw) < 25 else raw[2:],
+        list: _texts,
+    }
+)
+
+
+def in_order(keys: Iterable[str]) -> list[str]:
+    """Keys as a deterministic map has them: by their encoded bytes."""
+    return sorted(keys, key=encode)
+
+
+def map_pattern(values: Mapping[str, bytes]) -> bytes:
+    """The pattern of a map with exactly these keys, given the pattern of each value."""
+    pairs = [re.escape(encode(key)) + values[key] for key in in_order(values)]
+    return re.escape(_head(_MAP, len(pairs))) + b"".join(pairs)
+
+
+def map_head(pairs: int) -> bytes:
+    """What a map of so many pairs begins with."""
+    return _head(_MAP, pairs)
