@@ -1,211 +1,50 @@
-"""Ledger entries and the fold: account state is what the entries say, and an auditor folds them again.
+"""The fold: account state is what the entries say, and an auditor folds them again.
 
-Pure: no disk, no clock (``at`` is told, and no decision depends on it). Amounts are whole numbers: nano-nats
-of Rényi divergence at the account's one order (kind ``rdp``), or releases per patient (kind ``k``). Kinds never
-add (design P4). A grant is held when reserved and then spent or freed; whatever is unknown is spent.
+Pure: no disk, no clock (``at`` is told, and no decision depends on it). A grant is held when reserved, and then has
+exactly one end: spent (at least what was released under it), freed (only by the site's signed word that nothing was
+read or released) or expired (all of it is spent). Whatever is unknown is spent. Kinds never add (design P4).
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies import cbor
+from policies.entries import (
+    Admitted,
+    Amended,
+    Appointed,
+    Approved,
+    Enrolled,
+    Entry,
+    Expired,
+    Freed,
+    InvalidEntry,
+    LimitSet,
+    Opened,
+    Presented,
+    Record,
+    Recovered,
+    Refused,
+    Reserved,
+    Restored,
+    RoundClosed,
+    Sent,
+    Spent,
+    Waived,
+    proposal,
+)
+from policies.rdp import allowance
 
-
-class InvalidEntry(ValueError):
-    """The entry breaks a rule of the books; it must not be appended, and a ledger that holds it is unsound."""
+ROLES: Final = frozenset({"compliance", "hospital", "operator"})
+APPROVING: Final = frozenset({"compliance", "hospital"})  # who runs the machine never approves
 
 
 class KeyReused(ValueError):
     """An idempotency key came back with other content."""
-
-
-@dataclass(frozen=True, slots=True)
-class Enrolled:
-    """A site's signing key and policy were approved."""
-
-    site: str
-    sign_key: bytes  # Ed25519, raw
-    policy: bytes  # SHA-256 of the site's policy text
-    envelope: bytes  # SHA-256 of the sealed enrolment
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An account; its limit and, for ``rdp``, its order are fixed here."""
-
-    account: str  # "<site>/rdp" | "<site>/k"
-    limit: int
-    order: int  # 0 for kind k
-    epsilon: str  # the budget as people state it, decimal text; "" for kind k
-    delta: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A grant: the claim's whole price is held."""
-
-    grant: str
-    site: str
-    run: str
-    mechanism: str
-    account: str
-    amount: int
-    claim: bytes  # canonical JSON of the claim
-    envelope: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A reservation or release was refused, or declined by the site itself, with each reason's rule."""
-
-    subject: str  # the grant's or release's id
-    site: str
-    mechanism: str
-    stage: str  # "reservation" | "release" | "declined"
-    findings: list[str]
-    envelope: bytes  # empty when nothing was validly signed by that site
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """In a site's own ledger: this release is about to leave. Durable before a byte of it does."""
-
-    release: str
-    grant: str
-    site: str
-    run: str
-    round: int
-    mechanism: str
-    artifact: bytes  # SHA-256
-    envelope: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A release was admitted; ``used`` is what its grant has consumed so far, this release included."""
-
-    release: str
-    grant: str
-    site: str
-    run: str
-    round: int
-    mechanism: str
-    level: str
-    used: int
-    claim: bytes
-    artifact: bytes  # SHA-256
-    envelope: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """The grant is closed and its whole amount is spent."""
-
-    grant: str
-    why: str  # "released" | "expired"
-
-
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """The grant is closed without being spent: the site's signed word that nothing was read or released."""
-
-    grant: str
-    why: str  # "refused" (by the other ledger) | "declined"
-    envelope: bytes  # SHA-256 of the site's sealed settlement, which says that nothing was read or released
-
-
-@dataclass(frozen=True, slots=True)
-class RoundClosed:
-    """A round of a federated run was aggregated from these sites' admitted updates."""
-
-    run: str
-    round: int
-    sites: list[str]
-    model: bytes  # SHA-256 of the aggregate's parameters
-
-
-Entry = Enrolled | Opened | Reserved | Refused | Sent | Admitted | Spent | Freed | RoundClosed
-_KINDS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
-    {
-        "enrolled": Enrolled,
-        "opened": Opened,
-        "reserved": Reserved,
-        "refused": Refused,
-        "sent": Sent,
-        "admitted": Admitted,
-        "spent": Spent,
-        "freed": Freed,
-        "round-closed": RoundClosed,
-    }
-)
-_CHECKS: Final[Mapping[str, type]] = MappingProxyType({"int": int, "str": str, "bytes": bytes})
-GENESIS: Final = bytes(32)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One line of the ledger: an entry, when it was written, under which idempotency key, after which leaf."""
-
-    at: int  # seconds since 1970, informative only
-    key: str
-    previous: bytes  # SHA-256 of the preceding record's bytes
-    entry: Entry
-
-
-def kind_of(entry: Entry) -> str:
-    """The entry's name in the encoding."""
-    return next(name for name, cls in _KINDS.items() if type(entry) is cls)
-
-
-def encode(record: Record) -> bytes:
-    """Deterministic CBOR of a record."""
-    body = {f.name: getattr(record.entry, f.name) for f in fields(record.entry)}
-    return cbor.encode(
-        {
-            "at": record.at,
-            "body": body,
-            "key": record.key,
-            "prev": record.previous,
-            "type": kind_of(record.entry),
-        }
-    )
-
-
-def decode(raw: bytes) -> Record:
-    """The record of :func:`encode`.
-
-    Raises:
-        cbor.MalformedEntry: not deterministic CBOR.
-        InvalidEntry: not a known entry with exactly its fields.
-    """
-    outer = cbor.decode(raw)
-    if not isinstance(outer, dict) or set(outer) != {"at", "body", "key", "prev", "type"}:
-        raise InvalidEntry("not a record")
-    cls, body = _KINDS.get(str(outer["type"])), outer["body"]
-    if cls is None or not isinstance(body, dict) or set(body) != {f.name for f in fields(cls)}:
-        raise InvalidEntry("unknown entry, or missing or unknown fields")
-    for f in fields(cls):
-        value = body[f.name]
-        if str(f.type) == "list[str]":
-            good = isinstance(value, list) and all(type(v) is str for v in value)
-        else:
-            good = type(value) is _CHECKS[str(f.type)]
-        if not good:
-            raise InvalidEntry(f"{f.name} has another type")
-    at, key, previous = outer["at"], outer["key"], outer["prev"]
-    if type(at) is not int or type(key) is not str or type(previous) is not bytes or len(previous) != 32:
-        raise InvalidEntry("not a record")
-    return Record(at, key, previous, cls(**body))  # type: ignore[arg-type]
-
-
-def fingerprint(entry: Entry) -> bytes:
-    """What an idempotency key stands for: the entry without time and place."""
-    return hashlib.sha256(encode(Record(0, "", GENESIS, entry))).digest()
 
 
 @dataclass(slots=True)
@@ -215,21 +54,41 @@ class Account:
     opened: Opened
     held: int = 0
     spent: int = 0
+    changed: LimitSet | None = None  # the limit as persons last set it
+
+    @property
+    def limit(self) -> int:
+        """What may be held and spent together, ever."""
+        return self.changed.limit if self.changed else self.opened.limit
+
+    @property
+    def epsilon(self) -> str:
+        """The limit as people state it."""
+        return self.changed.epsilon if self.changed else self.opened.epsilon
 
     @property
     def left(self) -> int:
-        """What may still be reserved."""
-        return self.opened.limit - self.held - self.spent
+        """What may still be reserved; negative after a limit was lowered below what is gone."""
+        return self.limit - self.held - self.spent
 
 
 @dataclass(slots=True)
 class Grant:
     """Budget reserved for one release, or for one site's part in one federated run."""
 
-    reserved: Reserved
+    reserved: Reserved | Recovered
     state: str = "held"  # "held" | "spent" | "freed"
     used: int = 0
     last_round: int = 0
+    sent: int = 0  # in a site's own ledger: what set out under it has consumed, answered or not
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What persons have approved under one serial."""
+
+    approvals: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # person -> digest, sealed approval
+    used: bool = False
 
 
 @dataclass(slots=True)
@@ -237,6 +96,10 @@ class State:
     """The fold of a ledger's entries."""
 
     sites: dict[str, Enrolled] = field(default_factory=dict)
+    policies: dict[str, bytes] = field(default_factory=dict)  # site -> envelope that holds its policy of today
+    amended: dict[str, int] = field(default_factory=dict)  # site -> number of its newest amendment
+    persons: dict[str, Appointed] = field(default_factory=dict)
+    proposals: dict[str, Proposal] = field(default_factory=dict)  # by serial
     accounts: dict[str, Account] = field(default_factory=dict)
     grants: dict[str, Grant] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)
@@ -245,23 +108,26 @@ class State:
     rounds: dict[str, int] = field(default_factory=dict)  # run -> last closed round
     updates: set[tuple[str, int, str]] = field(default_factory=set)  # admitted (run, round, site)
     aggregated: set[tuple[str, int, str]] = field(default_factory=set)  # those that a closed round counts
-    keys: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # key -> (seq, fingerprint)
+    keys: dict[str, int] = field(default_factory=dict)  # idempotency key -> seq
+    epoch: int = 1
+    restored_at: int = 0  # seq of the entry that opened it
+    nonce: str = ""  # of the restore
+    waiting: set[str] = field(default_factory=set)  # sites that have not presented their receipts: all are frozen
+    late: set[str] = field(default_factory=set)  # sites enrolled after a restore: they alone are, until they present
+    recovered: Counter[str] = field(default_factory=Counter)  # site -> grants recovered in this epoch
+    refused: set[bytes] = field(default_factory=set)  # envelopes of reservations that were never granted
     size: int = 0
-    last: bytes = GENESIS
 
     def apply(self, record: Record) -> None:
         """Take one more record into the books.
 
         Raises:
-            InvalidEntry: the record breaks a rule; the state must then be thrown away.
+            InvalidEntry: the record breaks a rule. The books are as before.
         """
-        if record.previous != self.last:
-            raise InvalidEntry("the record does not follow its predecessor")
         if record.key in self.keys:
             raise InvalidEntry("an idempotency key is used twice")
         _APPLY[type(record.entry)](self, record.entry)
-        self.keys[record.key] = (self.size, fingerprint(record.entry))
-        self.last = hashlib.sha256(encode(record)).digest()
+        self.keys[record.key] = self.size
         self.size += 1
 
     def open_grant(self, name: str) -> Grant:
@@ -275,12 +141,30 @@ class State:
             raise InvalidEntry("no open grant of that name")
         return grant
 
+    def frozen(self, site: str) -> bool:
+        """After a restore: is nothing granted to this site yet?"""
+        return bool(self.waiting) or site in self.late
+
+    def approvals(self, serial: str, action: str, subject: str, value: str) -> dict[str, str]:
+        """Who has approved exactly this, so far: role -> SHA-256 of the sealed approval, in hexadecimal."""
+        asked, wanted = self.proposals.get(serial, Proposal()), proposal(serial, action, subject, value)
+        agreeing = [(p, sealed) for p, (digest, sealed) in asked.approvals.items() if digest == wanted]
+        return {self.persons[p].role: sealed.hex() for p, sealed in agreeing}
+
     def _enrolled(self, e: Enrolled) -> None:
         if e.site in self.sites:
             raise InvalidEntry("the site is enrolled already")
         if len(e.sign_key) != 32 or any(e.sign_key == known.sign_key for known in self.sites.values()):
             raise InvalidEntry("not an Ed25519 key, or another site's")
         self.sites[e.site] = e
+        self.policies[e.site] = e.envelope
+        if self.epoch > 1:  # it may have been enrolled before, and the backup had lost it
+            self.late.add(e.site)
+
+    def _amended(self, e: Amended) -> None:
+        if e.site not in self.sites or not e.number > self.amended.get(e.site, 0):
+            raise InvalidEntry("the site is not enrolled, or the amendment is not newer than the one in force")
+        self.policies[e.site], self.amended[e.site] = e.envelope, e.number
 
     def _opened(self, e: Opened) -> None:
         if e.account in self.accounts:
@@ -290,12 +174,57 @@ class State:
             raise InvalidEntry("an account is of kind rdp with an order, or of kind k without")
         self.accounts[e.account] = Account(e)
 
+    def _appointed(self, e: Appointed) -> None:
+        if e.role not in ROLES or len(e.public) != 32:
+            raise InvalidEntry("no such role, or not an Ed25519 key")
+        if e.person in self.persons or any(e.public == known.public for known in self.persons.values()):
+            raise InvalidEntry("the person or the key is appointed already")
+        office = APPROVING & {p.role for p in self.persons.values()}
+        if office and e.role not in APPROVING - office:
+            self._agree(e.serial, proposal(e.serial, "appoint", e.person, f"{e.role} {e.public.hex()}"), len(office))
+        elif e.serial:
+            raise InvalidEntry("the first of a role needs no approval")
+        self.persons[e.person] = e
+
+    def _approved(self, e: Approved) -> None:
+        person = self.persons.get(e.person)
+        if person is None or person.role not in APPROVING:
+            raise InvalidEntry("nobody of that name may approve")
+        if not e.serial:
+            raise InvalidEntry("a proposal has a serial")
+        asked = self.proposals.get(e.serial, Proposal())
+        if asked.used or e.person in asked.approvals:
+            raise InvalidEntry("that proposal is closed, or this person has approved it")
+        asked.approvals[e.person] = (e.proposal, e.envelope)
+        self.proposals[e.serial] = asked
+
+    def _agree(self, serial: str, wanted: bytes, roles: int) -> None:
+        """Close a proposal that persons of so many different roles have approved, in exactly these words."""
+        asked = self.proposals.get(serial, Proposal())
+        agreeing = {self.persons[p].role for p, (digest, _) in asked.approvals.items() if digest == wanted}
+        if asked.used or not len(agreeing) >= roles:
+            raise InvalidEntry(f"{roles} role(s) must approve this, and {0 if asked.used else len(agreeing)} did")
+        asked.used = True
+
+    def _limit_set(self, e: LimitSet) -> None:
+        account = self.accounts.get(e.account)
+        if account is None:
+            raise InvalidEntry("no such account")
+        opened, stated = account.opened, e.epsilon or str(e.limit)  # what persons sign is what they understand
+        if not (_says(e, opened) if opened.order else not e.epsilon):
+            raise InvalidEntry("a limit of kind rdp is what its epsilon allows, and one of kind k has none")
+        wanted = proposal(e.serial, "limit", e.account, stated)
+        self._agree(e.serial, wanted, 2 if e.limit > account.limit else 1)
+        account.changed = e
+
     def _reserved(self, e: Reserved) -> None:
         account = self.accounts.get(e.account)
         if account is None or e.account.rpartition("/")[0] != e.site:
             raise InvalidEntry("no such account of that site")
-        if e.grant in self.grants:
-            raise InvalidEntry("the grant exists already")
+        if e.grant in self.grants or e.envelope in self.refused:
+            raise InvalidEntry("the grant exists already, or this very request was refused")
+        if self.frozen(e.site):
+            raise InvalidEntry("nothing is granted before every site has presented its receipts")
         if not 0 < e.amount <= account.left:
             raise InvalidEntry("the account would be overspent")
         account.held += e.amount
@@ -306,28 +235,31 @@ class State:
             raise InvalidEntry("a refusal has a reason")
         if e.stage == "release" and e.envelope:
             self.envelopes.add(e.envelope)
+        elif e.stage == "reservation" and not self.frozen(e.site):  # a frozen ledger refuses what it had granted too
+            self.refused.add(e.envelope)
 
     def _sent(self, e: Sent) -> None:
-        grant = self.open_grant(e.grant).reserved
-        if (e.site, e.run, e.mechanism) != (grant.site, grant.run, grant.mechanism):
+        grant = self.open_grant(e.grant)
+        held = grant.reserved
+        if (e.site, e.run, e.mechanism) != (held.site, held.run, held.mechanism):
             raise InvalidEntry("the grant is another's")
         if e.release in self.sent:
             raise InvalidEntry("the release was sent before")
+        if not grant.sent < e.used <= held.amount:
+            raise InvalidEntry("the grant does not cover the release")
         self.sent[e.release] = e
+        grant.sent = e.used
 
     def _admitted(self, e: Admitted) -> None:
         grant = self.open_grant(e.grant)
         if bool(e.run) is not (e.round >= 1):
             raise InvalidEntry("a release of a run has a round, and no other has")
-        if (e.site, e.run, e.mechanism) != (
-            grant.reserved.site,
-            grant.reserved.run,
-            grant.reserved.mechanism,
-        ):
+        held = grant.reserved
+        if (e.site, e.run, e.mechanism) != (held.site, held.run, held.mechanism):
             raise InvalidEntry("the grant is another's")
         if e.release in self.releases or e.envelope in self.envelopes:
             raise InvalidEntry("the release was reviewed before")
-        if not grant.used < e.used <= grant.reserved.amount or (e.run and e.round <= grant.last_round):
+        if not grant.used < e.used <= held.amount or (e.run and e.round <= grant.last_round):
             raise InvalidEntry("the grant does not cover the release")
         grant.used, grant.last_round = e.used, e.round
         self.releases[e.release] = e
@@ -337,17 +269,27 @@ class State:
 
     def _spent(self, e: Spent) -> None:
         grant = self.open_grant(e.grant)
-        account = self.accounts[grant.reserved.account]
-        account.held -= grant.reserved.amount
-        account.spent += grant.reserved.amount
-        grant.state = "spent"
+        if not max(grant.used, grant.sent, 1) <= e.used <= grant.reserved.amount:
+            raise InvalidEntry("what is spent lies between what left and what was reserved")
+        if bool(e.envelope) is not (e.used < grant.reserved.amount):
+            raise InvalidEntry("something is given back on the site's signed word, and only then")
+        self._close(grant, e.used)
+
+    def _expired(self, e: Expired) -> None:
+        grant = self.open_grant(e.grant)
+        self._close(grant, grant.reserved.amount)
 
     def _freed(self, e: Freed) -> None:
         grant = self.open_grant(e.grant)
-        if grant.used or any(sent.grant == e.grant for sent in self.sent.values()):
+        if grant.used or grant.sent:
             raise InvalidEntry("something was released under the grant; it cannot be freed")
-        self.accounts[grant.reserved.account].held -= grant.reserved.amount
-        grant.state = "freed"
+        self._close(grant, 0)
+
+    def _close(self, grant: Grant, used: int) -> None:
+        account = self.accounts[grant.reserved.account]
+        account.held -= grant.reserved.amount
+        account.spent += used
+        grant.state = "spent" if used else "freed"
 
     def _round_closed(self, e: RoundClosed) -> None:
         if e.round != self.rounds.get(e.run, 0) + 1:
@@ -359,15 +301,71 @@ class State:
         self.rounds[e.run] = e.round
         self.aggregated.update((e.run, e.round, site) for site in e.sites)
 
+    def _restored(self, e: Restored) -> None:
+        if (e.epoch, e.size) != (self.epoch + 1, self.size) or len(e.root) != 32 or not e.nonce:
+            raise InvalidEntry("an epoch follows the one before, where the backup ends")
+        self.epoch, self.restored_at, self.nonce = e.epoch, self.size, e.nonce
+        self.waiting, self.late, self.recovered = set(self.sites), set(), Counter()
 
-_APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = {
-    Enrolled: State._enrolled,
-    Opened: State._opened,
-    Reserved: State._reserved,
-    Refused: State._refused,
-    Sent: State._sent,
-    Admitted: State._admitted,
-    Spent: State._spent,
-    Freed: State._freed,
-    RoundClosed: State._round_closed,
-}
+    def _recovered(self, e: Recovered) -> None:
+        account = self.accounts.get(e.account)
+        if e.site not in self.waiting | self.late or account is None or e.account.rpartition("/")[0] != e.site:
+            raise InvalidEntry("only after a restore, and only into the site's own account")
+        if e.grant in self.grants or e.envelope in self.refused or e.amount <= 0:
+            raise InvalidEntry("the grant is known, was refused, or is for nothing")
+        account.spent += e.amount  # even beyond the limit: it is what was granted before the restore
+        self.grants[e.grant] = Grant(e, "spent", e.amount)
+        self.recovered[e.site] += 1
+
+    def _presented(self, e: Presented) -> None:
+        if e.site not in self.waiting | self.late or e.nonce != self.nonce:
+            raise InvalidEntry("nothing is awaited from that site after this restore")
+        if e.grants != self.recovered[e.site]:
+            raise InvalidEntry("another number of lost grants than were recovered")
+        self.waiting.discard(e.site)
+        self.late.discard(e.site)
+
+    def _waived(self, e: Waived) -> None:
+        if e.site not in self.waiting:
+            raise InvalidEntry("nothing is awaited from that site")
+        self._agree(e.serial, proposal(e.serial, "waive", e.site, str(self.epoch)), 2)
+        for grant in self.grants.values():
+            if grant.state == "held" and grant.reserved.site == e.site:
+                self._close(grant, grant.reserved.amount)
+        for account in self.accounts.values():  # what it holds receipts of is unknown, so all of it is spent
+            if account.opened.account.rpartition("/")[0] == e.site:
+                account.spent += max(0, account.left)
+        self.waiting.discard(e.site)
+
+
+def _says(e: LimitSet, opened: Opened) -> bool:
+    """Is the limit what its epsilon allows at the account's delta and order?"""
+    try:
+        epsilon = float(e.epsilon)
+        return repr(epsilon) == e.epsilon and e.limit == allowance(epsilon, float(opened.delta), opened.order)
+    except ValueError:
+        return False
+
+
+_APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = MappingProxyType(
+    {
+        Admitted: State._admitted,
+        Amended: State._amended,
+        Appointed: State._appointed,
+        Approved: State._approved,
+        Enrolled: State._enrolled,
+        Expired: State._expired,
+        Freed: State._freed,
+        LimitSet: State._limit_set,
+        Opened: State._opened,
+        Presented: State._presented,
+        Recovered: State._recovered,
+        Refused: State._refused,
+        Reserved: State._reserved,
+        Restored: State._restored,
+        RoundClosed: State._round_closed,
+        Sent: State._sent,
+        Spent: State._spent,
+        Waived: State._waived,
+    }
+)

@@ -1,0 +1,174 @@
+"""What persons decide about a ledger, and what follows a restore: who may approve, limits, lost receipts.
+
+Nothing here is decided by one person: the fold counts the roles (:mod:`policies.ledger`), and an auditor counts them
+again. Every approval is a sealed statement, whose signature is checked before it is written down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from policies.audit import open_envelope
+from policies.entries import (
+    Amended,
+    Appointed,
+    Approved,
+    InvalidEntry,
+    LimitSet,
+    Presented,
+    Recovered,
+    Waived,
+    proposal,
+)
+from policies.export import Unsound
+from policies.rdp import allowance
+from policies.review import TERMS, price
+from policies.statement import Amendment, Approval, Receipts, Reservation, canonical, claim_json, parse
+from policies.store import Draft, Store
+
+
+def _digest(envelope: bytes) -> bytes:
+    return hashlib.sha256(envelope).digest()
+
+
+def appoint(store: Store, person: str, role: str, key: bytes, serial: str = "") -> None:
+    """Name a person who may approve: the first of each role freely, the others as those in office approve.
+
+    Args:
+        store: the ledger.
+        person: a short opaque name; who it is stays at the institution.
+        role: ``compliance``, ``hospital`` or ``operator``; an operator never approves.
+        key: Ed25519 public key, raw.
+        serial: of the approved proposal ``appoint``.
+    Raises:
+        InvalidEntry: an unknown role, a key or name in use, or not enough approvals.
+    """
+    store.append(f"appoint-{person}", Draft((Appointed(person, role, key, serial),)))
+
+
+def approve(store: Store, envelope: bytes) -> Approval:
+    """Write down a person's sealed approval.
+
+    Raises:
+        InvalidEntry: not signed by an appointed person, for another ledger, or of no use here.
+    """
+    statement = _unopened(envelope)
+    person = store.state.persons.get(statement.person)
+    if person is None or statement.origin != store.origin:
+        raise InvalidEntry("the approval is by nobody who was appointed here, or for another ledger")
+    try:
+        open_envelope(envelope, person.public)
+    except Unsound:
+        raise InvalidEntry("the approval is not signed by that person's key") from None
+    s = statement
+    entry = Approved(s.person, s.serial, proposal(s.serial, s.action, s.subject, s.value), _digest(envelope))
+    store.append(f"approve-{entry.envelope.hex()}", Draft((entry,), (envelope,)))
+    return statement
+
+
+def _unopened(envelope: bytes) -> Approval:
+    """The approval inside an envelope whose signer is still to be looked up."""
+    try:
+        statement = parse(open_envelope(envelope, None))
+    except ValueError as error:
+        raise InvalidEntry(f"not a sealed approval: {error}") from None
+    if not isinstance(statement, Approval):
+        raise InvalidEntry("not an approval")
+    return statement
+
+
+def limit_value(store: Store, account: str, budget: str) -> tuple[int, str]:
+    """What a budget as people state it means for an account.
+
+    Args:
+        store: the ledger.
+        account: its name.
+        budget: epsilon as decimal text, or the number of releases per patient for an account of kind k.
+    Returns:
+        The limit in the account's own unit, and epsilon as text ("" for kind k).
+    Raises:
+        InvalidEntry: no such account, or no such budget.
+    """
+    known = store.state.accounts.get(account)
+    if known is None:
+        raise InvalidEntry(f"no such account; there are {', '.join(sorted(store.state.accounts)) or 'none yet'}")
+    opened = known.opened
+    try:
+        if not re.fullmatch(r"[0-9]{1,6}" if not opened.order else r"[0-9]{1,3}(\.[0-9]{1,9})?", budget):
+            raise ValueError(budget)
+        if not opened.order:
+            return int(budget), ""
+        epsilon = float(budget)
+    except ValueError:
+        raise InvalidEntry("a budget is epsilon, such as 4.0, or the number of releases of each patient") from None
+    if not 0 < epsilon <= 100:
+        raise InvalidEntry("epsilon must lie in (0, 100]")
+    return allowance(epsilon, float(opened.delta), opened.order), repr(epsilon)
+
+
+def set_limit(store: Store, account: str, budget: str, serial: str) -> None:
+    """Change an account's limit as approved under ``serial``: two roles to raise it, one to lower it.
+
+    A limit above what the site's own policy allows changes nothing: the smaller of both binds (P12).
+
+    Raises:
+        InvalidEntry: no such account or budget, or not enough approvals of exactly this.
+    """
+    limit, epsilon = limit_value(store, account, budget)
+    store.append(f"limit-{serial}", Draft((LimitSet(account, limit, epsilon, serial),)))
+
+
+def amend(store: Store, key: str, statement: Amendment, envelope: bytes) -> None:
+    """A site's new policy, from an envelope that the caller opened with the site's key."""
+    policy = hashlib.sha256(statement.policy.encode()).digest()
+    entry = Amended(statement.site, statement.number, policy, _digest(envelope))
+    store.append(key, Draft((entry,), (envelope,)))
+
+
+def recover_grant(store: Store, key: str, reservation: Reservation, envelope: bytes) -> bool:
+    """After a restore: a grant that the site proves with its own sealed reservation, and that the backup had lost.
+
+    Returns:
+        True if it was lost: it is spent now, at its full price. False if the ledger knew it.
+    Raises:
+        InvalidEntry: nothing is awaited from that site, or it has no account for such a claim.
+    """
+    r = reservation
+    with store.exclusive() as state:
+        known = state.grants.get(r.grant)
+        if known is not None:
+            if (known.reserved.site, known.reserved.envelope) != (r.site, _digest(envelope)):
+                raise InvalidEntry("a grant of that name is another one")
+            return False
+        name = f"{r.site}/{TERMS[r.mechanism].kind}" if r.mechanism in TERMS else ""
+        account = state.accounts.get(name)
+        if account is None:
+            raise InvalidEntry("the site has no account for such a claim")
+        amount, claim = price(r.claim, account), canonical(claim_json(r.claim))
+        entry = Recovered(r.grant, r.site, r.run, r.mechanism, name, amount, claim, _digest(envelope))
+        store.append(key, Draft((entry,), (envelope,)))
+    return True
+
+
+def present(store: Store, key: str, statement: Receipts, envelope: bytes) -> None:
+    """After a restore: the site says that it has shown every receipt it holds.
+
+    Raises:
+        InvalidEntry: nothing is awaited from that site after that restore, the statement is for another ledger, or
+            another number of grants was recovered.
+    """
+    s = statement
+    if s.origin != store.origin:
+        raise InvalidEntry("the receipts are for another ledger")
+    entry = Presented(s.site, s.nonce, s.grants, _digest(envelope))
+    store.append(key, Draft((entry,), (envelope,)))
+
+
+def waive(store: Store, site: str, serial: str) -> None:
+    """After a restore: a site that will not come back, as two persons approved; its accounts are spent whole.
+
+    Raises:
+        InvalidEntry: nothing is awaited from it, or not enough approvals.
+    """
+    store.append(f"waive-{store.state.epoch}-{site}", Draft((Waived(site, serial),)))

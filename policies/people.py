@@ -1,0 +1,144 @@
+"""The commands by which persons decide about a ledger; both sides have them, over their own ledger and keys.
+
+A proposal is a serial, an action, a subject and a value. Each person signs it on a machine of their own (``sign``);
+the sealed approvals are handed to whoever runs the ledger (``approve``), and the action then names the serial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from policies import governance
+from policies.entries import InvalidEntry
+from policies.ledger import APPROVING, ROLES
+from policies.statement import ID, Approval, encode, parse
+from policies.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the commands need of the side that offers them."""
+
+    open_store: Callable[[argparse.Namespace], AbstractContextManager[Store]]
+    origin: Callable[[argparse.Namespace], str]
+    seal: Callable[[bytes, Ed25519PrivateKey], bytes]
+    read_key: Callable[[Path], Ed25519PrivateKey]
+    write_key: Callable[[Path, Ed25519PrivateKey], None]
+    say: Callable[[str], None]
+
+
+def add_commands(group: Any, tools: Tools) -> None:
+    """Add ``person``, ``appoint``, ``propose``, ``sign``, ``approve`` and ``limit`` to the ``ledger`` commands."""
+
+    def add(name: str, act: Callable[[argparse.Namespace, Tools], None], text: str) -> argparse.ArgumentParser:
+        def done(arguments: argparse.Namespace) -> int:
+            act(arguments, tools)
+            return 0
+
+        command: argparse.ArgumentParser = group.add_parser(name, help=text, description=text)
+        command.set_defaults(act=done)
+        return command
+
+    person = add("person", _person, "make a person's key; the public part is printed, to be appointed")
+    person.add_argument("out", type=Path, help="the private key's file; it stays with the person")
+    appoint = add("appoint", _appoint, "name a person who may approve (an operator never may)")
+    appoint.add_argument("person", help="a short opaque name, such as dpo-1")
+    appoint.add_argument("role", choices=sorted(ROLES))
+    appoint.add_argument("key", help="the public key that `ledger person` printed")
+    appoint.add_argument("--serial", default="", help="of the approved proposal; not for the first of each role")
+    sign = add("sign", _sign, "as a person: seal an approval of a proposal, to be handed to `ledger approve`")
+    sign.add_argument("action", choices=["appoint", "limit", "release", "waive"])
+    sign.add_argument("subject", help="the account, the person's name, the release or the site")
+    sign.add_argument("value", nargs="+", help="the budget; a role and a key; the artifact's SHA-256; or the epoch")
+    for name, text in (("--person", "who signs"), ("--serial", "of the proposal, the same for all who sign")):
+        sign.add_argument(name, required=True, help=text)
+    sign.add_argument("--key", type=Path, required=True, help="the person's private key")
+    sign.add_argument("--out", type=Path, required=True)
+    propose = add("propose", _propose, "print what has to be signed to change a limit")
+    limit = add("limit", _limit, "change a limit as approved: two roles to raise it, one to lower it")
+    for command in (propose, limit):
+        command.add_argument("account", help="<site>/rdp or <site>/k")
+        command.add_argument("budget", help="epsilon, or the number of releases per patient")
+    limit.add_argument("--serial", required=True)
+    approve = add("approve", _approve, "write sealed approvals into the ledger")
+    approve.add_argument("approvals", type=Path, nargs="+")
+
+
+def _person(arguments: argparse.Namespace, tools: Tools) -> None:
+    key = Ed25519PrivateKey.generate()
+    tools.write_key(arguments.out, key)
+    tools.say(base64.b64encode(key.public_key().public_bytes_raw()).decode())
+
+
+def _appoint(arguments: argparse.Namespace, tools: Tools) -> None:
+    try:
+        key = base64.b64decode(arguments.key, validate=True)
+    except binascii.Error:
+        raise InvalidEntry("the public key is not base64") from None
+    if not ID.fullmatch(arguments.person):
+        raise InvalidEntry("a person's name is 1 to 64 of a-z, 0-9, - and _")
+    with tools.open_store(arguments) as store:
+        governance.appoint(store, arguments.person, arguments.role, key, arguments.serial)
+    tools.say(f"appointed {arguments.person}, {arguments.role}")
+
+
+def _sign(arguments: argparse.Namespace, tools: Tools) -> None:
+    a = arguments
+    value = _value(a.action, a.subject, a.value)
+    raw = encode(Approval(a.person, tools.origin(a), a.serial, a.action, a.subject, value))
+    parse(raw)  # what could not be read back is not signed
+    sealed = tools.seal(raw, tools.read_key(a.key))
+    with a.out.open("xb") as out:
+        out.write(sealed)
+    tools.say(f"{a.person} approves {a.action} {a.subject} {value}: give {a.out.name} to who runs the ledger")
+
+
+def _value(action: str, subject: str, words: Sequence[str]) -> str:
+    """What is signed, from what people type.
+
+    Raises:
+        InvalidEntry: not of the form that the action needs.
+    """
+    try:
+        if action == "limit":
+            (budget,) = words
+            return budget if subject.endswith("/k") else repr(float(budget))
+        if action == "appoint":
+            role, key = words
+            return f"{role} {base64.b64decode(key, validate=True).hex()}"
+        (value,) = words
+    except ValueError:
+        needed = {"limit": "BUDGET", "appoint": "ROLE KEY", "release": "SHA-256", "waive": "EPOCH"}[action]
+        raise InvalidEntry(f"to sign {action} {subject} give {needed}") from None
+    return value
+
+
+def _propose(arguments: argparse.Namespace, tools: Tools) -> None:
+    with tools.open_store(arguments) as store:
+        limit, epsilon = governance.limit_value(store, arguments.account, arguments.budget)
+        more = limit > store.state.accounts[arguments.account].limit
+    needed = f"{' and '.join(sorted(APPROVING))}, one of each" if more else f"one of {', '.join(sorted(APPROVING))}"
+    tools.say(f"sign: limit {arguments.account} {epsilon or limit}  (needed: {needed})")
+
+
+def _limit(arguments: argparse.Namespace, tools: Tools) -> None:
+    with tools.open_store(arguments) as store:
+        governance.set_limit(store, arguments.account, arguments.budget, arguments.serial)
+    tools.say(f"the limit of {arguments.account} is {arguments.budget} now; the site's own policy binds all the same")
+
+
+def _approve(arguments: argparse.Namespace, tools: Tools) -> None:
+    envelopes = [path.read_bytes() for path in arguments.approvals]  # all of them, before anything is written
+    with tools.open_store(arguments) as store:
+        for envelope in envelopes:
+            word = governance.approve(store, envelope)
+            tools.say(f"{word.person} approves {word.action} {word.subject} ({word.serial})")

@@ -1,0 +1,385 @@
+"""What one person cannot do: limits, appointments, waivers; and what follows a restore."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from policies import governance
+from policies.accounting import cost
+from policies.claims import SubsampledGaussian
+from policies.entries import Approved, Freed, InvalidEntry, LimitSet, Recovered, Reserved, proposal
+from policies.export import Unsound
+from policies.register import Register, digest
+from policies.sqlite import export_file
+from policies.statement import Amendment, Receipts, canonical, claim_json
+from policies.store import Draft
+from policies.verify import verify
+from tests.support.books import DP, Hospital, Person, open_register, policy
+
+SMALL = SubsampledGaussian(0.01, 8.0, 1)
+CAREFUL, LOCAL, ADMIN = Person("dpo-1", "compliance"), Person("head-1", "hospital"), Person("it-1", "operator")
+
+
+class Ledger:
+    """A register with three persons, and a hospital whose policy allows more than its account."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.key, self.amendments = folder / "ledger.db", Ed25519PrivateKey.generate(), 0
+        self.site = Hospital("site-a", policy(epsilon="2.0"))
+        self.register = open_register(self.path, self.site, key=self.key)
+        for person in (CAREFUL, LOCAL, ADMIN):
+            serial = "" if person is not ADMIN else "s-admin"
+            if serial:
+                value = f"{person.role} {person.public.hex()}"
+                self.approve(serial, "appoint", person.name, value, CAREFUL, LOCAL)
+            governance.appoint(self.store, person.name, person.role, person.public, serial)
+
+    @property
+    def store(self) -> object:
+        return self.register.store
+
+    def approve(self, serial: str, action: str, subject: str, value: str, *persons: Person) -> None:
+        for person in persons:
+            governance.approve(self.register.store, person.approval(serial, action, subject, value))
+
+    def limit(self, budget: str) -> str:
+        """What persons sign for a limit."""
+        return governance.limit_value(self.register.store, "site-a/rdp", budget)[1]
+
+    def raise_to(self, budget: str, serial: str, *persons: Person) -> None:
+        self.approve(serial, "limit", "site-a/rdp", self.limit(budget), *persons)
+        governance.set_limit(self.register.store, "site-a/rdp", budget, serial)
+
+    def amend(self, **changes: object) -> None:
+        self.amendments += 1
+        statement = Amendment("site-a", self.amendments, policy(**changes))
+        self.register.amend(f"amend-{self.amendments}", statement, self.site.seal(statement))
+
+    def audit(self) -> object:
+        self.register.store.close()
+        return verify(export_file(self.path, "lazaret/test", self.key))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path)
+
+
+@pytest.mark.parametrize("persons", [(), (CAREFUL,), (LOCAL,)])
+def test_a_limit_is_not_raised_by_fewer_than_two_persons(ledger: Ledger, persons: tuple[Person, ...]) -> None:
+    before = ledger.register.store.state.accounts["site-a/rdp"].limit
+    with pytest.raises(InvalidEntry, match="2 role"):
+        ledger.raise_to("4.0", "s1", *persons)
+    assert ledger.register.store.state.accounts["site-a/rdp"].limit == before
+
+
+def test_two_persons_of_one_role_are_one_voice(ledger: Ledger) -> None:
+    second = Person("dpo-2", "compliance")
+    ledger.approve("s0", "appoint", "dpo-2", f"compliance {second.public.hex()}", CAREFUL, LOCAL)
+    governance.appoint(ledger.register.store, "dpo-2", "compliance", second.public, "s0")
+    with pytest.raises(InvalidEntry, match="2 role"):
+        ledger.raise_to("4.0", "s1", CAREFUL, second)
+
+
+def test_who_runs_the_machine_never_approves(ledger: Ledger) -> None:
+    with pytest.raises(InvalidEntry, match="may approve"):
+        ledger.raise_to("4.0", "s1", CAREFUL, ADMIN)
+
+
+def test_two_roles_raise_a_limit_and_an_auditor_agrees_once_the_sites_policy_does(ledger: Ledger) -> None:
+    asked = ledger.site.reservation("g", DP, "federated", "run")  # epsilon 6.5
+    assert not ledger.register.reserve("k1", asked, ledger.site.seal(asked)).admitted
+    ledger.amend(epsilon="8.0")
+    ledger.raise_to("8.0", "s1", CAREFUL, LOCAL)
+    assert ledger.register.store.state.accounts["site-a/rdp"].epsilon == "8.0"
+    ledger.audit()
+
+
+def test_a_limit_above_the_sites_own_policy_gives_nothing_whoever_approved(ledger: Ledger) -> None:
+    account = ledger.register.store.state.accounts["site-a/rdp"]
+    before = account.limit
+    ledger.raise_to("8.0", "s1", CAREFUL, LOCAL)
+    dear = next(c for n in range(1, 99) if cost(c := SubsampledGaussian(0.25, 1.8, n), account.opened.order) > before)
+    asked = ledger.site.reservation("g", dear, "federated", "run")
+    assert {f.rule for f in ledger.register.reserve("k1", asked, ledger.site.seal(asked)).findings} == {"budget"}
+    asked = ledger.site.reservation("g2", dear, "federated", "run")
+    envelope, amount, claim = ledger.site.seal(asked), cost(dear, account.opened.order), canonical(claim_json(dear))
+    assert amount <= account.left
+    forged = Reserved("g2", "site-a", "run", "federated", "site-a/rdp", amount, claim, digest(envelope))
+    ledger.register.store.append("forged", Draft((forged,), (envelope,)))
+    with pytest.raises(Unsound, match="the law does not admit it"):
+        ledger.audit()
+
+
+def test_a_limit_is_lowered_below_a_tightened_policy_and_the_books_stay_sound(ledger: Ledger) -> None:
+    ledger.amend(epsilon="1.0")
+    ledger.raise_to("1.5", "s1", CAREFUL)
+    ledger.audit()
+
+
+def test_an_older_amendment_does_not_come_back(ledger: Ledger) -> None:
+    statement = Amendment("site-a", 1, policy(k_min=3))
+    envelope = ledger.site.seal(statement)
+    ledger.register.amend("a1", statement, envelope)
+    newer = Amendment("site-a", 2, policy(k_min=50))
+    ledger.register.amend("a2", newer, ledger.site.seal(newer))
+    with pytest.raises(InvalidEntry, match="not newer"):
+        ledger.register.amend("a3", statement, envelope)
+
+
+def test_one_person_may_lower_a_limit_and_below_what_is_gone_nothing_more_is_granted(ledger: Ledger) -> None:
+    asked = ledger.site.reservation("g", SMALL, "federated", "run")
+    assert ledger.register.reserve("k1", asked, ledger.site.seal(asked)).admitted
+    ledger.raise_to("0.2", "s1", CAREFUL)
+    again = ledger.site.reservation("g2", SubsampledGaussian(0.2, 1.0, 30), "federated", "run")
+    assert {f.rule for f in ledger.register.reserve("k2", again, ledger.site.seal(again)).findings} == {"budget"}
+    ledger.audit()
+
+
+def test_an_approval_counts_for_exactly_what_was_signed_and_once(ledger: Ledger) -> None:
+    ledger.amend(epsilon="8.0")
+    ledger.approve("s1", "limit", "site-a/rdp", ledger.limit("4.0"), CAREFUL, LOCAL)
+    with pytest.raises(InvalidEntry, match="2 role"):
+        governance.set_limit(ledger.register.store, "site-a/rdp", "8.0", "s1")
+    governance.set_limit(ledger.register.store, "site-a/rdp", "4.0", "s1")
+    with pytest.raises(InvalidEntry, match="closed"):
+        governance.approve(ledger.register.store, CAREFUL.approval("s1", "limit", "site-a/rdp", "9 9"))
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        CAREFUL.approval("s", "limit", "site-a/rdp", "1 1.0", origin="lazaret/other"),
+        ADMIN.approval("s", "limit", "site-a/rdp", "1 1.0", name="dpo-1"),
+        Person("stranger", "compliance").approval("s", "limit", "site-a/rdp", "1 1.0"),
+        b"{}",
+        b"\xff",
+    ],
+)
+def test_an_approval_for_another_ledger_or_by_another_key_is_refused(ledger: Ledger, envelope: bytes) -> None:
+    size = ledger.register.store.state.size
+    with pytest.raises(InvalidEntry):
+        governance.approve(ledger.register.store, envelope)
+    assert ledger.register.store.state.size == size
+
+
+def test_an_approval_that_nobody_signed_is_found_by_the_auditor(ledger: Ledger) -> None:
+    value = ledger.limit("1.0")
+    envelope = ADMIN.approval("s1", "limit", "site-a/rdp", value, name="dpo-1")  # the operator, in another's name
+    entry = Approved("dpo-1", "s1", proposal("s1", "limit", "site-a/rdp", value), digest(envelope))
+    ledger.register.store.append("forged", Draft((entry,), (envelope,)))
+    with pytest.raises(Unsound, match="another key"):
+        ledger.audit()
+
+
+def test_the_fold_itself_refuses_a_raise_without_approvals(ledger: Ledger) -> None:
+    limit, epsilon = governance.limit_value(ledger.register.store, "site-a/rdp", "99.0")
+    with pytest.raises(InvalidEntry, match="2 role"):
+        ledger.register.store.append("x", Draft((LimitSet("site-a/rdp", limit, epsilon, "none"),)))
+
+
+def test_a_limit_is_what_its_epsilon_allows(ledger: Ledger) -> None:
+    """Persons sign an epsilon; whoever writes the entry must not put another number beside it."""
+    ledger.approve("s1", "limit", "site-a/rdp", "4.0", CAREFUL, LOCAL)
+    limit, _ = governance.limit_value(ledger.register.store, "site-a/rdp", "4.0")
+    for wrong in (limit + 1, limit - 1):
+        with pytest.raises(InvalidEntry, match="what its epsilon allows"):
+            ledger.register.store.append(f"x{wrong}", Draft((LimitSet("site-a/rdp", wrong, "4.0", "s1"),)))
+
+
+def test_the_third_person_needs_the_first_two(ledger: Ledger) -> None:
+    with pytest.raises(InvalidEntry, match="2 role"):
+        governance.appoint(ledger.register.store, "friend", "hospital", Person("friend", "hospital").public)
+
+
+def test_a_second_person_of_a_role_needs_the_first_while_the_other_role_is_empty(tmp_path: Path) -> None:
+    store = open_register(tmp_path / "ledger.db", Hospital("site-a")).store
+    governance.appoint(store, "dpo-1", "compliance", CAREFUL.public)
+    sock = Person("dpo-2", "compliance")
+    with pytest.raises(InvalidEntry, match="1 role"):
+        governance.appoint(store, "dpo-2", "compliance", sock.public)
+    governance.approve(store, CAREFUL.approval("s", "appoint", "dpo-2", f"compliance {sock.public.hex()}"))
+    governance.appoint(store, "dpo-2", "compliance", sock.public, "s")
+
+
+@pytest.mark.parametrize("budget", ["-3", "1_0", " 2 ", "1e3", "nan", "9" * 30, "0", "101"])
+def test_a_budget_that_is_none_is_refused_before_it_is_proposed(ledger: Ledger, budget: str) -> None:
+    with pytest.raises(InvalidEntry):
+        governance.limit_value(ledger.register.store, "site-a/rdp", budget)
+
+
+class Restored:
+    """A ledger whose copy of an earlier day came back: a grant of that site is lost."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.key = folder / "ledger.db", Ed25519PrivateKey.generate()
+        self.a, self.b = Hospital("site-a"), Hospital("site-b")
+        register = open_register(self.path, self.a, self.b, key=self.key)
+        self.kept = self.a.reservation("kept", SMALL, "federated", "run")
+        register.reserve("k-kept", self.kept, self.a.seal(self.kept))
+        backup = folder / "backup.db"
+        register.store._disk._db.execute(f"VACUUM INTO '{backup}'")  # type: ignore[attr-defined]
+        self.lost = self.a.reservation("lost", DP, "federated", "run-2")
+        assert register.reserve("k-lost", self.lost, self.a.seal(self.lost)).admitted
+        self.note = register.store.checkpoint()
+        register.store.close()
+        for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+            (folder / name).unlink(missing_ok=True)
+        shutil.move(backup, self.path)
+        self.register: Register = open_register(self.path, self.a, self.b, key=self.key)
+        self.register.store.restore("nonce-1")
+
+    def show(self) -> None:
+        self.register.present("r", self.lost, self.a.seal(self.lost))
+
+    def present(self, site: Hospital, grants: int = 0, nonce: str = "nonce-1", origin: str = "lazaret/test") -> None:
+        word = Receipts(site.name, origin, nonce, grants)
+        self.register.present(f"p-{site.name}-{nonce}-{grants}", word, site.seal(word))
+
+
+@pytest.fixture
+def restored(tmp_path: Path) -> Restored:
+    return Restored(tmp_path)
+
+
+def test_a_restored_ledger_grants_nothing_before_every_site_has_presented(restored: Restored) -> None:
+    tiny = restored.b.reservation("tiny", SMALL, "federated", "run-3")
+    verdict = restored.register.reserve("k1", tiny, restored.b.seal(tiny))
+    assert {f.rule for f in verdict.findings} == {"frozen"}
+    restored.show()
+    restored.present(restored.a, 1)
+    verdict = restored.register.reserve("k2", tiny, restored.b.seal(tiny))
+    assert {f.rule for f in verdict.findings} == {"frozen"}
+    restored.present(restored.b)
+    assert restored.register.reserve("k3", tiny, restored.b.seal(tiny)).admitted
+
+
+def test_what_the_backup_had_lost_is_spent_again_and_cannot_be_reserved_twice(restored: Restored) -> None:
+    restored.register.present("r", restored.lost, restored.a.seal(restored.lost))
+    restored.register.present("r2", restored.lost, restored.a.seal(restored.lost))  # known by now: nothing happens
+    account = restored.register.store.state.accounts["site-a/rdp"]
+    grant = restored.register.store.state.grants["lost"]
+    assert (grant.state, account.spent) == ("spent", grant.reserved.amount)
+    restored.present(restored.a, 1)
+    restored.present(restored.b)
+    verdict = restored.register.reserve("k9", restored.lost, restored.a.seal(restored.lost))
+    assert {f.rule for f in verdict.findings} >= {"grant_exists"}
+    restored.register.store.close()
+    found = verify(export_file(restored.path, "lazaret/test", restored.key))
+    assert found.epoch == 2
+
+
+def test_an_older_checkpoint_shows_the_auditor_that_entries_were_lost(restored: Restored) -> None:
+    restored.register.store.close()
+    raw = export_file(restored.path, "lazaret/test", restored.key)
+    with pytest.raises(Unsound, match="does not extend"):
+        verify(raw, since=restored.note)
+
+
+def test_receipts_of_another_restore_or_ledger_are_refused(restored: Restored) -> None:
+    for nonce, origin in (("nonce-0", "lazaret/test"), ("", "lazaret/test"), ("nonce-1", "lazaret/other")):
+        with pytest.raises(InvalidEntry):
+            restored.present(restored.a, 0, nonce, origin)
+    assert restored.register.store.state.waiting == {"site-a", "site-b"}
+
+
+def test_receipts_after_the_word_that_these_were_all_are_refused(restored: Restored) -> None:
+    restored.present(restored.a)
+    with pytest.raises(InvalidEntry, match="only after a restore"):
+        restored.register.present("r", restored.lost, restored.a.seal(restored.lost))
+
+
+def test_receipts_for_more_grants_than_were_recovered_are_refused(restored: Restored) -> None:
+    """Who runs the ledger cannot take the site's word and leave out what it showed."""
+    with pytest.raises(InvalidEntry, match="another number"):
+        restored.present(restored.a, 1)
+    restored.show()
+    with pytest.raises(InvalidEntry, match="another number"):
+        restored.present(restored.a, 0)
+    restored.present(restored.a, 1)
+
+
+def test_the_same_backup_brought_back_twice_needs_new_receipts(restored: Restored) -> None:
+    restored.show()
+    restored.present(restored.a, 1)
+    restored.register.store.restore("nonce-2")
+    old = Receipts("site-a", "lazaret/test", "nonce-1", 1)
+    with pytest.raises(InvalidEntry, match="nothing is awaited"):
+        restored.register.present("again", old, restored.a.seal(old))
+    restored.present(restored.a, 0, "nonce-2")
+
+
+def test_a_lost_grants_name_cannot_be_taken_by_another_site(restored: Restored) -> None:
+    cheap = restored.b.reservation("lost", SMALL, "federated", "run")
+    restored.register.present("squat", cheap, restored.b.seal(cheap))
+    with pytest.raises(InvalidEntry, match="another one"):
+        restored.show()
+    assert restored.register.store.state.frozen("site-a")
+
+
+def test_what_was_refused_before_a_restore_is_not_recovered_after_it(tmp_path: Path) -> None:
+    """Or the ledger's owner could spend a site's budget alone."""
+    a = Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", a)
+    dear = a.reservation("dear", SubsampledGaussian(0.5, 0.5, 100), "federated", "run")
+    assert not register.reserve("k", dear, a.seal(dear)).admitted
+    register.store.restore("n")
+    with pytest.raises(InvalidEntry, match="was refused"):
+        register.present("r", dear, a.seal(dear))
+
+
+def test_a_site_enrolled_after_a_restore_shows_its_receipts_too(tmp_path: Path) -> None:
+    """The backup may be older than its first enrolment."""
+    a, b = Hospital("site-a"), Hospital("site-b")
+    register = open_register(tmp_path / "ledger.db", a, key=a.key)
+    register.store.restore("n")
+    word = Receipts("site-a", "lazaret/test", "n", 0)
+    register.present("p", word, a.seal(word))
+    register.store.close()
+    register = open_register(tmp_path / "ledger.db", a, b, key=a.key)
+    tiny = b.reservation("tiny", SMALL, "federated", "run")
+    assert {f.rule for f in register.reserve("k", tiny, b.seal(tiny)).findings} == {"frozen"}
+    own = a.reservation("own", SMALL, "federated", "run")
+    assert register.reserve("k-a", own, a.seal(own)).admitted, "it alone waits"
+    word = Receipts("site-b", "lazaret/test", "n", 0)
+    register.present("p-b", word, b.seal(word))
+    assert register.reserve("k2", tiny, b.seal(tiny)).admitted
+
+
+def test_a_site_that_will_not_come_back_is_waived_by_two_and_its_budget_is_gone(restored: Restored) -> None:
+    store = restored.register.store
+    governance.appoint(store, "dpo-1", "compliance", CAREFUL.public)
+    governance.appoint(store, "head-1", "hospital", LOCAL.public)
+    governance.approve(store, CAREFUL.approval("w1", "waive", "site-b", "2"))
+    with pytest.raises(InvalidEntry, match="2 role"):
+        governance.waive(store, "site-b", "w1")
+    governance.approve(store, LOCAL.approval("w1", "waive", "site-b", "2"))
+    governance.waive(store, "site-b", "w1")
+    assert store.state.waiting == {"site-a"}
+    assert all(store.state.accounts[f"site-b/{kind}"].left == 0 for kind in ("rdp", "k"))
+
+
+def test_a_recovered_grant_at_a_discount_is_found_by_the_auditor(restored: Restored) -> None:
+    envelope = restored.a.seal(restored.lost)
+    claim = canonical(claim_json(restored.lost.claim))
+    entry = Recovered("lost", "site-a", "run-2", "federated", "site-a/rdp", 1, claim, digest(envelope))
+    restored.register.store.append("cheap", Draft((entry,), (envelope,)))
+    restored.register.store.close()
+    with pytest.raises(Unsound, match="another price"):
+        verify(export_file(restored.path, "lazaret/test", restored.key))
+
+
+def test_a_refused_request_is_not_granted_later_under_another_key(tmp_path: Path) -> None:
+    """Else a restore to between the two would take the grant for one that was refused, and give its budget back."""
+    a = Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", a)
+    big = a.reservation("big", DP, "federated", "run")
+    hold = a.reservation("hold", DP, "federated", "run-0")
+    assert register.reserve("k0", hold, a.seal(hold)).admitted
+    assert not register.reserve("k1", big, a.seal(big)).admitted
+    register.store.append("free", Draft((Freed("hold", "refused", bytes(32)),)))
+    assert {f.rule for f in register.reserve("k2", big, a.seal(big)).findings} == {"replay"}
