@@ -1,38 +1,33 @@
-"""The one impure module of the law: a ledger in SQLite, one writer, durable before visible.
+"""A ledger that one process appends to: durable before visible, many at once, exactly once.
 
-WAL with ``synchronous=FULL`` (anything weaker loses acknowledged spends at a power cut), through ``apsw``, whose
-SQLite has the WAL-reset fix that the standard library's may lack. A lock file keeps a second writer out, and
-readers may look while the writer works. The entries are the truth: the state in memory is their fold, made
-again at every start. Any error while writing stops the ledger; a restart replays.
+The entries are the truth; the state in memory is their fold, made again at every start. A review and its entry happen
+under one lock (:meth:`Store.exclusive`); the wait for the disk comes after it, so that whoever waits for a commit
+carries everything staged meanwhile (group commit). Where the bytes are kept is a :class:`Disk`:
+:class:`policies.sqlite.Sqlite` by default, or :class:`policies.postgres.Postgres`. Any error while writing stops the
+ledger; a restart replays.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
+import hmac
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Final
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
-import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from policies.cbor import MalformedEntry
-from policies.ledger import Entry, InvalidEntry, KeyReused, Record, State, decode, encode, fingerprint
-from policies.merkle import Checkpoint, CompactRange, leaf_hash, open_checkpoint, sign_checkpoint
-from policies.verify import Export
+from policies.entries import Entry, InvalidEntry, Record, Restored, decode, encode
+from policies.export import Export
+from policies.ledger import KeyReused, State
+from policies.merkle import Checkpoint, CompactRange, Tree, leaf_hash, sign_checkpoint
 
-SCHEMA: Final = """
-CREATE TABLE IF NOT EXISTS entry(seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS envelope(digest BLOB PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS head(one INTEGER PRIMARY KEY CHECK(one = 1), note TEXT NOT NULL) STRICT;
-CREATE TRIGGER IF NOT EXISTS entry_is_kept BEFORE DELETE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
-CREATE TRIGGER IF NOT EXISTS entry_is_fixed BEFORE UPDATE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
-"""
+_SEAL: Final = b"lazaret ledger head/1"
 
 
 class LedgerBusy(RuntimeError):
@@ -45,6 +40,50 @@ class LedgerUnsound(RuntimeError):
 
 class LedgerStopped(RuntimeError):
     """A write failed. What the disk holds is unknown until the process is restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the disk says of itself: size, root, and a MAC by this ledger's key over both."""
+
+    size: int
+    root: bytes
+    seal: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one commit makes durable: all of it or nothing."""
+
+    first: int  # the seq of the first body
+    bodies: tuple[bytes, ...]
+    envelopes: tuple[bytes, ...]
+    head: Head
+
+
+class Disk(Protocol):
+    """Where a ledger's bytes are kept. One writer; every method may be called from any thread."""
+
+    def bodies(self, upto: int | None = None) -> Iterator[bytes]:
+        """The entries in their order, the first ``upto`` of them; a gap raises :class:`LedgerUnsound`."""
+
+    def head(self) -> Head | None:
+        """The head of the last commit; None before the first."""
+
+    def body(self, seq: int) -> bytes | None:
+        """One entry."""
+
+    def envelope(self, digest: bytes) -> bytes | None:
+        """The envelope with that SHA-256."""
+
+    def envelopes(self) -> Iterator[bytes]:
+        """All of them, in the order of their digests."""
+
+    def commit(self, batch: Batch) -> None:
+        """Durable when this returns; after any exception it may or may not be."""
+
+    def close(self) -> None:
+        """Let go of the files, the lock, the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,74 +102,73 @@ class Line:
     record: Record
 
 
-def read_lines(path: Path) -> list[Line]:
-    """All records of a ledger file, while another process may be writing it.
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a ledger shows of itself to somebody who has seen an earlier head."""
 
-    Raises:
-        FileNotFoundError: there is no ledger.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"no ledger at {path.name}")
-    db = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
-    with contextlib.closing(db):
-        return [Line(seq, decode(body)) for seq, body in db.execute("SELECT seq, body FROM entry ORDER BY seq")]
+    checkpoint: str  # signed note of what is durable
+    proof: tuple[bytes, ...]  # RFC 6962 consistency with what was seen
+    entry: bytes  # the entry asked for; empty for none
+    included: tuple[bytes, ...]  # and the proof that the checkpoint's tree holds it
+    epoch: int
+    restored_at: int  # epoch > 1: seq of the entry that opened it,
+    restored: bytes  # the entry,
+    restored_proof: tuple[bytes, ...]  # and the proof that the checkpoint's tree holds it there
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Entries that are in the books and not yet on the disk."""
+
+    bodies: list[bytes] = field(default_factory=list)
+    envelopes: dict[bytes, bytes] = field(default_factory=dict)
 
 
 class Store:
     """A ledger that this process alone appends to."""
 
-    def __init__(self, path: Path, origin: str, key: Ed25519PrivateKey, clock: Callable[[], int]) -> None:
-        """Open or create the ledger and fold it.
+    def __init__(self, disk: Disk, origin: str, key: Ed25519PrivateKey, clock: Callable[[], int]) -> None:
+        """Fold what the disk holds.
 
         Args:
-            path: the database file; its directory must exist.
+            disk: where the entries are; it is closed with the store, and when they do not fold.
             origin: the name in checkpoints (C2SP), for example ``lazaret/site-a``.
             key: signs checkpoints.
             clock: seconds since 1970, for the ``at`` of records; no decision rests on it.
         Raises:
-            LedgerBusy: another process has it open for writing.
-            LedgerUnsound: the entries on disk do not fold.
+            LedgerUnsound: the entries on disk do not fold, or are not those of the last commit.
         """
-        self.origin, self._key, self._clock = origin, key, clock
-        self._mutex = threading.RLock()
+        self.origin, self._disk, self._key, self._clock = origin, disk, key, clock
+        self._mac = _mac_key(key)
+        self._books = threading.RLock()  # a review and its entry
+        self._writing = threading.Lock()  # one commit at a time; taken before the books, never inside them
+        self._depth = 0
         self._stopped = False
-        self._lock = _lock_file(path.with_suffix(".lock"))
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._db = apsw.Connection(str(path))
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "trusted_schema=OFF", "mmap_size=0"):
-            self._db.execute(f"PRAGMA {pragma}").fetchall()
-        self._db.execute(SCHEMA)
-        self.state, self._tree = State(), CompactRange()
-        self._fold()
-
-    def _fold(self) -> None:
-        """Fold what is on disk aside, then put it in place: nobody sees half a ledger."""
-        state, tree = State(), CompactRange()
+        self._staged, self._flying = _Pending(), _Pending()
+        self._durable = 0
         try:
-            for seq, body in self._db.execute("SELECT seq, body FROM entry ORDER BY seq"):
-                if seq != state.size:
-                    raise InvalidEntry("an entry is missing")
-                state.apply(decode(body))
-                tree.append(leaf_hash(body))
-            self.state, self._tree = state, tree
-            self._compare_head()
-        except ValueError as error:
-            self.close()
-            raise LedgerUnsound(f"entry {state.size} of {self.origin}: {error}") from None
+            self._replay(None)
+            self._durable = self.state.size
+            if disk.head() != (self._head() if self.state.size else None):
+                raise InvalidEntry("the entries are not the ones that this key committed last")
+        except (ValueError, LedgerUnsound) as error:
+            disk.close()
+            raise LedgerUnsound(f"entry {self.state.size} of {origin}: {error}") from None
 
-    def _compare_head(self) -> None:
-        """What is on disk must be exactly what this key signed last: no cut tail, no edited last entry."""
-        notes = [note for (note,) in self._db.execute("SELECT note FROM head")]
-        if not notes and not self.state.size:
-            return
-        head = open_checkpoint(notes[0] if notes else "", self.public)
-        if head != Checkpoint(self.origin, self._tree.size, self._tree.root()):
-            raise InvalidEntry("the entries are not the ones under the signed head")
+    def _replay(self, upto: int | None, pending: Sequence[bytes] = ()) -> None:
+        """Fold the disk's entries and what is pending."""
+        self.state, self._tree = State(), Tree()
+        for source in (self._disk.bodies(upto), pending):
+            for body in source:
+                self.state.apply(decode(body))
+                self._tree.append(leaf_hash(body))
+
+    def _head(self) -> Head:
+        return _sealed(self.origin, self._tree.size, self._tree.root(), self._mac)
 
     def close(self) -> None:
-        """Release the file and its lock."""
-        self._db.close()
-        self._lock.close()
+        """Release the disk."""
+        self._disk.close()
 
     def __enter__(self) -> Store:
         """Use as a context."""
@@ -142,12 +180,49 @@ class Store:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[State]:
-        """Hold the writer's place: nothing is appended by another thread between a review and its entry."""
-        with self._mutex:
+        """Hold the writer's place: nothing is appended by another thread between a review and its entry.
+
+        Whatever the books hold when the outermost block ends is durable when it is left.
+
+        Raises:
+            LedgerStopped: the disk failed, now or before; the process must end.
+        """
+        self._books.acquire()
+        self._depth += 1
+        try:
+            self._not_stopped()
             yield self.state
+        finally:
+            self._depth -= 1
+            outermost, size = not self._depth, self.state.size
+            self._books.release()
+            if outermost:
+                self._flush(size)
+
+    def _flush(self, size: int) -> None:
+        """Wait until ``size`` entries are durable; whoever comes first takes along all that are staged."""
+        if self._durable >= size and not self._stopped:
+            return
+        with self._writing:
+            self._not_stopped()
+            if self._durable >= size:
+                return
+            try:
+                with self._books:
+                    self._flying, self._staged = self._staged, _Pending()
+                    flying, head = self._flying, self._head()
+                bodies, envelopes = tuple(flying.bodies), tuple(flying.envelopes.values())
+                if not self.state.size == head.size == self._durable + len(bodies):
+                    raise InvalidEntry("the books hold what is staged nowhere")
+                self._disk.commit(Batch(self._durable, bodies, envelopes, head))
+            except BaseException:  # noqa: BLE001 - whatever it was, what the disk holds is unknown: stop
+                self._stopped = True
+                raise LedgerStopped("the ledger could not be written; restart to replay it") from None
+            with self._books:
+                self._durable, self._flying = head.size, _Pending()
 
     def append(self, key: str, draft: Draft) -> list[Line]:
-        """Append the draft's entries, all or none, durable when this returns.
+        """Append the draft's entries, all or none; durable when this returns, or inside :meth:`exclusive` at its end.
 
         A key that is known returns the lines it made before, if the content is the same (exactly once).
 
@@ -156,76 +231,70 @@ class Store:
             InvalidEntry: an entry breaks the books; nothing was appended.
             LedgerStopped: the disk failed; the process must end.
         """
-        with self._mutex:
-            self._not_stopped()
+        with self.exclusive():
             keys = [key if i == 0 else f"{key}+{i}" for i in range(len(draft.entries))]
-            known = self.state.keys.get(key)
-            if known is not None:
+            if key in self.state.keys:
                 return self._again(keys, draft)
-            return self._write(keys, draft)
+            return self._stage(keys, draft)
 
     def _not_stopped(self) -> None:
         if self._stopped:
             raise LedgerStopped("an earlier write failed; restart to replay the ledger")
 
     def _again(self, keys: Sequence[str], draft: Draft) -> list[Line]:
-        for key, entry in zip(keys, draft.entries, strict=True):
-            if self.state.keys.get(key, (0, b""))[1] != fingerprint(entry):
-                raise KeyReused("the key was used for something else")
-        return [self.line(self.state.keys[key][0]) for key in keys]
+        lines = self.answer(keys[0])
+        if [line.record.entry for line in lines] != list(draft.entries):
+            raise KeyReused("the key was used for something else")
+        return lines
 
-    def _write(self, keys: Sequence[str], draft: Draft) -> list[Line]:
-        now, lines = self._clock(), []
+    def _stage(self, keys: Sequence[str], draft: Draft) -> list[Line]:
+        if not draft.entries or "+" in keys[0]:
+            raise InvalidEntry("a draft has entries, and its key no plus sign")
+        now, lines, bodies = self._clock(), [], []
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            for body in draft.envelopes:
-                digest = hashlib.sha256(body).digest()
-                self._db.execute("INSERT OR IGNORE INTO envelope VALUES(?, ?)", (digest, body))
             for key, entry in zip(keys, draft.entries, strict=True):
-                record = Record(now, key, self.state.last, entry)
-                seq, body = self.state.size, encode(record)
-                _readable(record, body)
+                record = Record(now, key, entry)
+                body = encode(record)
+                if decode(body) != record:  # it would end the ledger at the next start
+                    raise InvalidEntry("the entry does not read back as it was written")
+                lines.append(Line(self.state.size, record))
                 self.state.apply(record)
-                self._db.execute("INSERT INTO entry VALUES(?, ?)", (seq, body))
+                bodies.append(body)
+            for body in bodies:
                 self._tree.append(leaf_hash(body))
-                lines.append(Line(seq, record))
-            self._db.execute("INSERT OR REPLACE INTO head VALUES(1, ?)", (self._head(),))
-            self._db.execute("COMMIT")
+            self._staged.bodies += bodies
+            self._staged.envelopes.update((hashlib.sha256(e).digest(), e) for e in draft.envelopes)
         except (InvalidEntry, MalformedEntry) as error:
-            self._db.execute("ROLLBACK")
-            if lines:  # the first of several was taken into the books before another broke them
-                self._fold()
+            if bodies:  # the first of several was taken into the books before another broke them
+                self._replay(self._durable, [*self._flying.bodies, *self._staged.bodies])
             raise InvalidEntry(str(error)) from None
-        except BaseException:  # noqa: BLE001 - whatever it was, what the disk holds is unknown: stop
+        except BaseException:  # no memory, an interrupt: the books may hold what is staged nowhere
             self._stopped = True
-            with contextlib.suppress(apsw.Error):
-                self._db.execute("ROLLBACK")
-            raise LedgerStopped("the ledger could not be written; restart to replay it") from None
+            raise
         return lines
 
     def line(self, seq: int) -> Line:
         """One record by its place."""
-        with self._mutex:
-            return self._line(seq)
-
-    def _line(self, seq: int) -> Line:
-        for (body,) in self._db.execute("SELECT body FROM entry WHERE seq = ?", (seq,)):
-            return Line(seq, decode(body))
-        raise LedgerUnsound(f"entry {seq} is missing")
+        with self._books:
+            at = seq - self._durable
+            pending = [*self._flying.bodies, *self._staged.bodies] if at >= 0 else []
+            body = pending[at] if 0 <= at < len(pending) else self._disk.body(seq)
+        if body is None:
+            raise LedgerUnsound(f"entry {seq} is missing")
+        return Line(seq, decode(body))
 
     def envelope(self, digest: bytes) -> bytes | None:
         """The sealed envelope with that SHA-256, or None."""
-        with self._mutex:
-            row = self._db.execute("SELECT body FROM envelope WHERE digest = ?", (digest,)).fetchone()
-            return None if row is None else row[0]
+        with self._books:
+            pending = self._staged.envelopes.get(digest) or self._flying.envelopes.get(digest)
+        return pending or self._disk.envelope(digest)
 
     def answer(self, key: str) -> list[Line]:
-        """What an idempotency key has led to; empty if it is unknown."""
-        with self._mutex:
-            self._not_stopped()
+        """What an idempotency key has led to, durable; empty if it is unknown."""
+        with self.exclusive() as state:
             found, i = [], 0
-            while (name := key if i == 0 else f"{key}+{i}") in self.state.keys:
-                found.append(self.line(self.state.keys[name][0]))
+            while (name := key if i == 0 else f"{key}+{i}") in state.keys:
+                found.append(self.line(state.keys[name]))
                 i += 1
             return found
 
@@ -245,44 +314,93 @@ class Store:
         Raises:
             LedgerStopped: a write failed, so what is durable is unknown until a restart.
         """
-        with self._mutex:
+        return self.prove(0).checkpoint
+
+    def prove(self, seen: int, seq: int = -1) -> Shown:
+        """The signed head of what is durable, and what it proves.
+
+        Args:
+            seen: the proof is that the head extends the tree of so many entries; empty when there is nothing to
+                prove, because that is none, the whole tree, or more than there is.
+            seq: the entry to show, with the proof that the head's tree holds it; -1 for none.
+        """
+        with self._books:
             self._not_stopped()
-            return self._head()
+            size, at = self._durable, self.state.restored_at
+            epoch = self.state.epoch if at < size else 1
+            head = Checkpoint(self.origin, size, self._tree.root(size), epoch, self.state.nonce if epoch > 1 else "")
+            proof = tuple(self._tree.consistency_proof(seen, size)) if 0 < seen < size else ()
+            restored: tuple[bytes, ...] = ()
+            if epoch > 1:
+                restored = tuple(self._tree.inclusion_proof(at, size))
+            included = tuple(self._tree.inclusion_proof(seq, size)) if 0 <= seq < size else ()
+        body = self._disk.body(at) if epoch > 1 else None
+        entry = self._disk.body(seq) if 0 <= seq < size else None
+        note = sign_checkpoint(head, self._key)
+        return Shown(note, proof, entry or b"", included, epoch, at, body or b"", restored)
 
-    def _head(self) -> str:
-        with self._mutex:
-            return sign_checkpoint(Checkpoint(self.origin, self._tree.size, self._tree.root()), self._key)
+    def holds(self, head: Checkpoint) -> bool:
+        """Is this a head of this ledger, of now or of earlier?"""
+        with self._books:
+            known = head.origin == self.origin and head.size <= self._tree.size
+            return known and self._tree.root(head.size) == head.root
+
+    def stop(self) -> None:
+        """Write nothing more: something outside this process proved that the ledger is not what it was."""
+        self._stopped = True
+
+    def restore(self, nonce: str) -> None:
+        """Open a new epoch over a ledger that came back from a backup: nothing is granted before receipts are in.
+
+        Args:
+            nonce: random; receipts are for the restore that bears it, and for no other.
+        """
+        with self.exclusive() as state:
+            entry = Restored(state.epoch + 1, state.size, self._tree.root(), nonce)
+            self.append(f"restore-{entry.epoch}", Draft((entry,)))
 
 
-def export_file(path: Path, origin: str, key: Ed25519PrivateKey) -> bytes:
-    """Everything an auditor needs, as one text for ``lazaret-verify``; also while another process is writing.
+def _mac_key(key: Ed25519PrivateKey) -> bytes:
+    """What seals the head on disk: from the key that signs checkpoints, and usable for nothing else."""
+    return HKDF(algorithm=SHA256(), length=32, salt=None, info=_SEAL).derive(key.private_bytes_raw())
+
+
+def _sealed(origin: str, size: int, root: bytes, mac: bytes) -> Head:
+    return Head(size, root, hmac.digest(mac, f"{origin}\n{size}\n".encode() + root, "sha256"))
+
+
+def export(disk: Disk, origin: str, key: Ed25519PrivateKey, witnessed: Sequence[str] = ()) -> bytes:
+    """Everything an auditor needs of what a disk holds, as one text for ``lazaret-verify``.
+
+    The head is read first, so that what another process commits meanwhile is left out, entries and envelopes alike.
 
     Raises:
-        FileNotFoundError: there is no ledger.
+        LedgerUnsound: the entries are not those of the last commit; the ledger's key signs nothing about them.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"no ledger at {path.name}")
-    with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as db, db:
-        entries = tuple(body for (body,) in db.execute("SELECT body FROM entry ORDER BY seq"))
-        envelopes = tuple(body for (body,) in db.execute("SELECT body FROM envelope ORDER BY digest"))
-    tree = CompactRange()
-    for body in entries:
-        tree.append(leaf_hash(body))
-    note = sign_checkpoint(Checkpoint(origin, tree.size, tree.root()), key)
-    return Export(key.public_key().public_bytes_raw(), entries, envelopes, note).encode()
-
-
-def _readable(record: Record, body: bytes) -> None:
-    """An entry that could not be read back would end the ledger at the next start; it is not written."""
-    if decode(body) != record:
-        raise InvalidEntry("the entry does not read back as it was written")
-
-
-def _lock_file(path: Path) -> IO[str]:
-    handle = path.open("w")
+    head = disk.head()
+    bodies, tree, resting = tuple(disk.bodies(head.size if head else 0)), CompactRange(), set[bytes]()
+    epoch, nonce = 1, ""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        raise LedgerBusy(f"another process is writing {path.stem}; stop it first") from None
-    return handle
+        for body in bodies:
+            tree.append(leaf_hash(body))
+            entry = decode(body).entry
+            resting.add(getattr(entry, "envelope", b""))
+            epoch, nonce = (entry.epoch, entry.nonce) if isinstance(entry, Restored) else (epoch, nonce)
+    except ValueError as error:
+        raise LedgerUnsound(f"entry {tree.size - 1}: {error}") from None
+    if head != (_sealed(origin, tree.size, tree.root(), _mac_key(key)) if bodies else None):
+        raise LedgerUnsound("the entries are not the ones that this key committed last; nothing was signed")
+    envelopes = tuple(e for e in disk.envelopes() if hashlib.sha256(e).digest() in resting)
+    note = sign_checkpoint(Checkpoint(origin, tree.size, tree.root(), epoch, nonce), key)
+    seen = tuple(n for n in witnessed if _later(n) == _later(note))  # of before a restore, others may be gone
+    return Export(key.public_key().public_bytes_raw(), bodies, envelopes, note, seen).encode()
+
+
+def _later(note: str) -> list[str]:
+    """A checkpoint's extension lines."""
+    return note.partition("\n\n")[0].split("\n")[3:]
+
+
+def lines(disk: Disk) -> list[Line]:
+    """All records that a disk holds."""
+    return [Line(seq, decode(body)) for seq, body in enumerate(disk.bodies())]

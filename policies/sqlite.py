@@ -1,0 +1,242 @@
+"""A ledger's bytes in SQLite: WAL, ``synchronous=FULL``, one writer.
+
+Through ``apsw``, whose SQLite has the WAL-reset fix that the standard library's may lack. Anything weaker than FULL
+loses acknowledged spends at a power cut; ``tests/policies/test_power_loss.py`` keeps that control red. A lock file
+keeps a second writer out; readers may look while the writer works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import apsw
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from policies.store import Batch, Head, LedgerBusy, LedgerUnsound, Line, export, lines
+
+SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS entry(seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS envelope(digest BLOB PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS head(one INTEGER PRIMARY KEY CHECK(one = 1), size INTEGER NOT NULL, root BLOB NOT NULL,
+  seal BLOB NOT NULL) STRICT;
+CREATE TRIGGER IF NOT EXISTS entry_is_kept BEFORE DELETE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER IF NOT EXISTS entry_is_fixed BEFORE UPDATE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+"""
+PRAGMAS: Final = ("journal_mode=WAL", "synchronous=FULL", "trusted_schema=OFF", "mmap_size=0", "cell_size_check=ON")
+CHECKPOINT: Final = 1000  # pages in the write-ahead log
+PAGE: Final = 10_000  # entries read at a time
+
+
+class Sqlite:
+    """The :class:`policies.store.Disk` in one SQLite file."""
+
+    def __init__(self, connection: apsw.Connection, lock: IO[str] | None = None) -> None:
+        """Use :func:`open_sqlite` or :func:`look`; a connection of one's own is for simulators."""
+        self._db, self._lock = connection, lock
+        self._one = threading.Lock()  # a connection serves one thread at a time
+
+    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        try:
+            with self._one:
+                return self._db.execute(query, values).fetchall()
+        except (apsw.Error, UnicodeDecodeError) as error:
+            raise LedgerUnsound(f"the database cannot be read ({type(error).__name__})") from None
+
+    def _one_of(self, query: str, values: tuple[Any, ...]) -> bytes | None:
+        rows = self._rows(query, values)
+        return _bytes(rows[0][0]) if rows else None
+
+    def bodies(self, upto: int | None = None) -> Iterator[bytes]:
+        """The entries in their order."""
+        end, at = (1 << 62) if upto is None else upto, 0
+        while at < end:
+            query = "SELECT seq, body FROM entry WHERE seq >= ? AND seq < ? ORDER BY seq LIMIT ?"
+            rows = self._rows(query, (at, end, PAGE))
+            for seq, body in rows:
+                if seq != at:
+                    raise LedgerUnsound(f"entry {at} is missing")
+                at += 1
+                yield _bytes(body)
+            if len(rows) < PAGE:
+                return
+
+    def head(self) -> Head | None:
+        """The head of the last commit."""
+        rows = self._rows("SELECT size, root, seal FROM head")
+        return Head(*rows[0]) if rows else None
+
+    def body(self, seq: int) -> bytes | None:
+        """One entry."""
+        return self._one_of("SELECT body FROM entry WHERE seq = ?", (seq,))
+
+    def envelope(self, digest: bytes) -> bytes | None:
+        """The envelope with that SHA-256."""
+        return self._one_of("SELECT body FROM envelope WHERE digest = ?", (digest,))
+
+    def envelopes(self) -> Iterator[bytes]:
+        """All of them, in the order of their digests."""
+        last = b""
+        while True:
+            query = "SELECT digest, body FROM envelope WHERE digest > ? ORDER BY digest LIMIT ?"
+            rows = self._rows(query, (last, PAGE))
+            for last, body in rows:  # noqa: B007 - the last digest is where the next page begins
+                yield _bytes(body)
+            if len(rows) < PAGE:
+                return
+
+    def commit(self, batch: Batch) -> None:
+        """One transaction; SQLite has synced the write-ahead log when it returns."""
+        head = batch.head
+        with self._one, self._undone():
+            self._db.execute("BEGIN IMMEDIATE")
+            sealed = [(hashlib.sha256(body).digest(), body) for body in batch.envelopes]
+            self._db.executemany("INSERT OR IGNORE INTO envelope VALUES(?, ?)", sealed)
+            self._db.executemany("INSERT INTO entry VALUES(?, ?)", enumerate(batch.bodies, batch.first))
+            self._db.execute("INSERT OR REPLACE INTO head VALUES(1, ?, ?, ?)", (head.size, head.root, head.seal))
+            self._db.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _undone(self) -> Iterator[None]:
+        """After a failure nothing half-written is read or blocks another."""
+        try:
+            yield
+        except BaseException:
+            if not self._db.get_autocommit():
+                with contextlib.suppress(apsw.Error):
+                    self._db.execute("ROLLBACK")
+            raise
+
+    def copy(self, to: Path) -> None:
+        """Write everything, as of one commit, into an empty file."""
+        self._rows("VACUUM INTO ?", (str(to),))
+
+    def close(self) -> None:
+        """Let go of the file and its lock; what was not committed is rolled back."""
+        with self._one:
+            try:
+                self._db.close(force=True)
+            finally:
+                if self._lock is not None:
+                    self._lock.close()
+
+
+def _bytes(value: object) -> bytes:
+    """A blob; a page that rotted may hold anything."""
+    if type(value) is not bytes:
+        raise LedgerUnsound("the database holds something else than bytes")
+    return value
+
+
+def prepare(connection: apsw.Connection) -> None:
+    """The settings and tables that a writer needs."""
+    for pragma in PRAGMAS:
+        connection.execute(f"PRAGMA {pragma}").fetchall()
+    connection.set_wal_hook(_checkpoint)  # instead of SQLite's own, which ignores that it failed
+    connection.execute(SCHEMA)
+
+
+def _checkpoint(connection: apsw.Connection, name: str, pages: int) -> int:
+    """After a commit: an error here is an I/O error like any other, and must stop the ledger."""
+    if pages >= CHECKPOINT:
+        connection.wal_checkpoint(name, apsw.SQLITE_CHECKPOINT_PASSIVE)
+    return apsw.SQLITE_OK
+
+
+def _sync_names(folder: Path) -> None:
+    """Make the names of the ledger's files durable; SQLite tries, and ignores that it failed."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_sqlite(path: Path) -> Sqlite:
+    """Open or create a ledger file for this process alone to write.
+
+    Raises:
+        LedgerBusy: another process has it open for writing.
+        LedgerUnsound: the file is no ledger, or cannot be read or written.
+        FileNotFoundError: its directory does not exist.
+    """
+    with contextlib.ExitStack() as undo:
+        lock = undo.enter_context(_lock_file(path.with_suffix(".lock")))
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        try:
+            connection = apsw.Connection(str(path))
+            undo.callback(connection.close, True)
+            prepare(connection)
+        except apsw.Error as error:
+            raise LedgerUnsound(f"{path.name} cannot be opened ({type(error).__name__})") from None
+        _sync_names(path.parent)
+        undo.pop_all()
+    return Sqlite(connection, lock)
+
+
+def look(path: Path) -> Sqlite:
+    """Open a ledger file to read, also while another process is writing it.
+
+    Raises:
+        FileNotFoundError: there is no ledger.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"no ledger at {path.name}")
+    return Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY))
+
+
+def _lock_file(path: Path) -> IO[str]:
+    handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise LedgerBusy(f"another process is writing {path.stem}; stop it first") from None
+    return handle
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All records of a ledger file, while another process may be writing it.
+
+    Raises:
+        FileNotFoundError: there is no ledger.
+    """
+    with contextlib.closing(look(path)) as disk:
+        return lines(disk)
+
+
+def backup_file(path: Path, to: Path) -> None:
+    """A copy of a ledger file as of one commit, durable; also while another process is writing.
+
+    Copying the file by other means leaves out what its write-ahead log holds.
+
+    Raises:
+        FileNotFoundError: there is no ledger.
+        FileExistsError: there is something at ``to``; nothing was written.
+        LedgerUnsound: the database cannot be read.
+    """
+    os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    try:
+        with contextlib.closing(look(path)) as disk:
+            disk.copy(to)
+        with to.open("rb") as copy:
+            os.fsync(copy.fileno())
+    except BaseException:
+        to.unlink()
+        raise
+
+
+def export_file(path: Path, origin: str, key: Ed25519PrivateKey, witnessed: Sequence[str] = ()) -> bytes:
+    """Everything an auditor needs, as one text for ``lazaret-verify``; also while another process is writing.
+
+    Raises:
+        FileNotFoundError: there is no ledger.
+    """
+    with contextlib.closing(look(path)) as disk:
+        return export(disk, origin, key, witnessed=witnessed)
