@@ -5,7 +5,6 @@ Default deny: no policy, no release. The coordinator may only tighten what a sit
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -30,23 +29,29 @@ class Policy:
     l_diversity: int  # distinct labels in each released cluster
     max_releases_per_patient: int  # k-anonymous releases that one patient may be part of, ever (P5)
     max_artifact_bytes: int
+    max_reid_rate: float  # largest share of synthetic images that vetting may re-identify, upper confidence bound
     mechanisms: frozenset[str]
+    modalities: frozenset[str]  # DICOM codes, (0008,0060)
     artifact_types: frozenset[str]
     components: frozenset[str]  # provenance admitted of generators, encoders, ... (P6)
     levels: frozenset[str]  # claim levels admitted: "A", "B", "C"
+    approvals: frozenset[str]  # roles of the persons who must have approved a release before it leaves
 
 
 _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "epsilon": (0.0, 100.0),
     "delta": (0.0, 0.01),
+    "max_reid_rate": (0.0, 1.0),
     "k_min": (2, 1_000_000),
     "l_diversity": (1, 1_000_000),
     "max_releases_per_patient": (1, 1_000_000),
     "max_artifact_bytes": (1, 1 << 40),
 }
+_REALS: Final = ("epsilon", "delta", "max_reid_rate")
 _CHOICES: Final[Mapping[str, frozenset[str]]] = {
     "components": frozenset({"public", "dp", "private"}),
     "levels": frozenset({"A", "B", "C"}),
+    "approvals": frozenset({"compliance", "hospital"}),
 }
 
 
@@ -54,9 +59,9 @@ def _problem(key: str, value: object) -> str | None:
     """What is wrong with one key's value, or None."""
     if key == "name":
         return None if isinstance(value, str) and value else "must be a non-empty text"
-    if key in ("epsilon", "delta"):
+    if key in _REALS:
         low, high = _BOUNDS[key]
-        good = type(value) in (int, float) and math.isfinite(value) and low < value <= high  # type: ignore[arg-type, operator]
+        good = type(value) in (int, float) and low < value <= high  # type: ignore[operator]
         return None if good else f"must be a number in ({low:g}, {high:g}]"
     if key in _BOUNDS:
         low, high = _BOUNDS[key]
@@ -80,7 +85,7 @@ def parse(text: str, source: str) -> Policy:
     """
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PolicyError(f"{source}: not TOML: {error}") from None
     names = {f.name for f in fields(Policy)}
     problems = [f"{key}: missing" for key in sorted(names - set(table))]
@@ -92,7 +97,7 @@ def parse(text: str, source: str) -> Policy:
     if problems:
         raise PolicyError(f"{source}: " + "; ".join(problems))
     values: dict[str, Any] = {key: frozenset(v) if isinstance(v, list) else v for key, v in table.items()}
-    return Policy(**{**values, "epsilon": float(values["epsilon"]), "delta": float(values["delta"])})
+    return Policy(**{**values, **{key: float(values[key]) for key in _REALS}})
 
 
 def preset(name: str) -> str:
@@ -117,8 +122,11 @@ def strictest(a: Policy, b: Policy) -> Policy:
         l_diversity=max(a.l_diversity, b.l_diversity),
         max_releases_per_patient=min(a.max_releases_per_patient, b.max_releases_per_patient),
         max_artifact_bytes=min(a.max_artifact_bytes, b.max_artifact_bytes),
+        max_reid_rate=min(a.max_reid_rate, b.max_reid_rate),
         mechanisms=a.mechanisms & b.mechanisms,
+        modalities=a.modalities & b.modalities,
         artifact_types=a.artifact_types & b.artifact_types,
         components=a.components & b.components,
         levels=a.levels & b.levels,
+        approvals=a.approvals | b.approvals,
     )

@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from policies import governance
 from policies.accounting import confirm, order_for
 from policies.claims import Claim
-from policies.ledger import (
-    Account,
+from policies.entries import (
     Admitted,
     Enrolled,
     Entry,
+    Expired,
     Freed,
-    KeyReused,
     Opened,
     Refused,
     Reserved,
     RoundClosed,
     Sent,
     Spent,
-    State,
 )
+from policies.ledger import Account, KeyReused, State
 from policies.policy import Policy
 from policies.rdp import allowance
 from policies.review import TERMS, Finding, Standing, Verdict, level_of, price, review, review_reservation
 from policies.statement import (
+    Amendment,
     Enrolment,
+    Receipts,
     Release,
     Reservation,
     Settlement,
@@ -120,23 +123,51 @@ class Register:
 
     def reserve(self, key: str, reservation: Reservation, envelope: bytes) -> Verdict:
         """Hold a claim's price, or append the refusal; durable when this returns."""
-        r = reservation
+        return self.reserve_all(key, [(reservation, envelope)])[0]
+
+    def reserve_all(self, key: str, asked: Sequence[tuple[Reservation, bytes]]) -> list[Verdict]:
+        """Hold the prices of several claims, over as many accounts as they touch: all of them or none.
+
+        Returns:
+            A verdict for each; when one is refused, all are.
+        """
+        envelopes = tuple(envelope for _, envelope in asked)
         with self.store.exclusive() as state:
-            before = self.answered(key, envelope)
-            if before is not None:
-                return before
-            name = account_name(r.site, r.mechanism)
-            standing = Standing(state.accounts.get(name), state.grants.get(r.grant))
-            verdict = review_reservation(r, standing, self.policy_of(r.site))
-            if verdict.admitted and standing.account is not None and standing.account.opened.order:
-                confirm(r.claim, standing.account.opened.order)
-            claim = canonical(claim_json(r.claim))
-            entry: Entry = Reserved(
-                r.grant, r.site, r.run, r.mechanism, name, verdict.amount, claim, digest(envelope)
-            )
-            if not verdict.admitted:
-                entry = self._refusal(r.grant, r, "reservation", verdict, envelope)
-            self.store.append(key, Draft((entry,), (envelope,)))
+            before = self.store.answer(key)
+            if before:
+                if [getattr(line.record.entry, "envelope", b"") for line in before] != list(map(digest, envelopes)):
+                    raise KeyReused("the key was used with another envelope")
+                return [verdict_of(line) for line in before]
+            verdicts = [self._priced(state, reservation, envelope) for reservation, envelope in asked]
+            together = Counter[str]()
+            for (r, _), verdict in zip(asked, verdicts, strict=True):
+                together[account_name(r.site, r.mechanism)] += verdict.amount
+            for i, (r, _) in enumerate(asked):
+                name = account_name(r.site, r.mechanism)
+                if not all(v.admitted for v in verdicts) and verdicts[i].admitted:
+                    verdicts[i] = Verdict((Finding("together", "another part of the same request was refused"),))
+                elif verdicts[i].admitted and not together[name] <= state.accounts[name].left:
+                    verdicts[i] = Verdict((Finding("budget", "together they cost more than the account holds"),))
+            granted = all(v.admitted for v in verdicts)
+            entries: list[Entry] = []
+            for (r, envelope), verdict in zip(asked, verdicts, strict=True):
+                name, claim = account_name(r.site, r.mechanism), canonical(claim_json(r.claim))
+                entries.append(
+                    Reserved(r.grant, r.site, r.run, r.mechanism, name, verdict.amount, claim, digest(envelope))
+                    if granted
+                    else self._refusal(r.grant, r, "reservation", verdict, envelope)
+                )
+            self.store.append(key, Draft(tuple(entries), envelopes))
+        return verdicts
+
+    def _priced(self, state: State, r: Reservation, envelope: bytes) -> Verdict:
+        if digest(envelope) in state.refused:  # a no stays one, whatever key it comes under
+            return Verdict((Finding("replay", "this very request was refused before; make a new one"),))
+        account = state.accounts.get(account_name(r.site, r.mechanism))
+        standing = Standing(account, state.grants.get(r.grant), frozen=state.frozen(r.site))
+        verdict = review_reservation(r, standing, self.policy_of(r.site))
+        if verdict.admitted and account is not None and account.opened.order:
+            confirm(r.claim, account.opened.order)
         return verdict
 
     def admit(self, key: str, release: Release, envelope: bytes, facts: Facts) -> Verdict:
@@ -170,8 +201,10 @@ class Register:
             refusal: Entry = self._refusal(r.release, r, "release", verdict, envelope)
             grant = self.store.state.grants.get(r.grant)
             own = grant is not None and grant.state == "held" and grant.reserved.site == r.site
-            last = (Spent(r.grant, "refused"),) if own and not r.run else ()
-            self.store.append(key, Draft((refusal, *last), (envelope,)))
+            entries: list[Entry] = [refusal]
+            if own and not r.run and grant is not None:
+                entries.append(Spent(r.grant, grant.reserved.amount, "refused", b""))
+            self.store.append(key, Draft(tuple(entries), (envelope,)))
             return
         used = price(r.claim, self.account(r.site, r.claim))
         artifact, claim = bytes.fromhex(r.artifact_sha256), canonical(claim_json(r.claim))
@@ -188,14 +221,15 @@ class Register:
             artifact,
             digest(envelope),
         )
-        end = () if r.run else (Spent(r.grant, "released"),)
+        end = () if r.run else (Spent(r.grant, used, "released", b""),)
         self.store.append(key, Draft((entry, *end), (envelope,)))
 
     def send(self, release: Release, envelope: bytes) -> None:
         """The site's own ledger only: this is about to leave; durable when this returns."""
         r = release
         artifact = bytes.fromhex(r.artifact_sha256)
-        entry = Sent(r.release, r.grant, r.site, r.run, r.round, r.mechanism, artifact, digest(envelope))
+        used = price(r.claim, self.account(r.site, r.claim))
+        entry = Sent(r.release, r.grant, r.site, r.run, r.round, r.mechanism, used, artifact, digest(envelope))
         self.store.append(f"send-{r.release}", Draft((entry,), (envelope,)))
 
     def unanswered(self) -> list[tuple[Sent, bytes]]:
@@ -218,28 +252,65 @@ class Register:
         with self.store.exclusive() as state:
             before = self.answered(key, envelope)
             if before is not None:
-                return before
+                rules = {f.rule for f in before.findings}
+                return before if "grant_of_another" in rules else Verdict(())
             grant = state.grants.get(s.grant)
-            entries: list[Entry] = [Refused(s.grant, s.site, s.mechanism, s.outcome, [s.reason], digest(envelope))]
             if grant is not None and grant.reserved.site != s.site:
                 wrong = Refused(s.grant, s.site, s.mechanism, "call", ["grant_of_another"], digest(envelope))
                 self.store.append(key, Draft((wrong,), (envelope,)))
                 return Verdict((Finding("grant_of_another", "the grant was given for another site"),))
+            entries: list[Entry] = [Refused(s.grant, s.site, s.mechanism, s.outcome, [s.reason], digest(envelope))]
             if grant is not None and grant.state == "held":
-                entries.append(Spent(s.grant, "expired"))
+                entries.append(Expired(s.grant, s.reason))
             self.store.append(key, Draft(tuple(entries), (envelope,)))
         return Verdict(())
+
+    def finish(self, settlement: Settlement, envelope: bytes) -> None:
+        """The site's own ledger only: close a grant at what was made under it; the rest is given back.
+
+        The coordinator spends the whole: it cannot know what was made and has not arrived.
+
+        Raises:
+            InvalidEntry: the grant is closed, or more left under it.
+        """
+        s = settlement
+        entry = Spent(s.grant, s.used, "finished", digest(envelope))
+        self.store.append(f"close-{s.grant}", Draft((entry,), (envelope,)))
+
+    def amend(self, key: str, statement: Amendment, envelope: bytes) -> Verdict:
+        """A site's new policy, from an envelope that the caller opened; it parses, or it is not handed in here."""
+        with self.store.exclusive():
+            before = self.answered(key, envelope)
+            if before is None:
+                governance.amend(self.store, key, statement, envelope)
+        return before or Verdict(())
+
+    def present(self, key: str, statement: Reservation | Receipts, envelope: bytes) -> Verdict:
+        """After a restore: a grant that the backup had lost, or the site's word that these were all.
+
+        Raises:
+            InvalidEntry: nothing is awaited from that site.
+        """
+        with self.store.exclusive():
+            before = self.answered(key, envelope)
+            if before is None and isinstance(statement, Receipts):
+                governance.present(self.store, key, statement, envelope)
+            elif before is None and isinstance(statement, Reservation):
+                governance.recover_grant(self.store, key, statement, envelope)
+        return before or Verdict(())
 
     def free(self, grant: str, envelope: bytes) -> None:
         """The site's own ledger only: the coordinator refused the price, and nothing was read under the grant."""
         self.store.append(f"close-{grant}", Draft((Freed(grant, "refused", digest(envelope)),), (envelope,)))
 
     def close(self, grant: str, why: str) -> None:
-        """Spend a held grant's whole amount; a grant that has its end keeps it."""
+        """Spend a held grant's whole amount, as expired if nothing left under it; a closed one stays as it is."""
         with self.store.exclusive() as state:
             known = state.grants.get(grant)
             if known is not None and known.state == "held":
-                self.store.append(f"close-{grant}", Draft((Spent(grant, why),)))
+                whole = Spent(grant, known.reserved.amount, why, b"")
+                end = whole if max(known.used, known.sent) else Expired(grant, why)
+                self.store.append(f"close-{grant}", Draft((end,)))
 
     def close_round(self, run: str, round_index: int, sites: Iterable[str], model: bytes) -> None:
         """A round was aggregated; ``model`` is the SHA-256 of the parameters, durable before this is called."""
@@ -258,7 +329,8 @@ class Register:
 
     def held(self) -> list[Reserved]:
         """Grants without an end, oldest first."""
-        return [grant.reserved for grant in self.store.state.grants.values() if grant.state == "held"]
+        held = [grant.reserved for grant in self.store.state.grants.values() if grant.state == "held"]
+        return [reserved for reserved in held if isinstance(reserved, Reserved)]
 
     def runs(self) -> set[str]:
         """Every federated run that was ever reserved for here."""

@@ -11,11 +11,31 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from policies.claims import RELATION, UNIT, Claim, KAnonymous, SubsampledGaussian
+from policies.claims import (
+    RELATION,
+    UNIT,
+    Claim,
+    Gaussian,
+    GaussianQuery,
+    KAnonymous,
+    NoClaim,
+    SubsampledGaussian,
+    UnsupportedClaim,
+)
 from policies.ledger import Account, Grant
 from policies.policy import Policy
 from policies.rdp import allowance, cost, epsilon_nano
-from policies.statement import Release, Reservation, canonical, claim_from, claim_json, load_json, release_id
+from policies.statement import (
+    Release,
+    Reservation,
+    canonical,
+    claim_from,
+    claim_json,
+    decimal,
+    load_json,
+    malformed,
+    release_id,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +64,7 @@ class Verdict:
 class Terms:
     """What the law knows of a mechanism: the claim it must make, what it releases, which components it names."""
 
-    claim: type[KAnonymous] | type[SubsampledGaussian]
+    claim: type[KAnonymous] | type[SubsampledGaussian] | type[GaussianQuery]
     artifact_type: str
     components: frozenset[str]
     rounds: bool  # made in the rounds of a run, or at once and alone
@@ -70,6 +90,7 @@ class Standing:
     account: Account | None
     grant: Grant | None = None
     reviewed_before: bool = False  # this release id or this envelope already has a verdict
+    frozen: bool = False  # the ledger was restored from a backup, and a site's receipts are missing
 
 
 def price(claim: Claim, account: Account) -> int:
@@ -115,26 +136,50 @@ def _place(statement: Reservation | Release) -> Iterator[Finding]:
             yield Finding("release_id", "a release's id follows from its site, grant and round")
 
 
-def _unit(statement: Reservation | Release) -> Iterator[Finding]:
-    if statement.unit != UNIT or statement.relation != RELATION:
+def _scope(statement: Reservation | Release, policy: Policy) -> Iterator[Finding]:
+    """Whose privacy, against which neighbours (P1, P2), and of which images."""
+    claim = statement.claim
+    if not isinstance(claim, NoClaim) and (claim.unit, claim.relation) != (UNIT, RELATION):
         yield Finding("unit", f"the unit must be {UNIT} and the relation {RELATION}")
+    if statement.modality not in policy.modalities:
+        yield Finding("modality", f"the policy {policy.name} does not admit {statement.modality}")
 
 
 def review_reservation(reservation: Reservation, standing: Standing, policy: Policy) -> Verdict:
     """May this claim's price be held? Depends on configuration and the books only, never on an image (P1, P9)."""
-    findings = [*_terms(reservation.mechanism, reservation.claim, policy), *_unit(reservation)]
+    wrong = malformed(reservation)
+    if wrong:
+        return Verdict((Finding("malformed", wrong),))
+    findings = [*_terms(reservation.mechanism, reservation.claim, policy), *_scope(reservation, policy)]
     findings += [*_provenance(reservation, policy), *_place(reservation)]
     account = standing.account
     if standing.grant is not None:
         findings.append(Finding("grant_exists", "a grant of that name was given before"))
+    if standing.frozen:
+        findings.append(Finding("frozen", "the ledger was restored; every site must present its receipts first"))
     if account is None:
         findings.append(Finding("no_account", "the site has no account of that kind"))
+    else:
+        findings += _payable(reservation.mechanism, account)
     if findings or account is None:
         return Verdict(tuple(findings))
     amount = price(reservation.claim, account)
-    if not amount <= min(account.opened.limit, _ceiling(account, policy)) - account.held - account.spent:
+    if not amount <= min(account.limit, _ceiling(account, policy)) - account.held - account.spent:
         findings.append(Finding("budget", _shortage(reservation.claim, account)))
     return Verdict(tuple(findings), amount=amount)
+
+
+def _payable(mechanism: str, account: Account) -> Iterator[Finding]:
+    terms, opened = TERMS.get(mechanism), account.opened
+    kind = "k" if opened.order == 0 else "rdp"
+    sane = opened.order == 0
+    if 2 <= opened.order <= 1024:
+        try:
+            sane = 0 < float(opened.delta) < 1
+        except ValueError:
+            sane = False
+    if terms is None or terms.kind != kind or not sane:
+        yield Finding("account_kind", "the account is of another kind")
 
 
 def _ceiling(account: Account, policy: Policy) -> int:
@@ -147,13 +192,21 @@ def _ceiling(account: Account, policy: Policy) -> int:
 def _shortage(claim: Claim, account: Account) -> str:
     opened = account.opened
     if isinstance(claim, KAnonymous):
-        return f"every patient may be in {opened.limit} release(s), and that is used up"
-    share = 100 * account.left / opened.limit if opened.limit else 0.0
+        return f"every patient may be in {account.limit} release(s), and that is used up"
+    share = max(0.0, 100 * account.left / account.limit) if account.limit else 0.0
     wanted = epsilon_nano(claim, float(opened.delta), opened.order) / 1e9
     return (
         f"the claim alone is epsilon {wanted:.2f} at delta {opened.delta} (order {opened.order}); "
-        f"the budget is epsilon {opened.epsilon} per {UNIT}, {share:.0f} % of it left"
+        f"the budget is epsilon {account.epsilon} per {UNIT}, {share:.0f} % of it left"
     )
+
+
+def _granted(claim: bytes) -> Claim | None:
+    """The claim in a grant's entry; None when it cannot be read."""
+    try:
+        return claim_from(load_json(claim))
+    except ValueError:
+        return None
 
 
 def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Finding]:
@@ -164,12 +217,13 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
     if (held.site, held.mechanism, held.run) != (release.site, release.mechanism, release.run):
         yield Finding("grant_of_another", "the grant was given for another site, mechanism or run")
         return
-    granted = claim_from(load_json(held.claim))
-    claim = release.claim
+    granted, claim = _granted(held.claim), release.claim
     if isinstance(granted, SubsampledGaussian) and isinstance(claim, SubsampledGaussian):
         same = (granted.sampling_rate, granted.noise_multiplier) == (claim.sampling_rate, claim.noise_multiplier)
         if not (same and claim.steps <= granted.steps):
             yield Finding("claim_not_granted", "the claim is not covered by the one that was granted")
+        elif not price(claim, account) <= held.amount:
+            yield Finding("claim_not_granted", "the claim costs more than was granted")
         elif not price(claim, account) > grant.used or not release.round > grant.last_round:
             yield Finding("round_repeated", "this round's steps were released before")
     elif canonical(claim_json(claim)) != held.claim:
@@ -180,7 +234,7 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
 
 def _epsilon(release: Release, account: Account, policy: Policy) -> Iterator[Finding]:
     """Declared equals recomputed (P11); k-anonymity has no epsilon at all (P4)."""
-    if not isinstance(release.claim, SubsampledGaussian):
+    if not isinstance(release.claim, Gaussian):
         if release.epsilon_nano is not None or release.delta is not None:
             yield Finding("epsilon_of_k", "a k-anonymous release has no epsilon, and none may be declared")
         return
@@ -215,21 +269,47 @@ def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
     yield from _provenance(release, policy)
     if release.vetted_against not in ("nothing", "public", "private"):
         yield Finding("vetting", "vetted_against must be nothing, public or private")
+    missing = policy.approvals - set(release.approvals)
+    if missing:
+        yield Finding("approval", f"it must be approved by: {', '.join(sorted(missing))}")
+
+
+def _vetted(release: Release, level: str, policy: Policy) -> Iterator[Finding]:
+    """A measured re-identification rate is bounded; level C, which promises nothing else, must have one."""
+    if release.reid_rate is None:
+        if level == "C":
+            yield Finding("reid_rate", "a release of level C rests on a measured re-identification rate")
+        return
+    try:
+        rate = decimal(release.reid_rate)
+    except UnsupportedClaim:
+        rate = float("nan")
+    if not 0 <= rate <= policy.max_reid_rate or release.vetted_against == "nothing":
+        yield Finding("reid_rate", f"the rate must be measured, and at most {policy.max_reid_rate}")
 
 
 def level_of(release: Release) -> str:
     """The claim level: what the certificate may print, and nothing stronger (design section 5, P7)."""
     public = bool(release.components) and all(p == "public" for p in release.components.values())
-    if isinstance(release.claim, SubsampledGaussian) and release.vetted_against != "private" and public:
+    if isinstance(release.claim, Gaussian) and release.vetted_against != "private" and public:
         return "A"
-    return "B" if isinstance(release.claim, KAnonymous) and public else "C"
+    once = isinstance(release.claim, KAnonymous) and release.claim.releases_per_patient == 1  # P5: B is once, ever
+    return "B" if once and public else "C"
 
 
 def review(release: Release, standing: Standing, policy: Policy) -> Verdict:
     """May this release be admitted? The artifact's bytes are checked against the statement by the caller."""
-    findings = [*_terms(release.mechanism, release.claim, policy), *_unit(release), *_contents(release, policy)]
+    wrong = malformed(release)
+    if wrong:
+        return Verdict((Finding("malformed", wrong),))
+    findings = [
+        *_terms(release.mechanism, release.claim, policy),
+        *_scope(release, policy),
+        *_contents(release, policy),
+    ]
     findings += _place(release)
     level = level_of(release)
+    findings += _vetted(release, level, policy)
     if level not in policy.levels:
         findings.append(Finding("level", f"the policy {policy.name} does not admit releases of level {level}"))
     if standing.reviewed_before:
@@ -238,6 +318,7 @@ def review(release: Release, standing: Standing, policy: Policy) -> Verdict:
     if grant is None or account is None:
         findings.append(Finding("no_grant", "nothing was granted under that name"))
         return Verdict(tuple(findings), level=level)
+    findings += _payable(release.mechanism, account)
     if findings:
         return Verdict(tuple(findings), level=level)
     findings += [*_covered(release, grant, account), *_epsilon(release, account, policy)]

@@ -1,10 +1,10 @@
 """What a site signs: in-toto Statements as canonical JSON bytes, and nothing that is not in the form below.
 
-Four predicates, one for each thing a site may say to the coordinator: an :class:`Enrolment`, a
-:class:`Reservation` (price first), a :class:`Release` (artifact made, please review) and a
-:class:`Settlement` (this grant is expired, or declined by the site's own ledger). Numbers that are not
-whole are decimal texts, so one value has one encoding; :func:`parse` accepts only bytes that encode back to
-themselves. The envelope around them is the protos package's business.
+One predicate for each thing a site may say to the coordinator: an :class:`Enrolment` or an :class:`Amendment` of its
+policy, a :class:`Reservation` (price first), a :class:`Release` (artifact made, please review), a
+:class:`Settlement` (what became of a grant) and :class:`Receipts` (after a restore); and one for a person, an
+:class:`Approval`. Numbers that are not whole are decimal texts, so one value has one encoding; :func:`parse` accepts
+only bytes that encode back to themselves. The envelope around them is the protos package's business.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.claims import KINDS, RELATION, UNIT, Claim, UnsupportedClaim
+from policies.claims import KINDS, Claim, UnsupportedClaim
 
 PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
 _TYPE: Final = "https://in-toto.io/Statement/v1"
@@ -25,7 +25,11 @@ _PREDICATES: Final = "https://lazaret.invalid/attestation/"  # reserved name: th
 MAX_BYTES: Final = 1 << 18
 ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 HEX: Final = re.compile(r"[0-9a-f]{64}")
-_IDENTIFIERS: Final = frozenset({"site", "grant", "release", "mechanism", "run", "outcome", "reason"})
+_IDENTIFIERS: Final = frozenset(
+    {"site", "grant", "release", "mechanism", "run", "outcome", "reason", "person", "serial", "action"}
+)
+_LINES: Final = re.compile(r"[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*")  # tabs and line ends, as in TOML and PEM
+MODALITY: Final = re.compile(r"[A-Z0-9]{1,16}")  # a code string of DICOM PS3.3 C.7.3.1.1.1
 JsonValue = None | bool | int | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -54,8 +58,7 @@ class Reservation:
     mechanism: str
     claim: Claim
     components: Mapping[str, str]  # component -> provenance (P6): what a private one would make is not even priced
-    unit: str = UNIT
-    relation: str = RELATION
+    modality: str  # DICOM modality of the images, (0008,0060)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +78,70 @@ class Release:
     epsilon_nano: int | None  # None: the claim has no epsilon (never 0 for k-anonymity, P4)
     delta: str | None  # decimal text
     components: Mapping[str, str]  # component -> provenance (P6)
+    modality: str
     vetted_against: str  # "nothing" | "public" | "private" (P7)
-    unit: str = UNIT
-    relation: str = RELATION
+    reid_rate: str | None  # decimal text: upper bound on the share re-identified when vetted; None: not measured
+    approvals: Mapping[str, str]  # role -> SHA-256 of the person's sealed approval of this artifact
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What becomes of a grant that will see no release: ``expired`` (it is spent) or ``declined`` (never held)."""
+    """The site's word on the end of a grant.
+
+    ``declined`` by its own ledger: nothing was read. ``expired``: all of it is spent. ``finished``: what left under
+    it has consumed ``used``, and nothing more will leave.
+    """
 
     grant: str
     site: str
     run: str
     mechanism: str
-    outcome: str  # "expired" | "declined"
+    outcome: str  # "expired" | "declined" | "finished"
     reason: str  # a finding's rule, from the site's own review
+    used: int  # of a finished grant; 0 otherwise
 
 
-Statement = Enrolment | Reservation | Release | Settlement
+@dataclass(frozen=True, slots=True)
+class Amendment:
+    """A site's new policy; it replaces the one it enrolled with, and every amendment of a smaller number."""
+
+    site: str
+    number: int
+    policy: str  # TOML text
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """After the coordinator's ledger was restored: this site has shown every grant that it holds a receipt of."""
+
+    site: str
+    origin: str  # of the restored ledger
+    nonce: str  # of the restore
+    grants: int  # how many of them the restored ledger had lost
+
+
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """One person's word on a proposal; who else must agree is the fold's rule."""
+
+    person: str
+    origin: str  # the ledger that the proposal is for
+    serial: str  # chosen by who proposes; each is decided once
+    action: str  # "appoint" | "limit" | "release" | "waive"
+    subject: str
+    value: str
+
+
+Statement = Enrolment | Amendment | Reservation | Release | Settlement | Receipts | Approval
 _KINDS: Final[Mapping[str, type[Statement]]] = MappingProxyType(
     {
         "enrolment/v1": Enrolment,
         "reservation/v1": Reservation,
         "release/v1": Release,
         "settlement/v1": Settlement,
+        "amendment/v1": Amendment,
+        "receipts/v1": Receipts,
+        "approval/v1": Approval,
     }
 )
 
@@ -126,7 +169,7 @@ def claim_from(value: object) -> Claim:
     Raises:
         UnsupportedClaim: unknown kind, missing or unknown fields, or parameters out of range.
     """
-    if not isinstance(value, dict) or value.get("kind") not in KINDS:
+    if not isinstance(value, dict) or type(value.get("kind")) is not str or value["kind"] not in KINDS:
         raise UnsupportedClaim("unknown kind of claim")
     cls: Any = KINDS[value["kind"]]
     wanted = {f.name: str(f.type) for f in fields(cls)}
@@ -192,13 +235,13 @@ def _no_float(_text: str) -> float:
     raise MalformedStatement("numbers are whole, or decimal texts")
 
 
-def load_json(raw: bytes) -> Any:
+def load_json(raw: bytes, most: int = MAX_BYTES) -> Any:
     """Strict JSON: size, depth, duplicate keys and floats are refused.
 
     Raises:
         MalformedStatement: for any of these.
     """
-    if len(raw) > MAX_BYTES:
+    if len(raw) > most:
         raise MalformedStatement("too large")
     try:
         return json.loads(raw, object_pairs_hook=_unique, parse_float=_no_float, parse_constant=_no_float)
@@ -211,8 +254,10 @@ def _field(name: str, kind: str, value: object) -> object:
     if name == "claim":
         return claim_from(value)
     if kind.startswith("Mapping"):
-        if not isinstance(value, dict) or not all(type(v) is str and ID.fullmatch(v) for v in value.values()):
-            raise MalformedStatement(f"{name}: must map components to provenances")
+        if not isinstance(value, dict) or not all(
+            type(text) is str and ID.fullmatch(text) for text in (*value, *value.values())
+        ):
+            raise MalformedStatement(f"{name}: must map short lower-case identifiers to such")
         return MappingProxyType(dict(value))
     if value is None and kind.endswith("| None"):
         return None
@@ -225,13 +270,30 @@ def _field(name: str, kind: str, value: object) -> object:
 
 def _text(name: str, value: object) -> str:
     """A text field; identifiers are short and plain, so that none can carry a message or a path."""
-    if type(value) is not str or len(value) > 16_384:
-        raise MalformedStatement(f"{name}: must be a text")
+    if type(value) is not str or len(value) > 16_384 or (not value.isprintable() and not _LINES.fullmatch(value)):
+        raise MalformedStatement(f"{name}: must be a text without control characters")
     if name in _IDENTIFIERS and not ID.fullmatch(value) and not (name == "run" and not value):
         raise MalformedStatement(f"{name}: must be a short lower-case identifier")
+    if name == "modality" and not MODALITY.fullmatch(value):
+        raise MalformedStatement("modality: must be a DICOM code, such as MR")
     if name == "artifact_sha256" and not HEX.fullmatch(value):
         raise MalformedStatement("artifact_sha256: must be 64 hexadecimal digits")
     return value
+
+
+def malformed(statement: Statement) -> str:
+    """What :func:`parse` would not let in, of a statement that was built otherwise; "" when nothing is wrong."""
+    for f in fields(statement):
+        value = getattr(statement, f.name)
+        if f.name == "claim":
+            if type(value) not in KINDS.values():
+                return "claim: of no known kind"
+            continue
+        try:
+            _field(f.name, str(f.type), dict(value) if isinstance(value, Mapping) else value)
+        except MalformedStatement as error:
+            return str(error)
+    return ""
 
 
 def parse(raw: bytes) -> Statement:

@@ -19,10 +19,13 @@ POLICIES = st.builds(
     l_diversity=st.integers(1, 5),
     max_releases_per_patient=st.integers(1, 5),
     max_artifact_bytes=st.integers(1, 1 << 30),
+    max_reid_rate=st.floats(0.001, 1.0),
     mechanisms=NAMES,
+    modalities=st.frozensets(st.sampled_from(["MR", "CT", "OP"])),
     artifact_types=st.frozensets(st.sampled_from(["image-set", "update"])),
     components=st.frozensets(st.sampled_from(["public", "dp", "private"])),
     levels=st.frozensets(st.sampled_from(["A", "B", "C"])),
+    approvals=st.frozensets(st.sampled_from(["compliance", "hospital"])),
 )
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from policies.accounting import cost, epsilon_nano
 from policies.claims import KAnonymous, NoClaim, SubsampledGaussian
-from policies.ledger import Account, Grant, Opened, Reserved
+from policies.entries import Opened, Reserved
+from policies.ledger import Account, Grant
 from policies.policy import Policy, parse
 from policies.rdp import allowance
 from policies.review import Standing, level_of, review, review_reservation
@@ -72,8 +73,12 @@ def test_the_honest_releases_are_admitted() -> None:
         ("provenance", {"components": {"encoder": "public", "generator": "private"}}),
         ("level", {"components": {"encoder": "public", "generator": "private"}}),
         ("vetting", {"vetted_against": "somebody"}),
-        ("unit", {"unit": "image"}),
-        ("unit", {"relation": "replace-one"}),
+        ("unit", {"claim": KAnonymous(5, 2, 1, unit="image")}),
+        ("modality", {"modality": "SC"}),
+        ("reid_rate", {"vetted_against": "private", "reid_rate": "0.2"}),
+        ("reid_rate", {"vetted_against": "private", "reid_rate": "nan"}),
+        ("reid_rate", {"vetted_against": "private", "reid_rate": "-0.1"}),
+        ("reid_rate", {"vetted_against": "nothing", "reid_rate": "0.01"}),
         ("grant_of_another", {"site": "site-b", "release": release_id("site-b", "grant-1", 0)}),
         ("run", {"run": "run-9"}),
         ("round", {"round": 1, "release": release_id("site-a", "grant-1", 1)}),

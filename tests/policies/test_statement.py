@@ -20,7 +20,7 @@ STATEMENTS = [
     SITE.reservation("grant-2", DP, "federated", "run-1"),
     SITE.release("grant-1"),
     SITE.release("g", run="run-1", round=2, claim=DP, epsilon_nano=6_511_125_604, delta="4e-06"),
-    Settlement("grant-1", "site-a", "", "ksame", "expired", "restart"),
+    Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0),
 ]
 
 
@@ -94,8 +94,7 @@ def test_a_duplicate_key_is_refused() -> None:
 
 
 def test_k_is_not_a_float() -> None:
+    value = claim_json(KAnonymous(5, 2, 1))
+    assert claim_from(value) == KAnonymous(5, 2, 1)
     with pytest.raises(UnsupportedClaim):
-        claim_from({"kind": "k-anonymous", "k": 5.0, "l_diversity": 2, "releases_per_patient": 1})
-    assert claim_from({"kind": "k-anonymous", "k": 5, "l_diversity": 2, "releases_per_patient": 1}) == KAnonymous(
-        5, 2, 1
-    )
+        claim_from({**value, "k": 5.0})
