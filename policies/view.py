@@ -8,19 +8,30 @@ from dataclasses import fields
 from typing import Any
 
 from policies.claims import RELATION, UNIT
-from policies.ledger import (
+from policies.entries import (
     Admitted,
+    Amended,
+    Appointed,
+    Approved,
     Enrolled,
     Entry,
+    Expired,
+    Freed,
+    LimitSet,
     Opened,
+    Presented,
     Record,
+    Recovered,
     Refused,
     Reserved,
+    Restored,
     RoundClosed,
     Sent,
-    State,
+    Spent,
+    Waived,
     kind_of,
 )
+from policies.ledger import State
 from policies.statement import load_json
 
 
@@ -53,11 +64,11 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
                 "account": name,
                 "site": name.rpartition("/")[0],
                 "kind": name.rpartition("/")[2],
-                "limit": a.opened.limit,
+                "limit": a.limit,
                 "held": a.held,
                 "spent": a.spent,
                 "order": a.opened.order,
-                "epsilon": a.opened.epsilon or None,
+                "epsilon": a.epsilon or None,
                 "delta": a.opened.delta or None,
             }
             for name, a in sorted(state.accounts.items())
@@ -82,7 +93,7 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _details(entry: Entry, state: State) -> str:
+def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for each kind
     if isinstance(entry, Enrolled):
         return f"key {entry.sign_key.hex()[:12]}, policy {entry.policy.hex()[:12]}"
     if isinstance(entry, Opened):
@@ -99,12 +110,38 @@ def _details(entry: Entry, state: State) -> str:
         return f"{entry.mechanism}: about to leave, artifact {entry.artifact.hex()[:12]}"
     if isinstance(entry, RoundClosed):
         return f"round {entry.round} of {', '.join(entry.sites)}, model {entry.model.hex()[:12]}"
-    grant = state.grants[entry.grant].reserved
-    return f"{grant.mechanism}: {_share(grant.amount, grant.account, state)} of {grant.account}, {entry.why}"
+    if isinstance(entry, Spent | Expired | Freed):
+        grant, used = state.grants[entry.grant].reserved, getattr(entry, "used", 0)
+        taken = _share(used or grant.amount, grant.account, state)
+        return f"{grant.mechanism}: {taken} of {grant.account}, {entry.why}"
+    return _rare(entry, state)
+
+
+_Rare = Amended | Appointed | Approved | LimitSet | Restored | Recovered | Presented | Waived
+
+
+def _rare(entry: _Rare, state: State) -> str:
+    """What persons did, and what follows a restore."""
+    if isinstance(entry, Amended):
+        return f"policy {entry.policy.hex()[:12]}"
+    if isinstance(entry, Appointed):
+        return f"{entry.person} is {entry.role}, key {entry.public.hex()[:12]}"
+    if isinstance(entry, Approved):
+        return f"{entry.person} approves {entry.serial}"
+    if isinstance(entry, LimitSet):
+        limit = f"epsilon {entry.epsilon}" if entry.epsilon else f"{entry.limit} release(s) for each patient"
+        return f"{entry.account}: {limit}, approved as {entry.serial}"
+    if isinstance(entry, Restored):
+        return f"epoch {entry.epoch}: from a backup of {entry.size} entries"
+    if isinstance(entry, Recovered):
+        return f"{entry.mechanism}: {_share(entry.amount, entry.account, state)} of {entry.account}, was lost"
+    if isinstance(entry, Presented):
+        return f"every receipt presented, {entry.grants} lost"
+    return f"will not come back, approved as {entry.serial}: its accounts are spent"
 
 
 def _share(amount: int, account: str, state: State) -> str:
-    limit = state.accounts[account].opened.limit
+    limit = state.accounts[account].limit
     return f"{100 * amount / limit:.1f} %" if limit else "all"
 
 
@@ -118,7 +155,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
         who = getattr(entry, "site", "") or getattr(entry, "run", "")
         if not who and hasattr(entry, "grant"):
             who = state.grants[entry.grant].reserved.site
-        if isinstance(entry, Opened):
+        if isinstance(entry, Opened | LimitSet):
             who = entry.account.rpartition("/")[0]
         out.append((str(seq), when, kind_of(entry), who, _details(entry, state)))
     return out

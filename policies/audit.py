@@ -1,0 +1,256 @@
+"""What an auditor does with each entry: fold it, open the envelope it rests on, and review it again.
+
+Every envelope must be signed by the site or person that the ledger knows and say what its entry says, and every grant
+and admission must be what the law admits under the site's own signed policy. :mod:`policies.verify` is the command.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from policies.entries import (
+    Admitted,
+    Amended,
+    Approved,
+    Enrolled,
+    Entry,
+    Freed,
+    LimitSet,
+    Opened,
+    Presented,
+    Recovered,
+    Refused,
+    Reserved,
+    Restored,
+    Sent,
+    Spent,
+    decode,
+    proposal,
+)
+from policies.export import Unsound
+from policies.ledger import State
+from policies.merkle import Checkpoint, CompactRange, leaf_hash
+from policies.policy import Policy
+from policies.policy import parse as parse_policy
+from policies.rdp import allowance
+from policies.review import TERMS, Standing, price, review, review_reservation
+from policies.statement import (
+    MAX_BYTES,
+    PAYLOAD_TYPE,
+    Amendment,
+    Approval,
+    Enrolment,
+    Receipts,
+    Release,
+    Reservation,
+    Settlement,
+    Statement,
+    canonical,
+    claim_json,
+    load_json,
+    parse,
+)
+
+# entries that rest on a signed statement: a site's, a person's, or a site's word on a grant
+_OfSite = Enrolled | Amended | Reserved | Sent | Admitted | Refused | Recovered | Presented
+_Resting = _OfSite | Approved | Freed | Spent
+
+
+def open_envelope(raw: bytes, public: bytes | None) -> bytes:
+    """The payload of a DSSE envelope with exactly one signature, by ``public`` (DSSE v1.0, PAE).
+
+    Without a key nothing is verified: that is only to learn who claims to have signed, and whose key to open it with.
+
+    Raises:
+        Unsound: malformed, or signed by another key.
+    """
+    try:
+        envelope = load_json(raw, 2 * MAX_BYTES)  # as much as base64 makes of the largest statement
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        (signature,) = envelope["signatures"]
+        if len(envelope) != 3 or len(signature) != 2:
+            raise Unsound("an envelope holds more than was signed")
+        kind = PAYLOAD_TYPE.encode()
+        pae = b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
+        if envelope["payloadType"] != PAYLOAD_TYPE:
+            raise Unsound("an envelope holds something else than a statement")
+        signed = base64.b64decode(signature["sig"], validate=True)
+        if public is not None:
+            Ed25519PublicKey.from_public_bytes(public).verify(signed, pae)
+    except (KeyError, TypeError, ValueError, InvalidSignature):
+        raise Unsound("an envelope is malformed or signed by another key") from None
+    return payload
+
+
+def _same(entry: Entry, statement: Statement, *names: str) -> bool:
+    """Do the entry and the statement agree in these fields?"""
+    return all(getattr(entry, name) == getattr(statement, name) for name in names)
+
+
+def _names_policy(entry: Enrolled | Amended, policy: str) -> bool:
+    return hashlib.sha256(policy.encode()).digest() == entry.policy
+
+
+def _agrees(entry: _Resting, said: Statement) -> bool:  # noqa: PLR0911, C901 - one case for each kind
+    """Does a signed statement say what the entry that rests on it says?"""
+    match entry, said:
+        case Enrolled(), Enrolment():
+            own = base64.b64decode(said.sign_key, validate=True) == entry.sign_key
+            return own and _same(entry, said, "site") and _names_policy(entry, said.policy)
+        case Amended(), Amendment():
+            return _same(entry, said, "site", "number") and _names_policy(entry, said.policy)
+        case Approved(), Approval():
+            digest = proposal(said.serial, said.action, said.subject, said.value)
+            return _same(entry, said, "person", "serial") and digest == entry.proposal
+        case Reserved() | Recovered(), Reservation():
+            same = _same(entry, said, "grant", "site", "run", "mechanism")
+            return same and canonical(claim_json(said.claim)) == entry.claim
+        case Sent() | Admitted(), Release():
+            same = _same(entry, said, "release", "grant", "site", "run", "round", "mechanism")
+            claimed = isinstance(entry, Sent) or canonical(claim_json(said.claim)) == entry.claim
+            return same and claimed and said.artifact_sha256 == entry.artifact.hex()
+        case Presented(), Receipts():
+            return _same(entry, said, "site", "nonce", "grants")
+        case Freed(), Settlement():
+            return said.outcome == "declined" and _same(entry, said, "grant")
+        case Spent(), Settlement():
+            return said.outcome == "finished" and _same(entry, said, "grant", "used")
+        case Refused(), _:
+            subject = said.release if isinstance(said, Release) else getattr(said, "grant", None)
+            return subject == entry.subject and getattr(said, "site", None) == entry.site
+        case _:
+            return False
+
+
+class Auditor:
+    """Folds a ledger's entries, and checks each against the envelope it rests on and the law."""
+
+    def __init__(self, origin: str, envelopes: Iterable[bytes]) -> None:
+        self.origin, self.state, self.tree, self.refusals = origin, State(), CompactRange(), 0
+        self.envelopes = {hashlib.sha256(raw).digest(): raw for raw in envelopes}
+        self.seen: set[bytes] = set()
+        self.policies: dict[str, Policy] = {}
+        self.sent_under: dict[bytes, Policy] = {}
+        self.limits_set: list[str] = []
+
+    def head(self) -> Checkpoint:
+        """What the ledger signs over the entries taken so far."""
+        return Checkpoint(self.origin, self.tree.size, self.tree.root(), self.state.epoch, self.state.nonce)
+
+    def take(self, raw: bytes) -> None:
+        record = decode(raw)
+        entry = record.entry
+        said = self.statement(entry) if isinstance(entry, _Resting) else None
+        if isinstance(entry, Reserved | Sent | Admitted) and said is not None:
+            self.judge(entry, said)
+        elif isinstance(entry, Restored) and entry.root != self.tree.root():
+            raise Unsound("an epoch was opened over other entries than those before it")
+        self.state.apply(record)
+        self.tree.append(leaf_hash(raw))
+        self.refusals += isinstance(entry, Refused)
+        if isinstance(entry, LimitSet):
+            by = ", ".join(sorted(self.state.proposals[entry.serial].approvals))
+            self.limits_set.append(f"{entry.account} to {entry.epsilon or entry.limit}, approved by {by}")
+        if isinstance(said, Enrolment | Amendment):
+            self.policies[said.site] = parse_policy(said.policy, f"policy of {said.site}")
+        elif isinstance(entry, Opened):
+            self.check_limit(entry.account)
+        elif isinstance(entry, Recovered) and isinstance(said, Reservation):
+            self.check_recovered(entry, said)
+
+    def check_limit(self, name: str) -> None:
+        """An account opens with what the site's own policy allows, or less (P12).
+
+        A limit that persons set later is bounded where it matters: grants are reviewed under the site's own policy.
+        """
+        account, policy = self.state.accounts[name], self.policies.get(name.rpartition("/")[0])
+        if policy is None:
+            raise Unsound("an account of a site that was never enrolled")
+        order = account.opened.order
+        if not order:
+            sound = account.limit <= policy.max_releases_per_patient
+        else:
+            epsilon, delta = float(account.epsilon), float(account.opened.delta)
+            within = epsilon <= policy.epsilon and delta <= policy.delta
+            sound = within and account.limit <= allowance(epsilon, delta, order)
+        if not sound:
+            raise Unsound(f"account {name}: its limit is above the site's own policy")
+
+    def check_recovered(self, entry: Recovered, said: Reservation) -> None:
+        """What was lost with a backup is spent at its full price, in the account that pays for it."""
+        account = self.state.accounts[entry.account]
+        kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
+        if (entry.account, entry.amount) != (f"{entry.site}/{kind}", price(said.claim, account)):
+            raise Unsound(f"recovered grant {entry.grant}: another price or account")
+
+    def statement(self, entry: _Resting) -> Statement | None:
+        """The signed statement that an entry rests on, found to say the same."""
+        raw = self.envelopes.get(entry.envelope)
+        if raw is None:
+            if isinstance(entry, Refused | Spent) and not entry.envelope:
+                return None  # refused before an envelope could be opened, or all of it spent: nothing was signed
+            raise Unsound("an entry's envelope is missing")
+        self.seen.add(entry.envelope)
+        said = parse(open_envelope(raw, self.signer(entry)))
+        if not _agrees(entry, said):
+            raise Unsound("an entry says something else than the statement it rests on")
+        if isinstance(said, Approval | Receipts) and said.origin != self.origin:
+            raise Unsound("an entry rests on a statement for another ledger")
+        return said
+
+    def signer(self, entry: _Resting) -> bytes:
+        """The key that the ledger knows for the entry's site or person; an enrolment brings its own."""
+        if isinstance(entry, Enrolled):
+            return entry.sign_key
+        if isinstance(entry, Approved):
+            person = self.state.persons.get(entry.person)
+            if person is None:
+                raise Unsound("an approval by a person who was never appointed")
+            return person.public
+        site = entry.site if isinstance(entry, _OfSite) else self.state.open_grant(entry.grant).reserved.site
+        enrolled = self.state.sites.get(site)
+        if enrolled is None:
+            raise Unsound("an entry names a site that was never enrolled")
+        return enrolled.sign_key
+
+    def judge(self, entry: Reserved | Sent | Admitted, said: Statement) -> None:
+        """Review again what was granted or admitted, under the site's own policy, before it enters the books."""
+        state = self.state
+        policy = self.sent_under.get(entry.envelope, self.policies[entry.site])
+        if isinstance(said, Reservation) and isinstance(entry, Reserved):
+            kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
+            account, frozen = state.accounts.get(f"{entry.site}/{kind}"), state.frozen(entry.site)
+            standing = Standing(account, state.grants.get(entry.grant), frozen=frozen)
+            verdict = review_reservation(said, standing, policy)
+            sound = verdict.admitted and (entry.account, entry.amount) == (f"{entry.site}/{kind}", verdict.amount)
+        else:
+            assert isinstance(said, Release)
+            grant = state.grants.get(entry.grant)
+            account = state.accounts.get(grant.reserved.account) if grant else None
+            verdict = review(said, Standing(account, grant), policy)
+            sound = verdict.admitted and isinstance(entry, Sent | Admitted) and entry.used == verdict.amount
+            sound = sound and (not isinstance(entry, Admitted) or entry.level == verdict.level)
+            if isinstance(entry, Sent) and self.origin == "lazaret/coordinator":
+                raise Unsound(f"{said.release}: what sets out is in its site's book, and in no other")
+            if isinstance(entry, Sent) and not self.approved(said):
+                raise Unsound(f"{said.release}: it names an approval that nobody gave")
+            if isinstance(entry, Admitted) and self.origin == f"lazaret/{entry.site}":
+                sent = state.sent.get(entry.release)
+                if sent is None or sent.envelope != entry.envelope:
+                    raise Unsound(f"{said.release}: it was admitted and never set out, by the site's own book")
+            if isinstance(entry, Sent):  # whatever is amended before its verdict arrives
+                self.sent_under[entry.envelope] = policy
+        if not sound:
+            rules = ", ".join(f.rule for f in verdict.findings) or "another price or level"
+            raise Unsound(f"{type(entry).__name__} for {entry.grant}: the law does not admit it ({rules})")
+
+    def approved(self, release: Release) -> bool:
+        """In a site's own ledger: is every approval that a release names one that a person of that role gave?"""
+        name = release.release
+        given = self.state.approvals(name, "release", name, release.artifact_sha256)
+        return all(given.get(role) == digest for role, digest in release.approvals.items())
