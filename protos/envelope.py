@@ -78,6 +78,8 @@ def open_sealed(envelope: bytes, payload_type: str, trusted: Mapping[str, bytes]
         (signature,) = document["signatures"]
         wanted, raw = signature["keyid"], _unbase64(signature["sig"])
         kind = document["payloadType"]
+        if len(document) != 3 or len(signature) != 2:
+            raise ValueError("more than was signed")
     except (KeyError, TypeError, ValueError):
         raise BadEnvelope("not a DSSE envelope with one signature") from None
     if kind != payload_type:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/gateway.proto\x12\nlazaret.v1\"\x0e\n\x0cHelloRequest\"D\n\nHelloReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\nledger_key\x18\x03 \x01(\x0c\".\n\rSealedRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65nvelope\x18\x02 \x01(\x0c\"Q\n\nSubmitPart\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.lazaret.v1.SealedRequestH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\'\n\x07\x46inding\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x86\x01\n\x0cVerdictReply\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12%\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x13.lazaret.v1.Finding\x12\r\n\x05level\x18\x03 \x01(\t\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\r\n\x05known\x18\x06 \x01(\x08\"\x1d\n\x0eOutcomeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x85\x01\n\rLaunchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tmechanism\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\x12\x12\n\nparameters\x18\x04 \x01(\x03\x12\r\n\x05sites\x18\x05 \x03(\t\x12\x0e\n\x06rounds\x18\x06 \x01(\x05\x12\x11\n\tmin_sites\x18\x07 \x01(\x05\"V\n\nRoundEvent\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05sites\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t2\x81\x03\n\x07Gateway\x12\x39\n\x05Hello\x12\x18.lazaret.v1.HelloRequest\x1a\x16.lazaret.v1.HelloReply\x12>\n\x07Reserve\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x06Submit\x12\x16.lazaret.v1.SubmitPart\x1a\x18.lazaret.v1.VerdictReply(\x01\x12=\n\x06Settle\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12?\n\x07Outcome\x12\x1a.lazaret.v1.OutcomeRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Launch\x12\x19.lazaret.v1.LaunchRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/gateway.proto\x12\nlazaret.v1\".\n\x0cHelloRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\x12\x10\n\x08\x63osigned\x18\x02 \x01(\t\"\xa1\x01\n\nHelloReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\nledger_key\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x03(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x10\n\x08restored\x18\x06 \x01(\x0c\x12\x13\n\x0brestored_at\x18\x07 \x01(\x03\x12\x16\n\x0erestored_proof\x18\x08 \x03(\x0c\"<\n\rSealedRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65nvelope\x18\x02 \x01(\x0c\x12\x0c\n\x04seen\x18\x03 \x01(\x03\"Q\n\nSubmitPart\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.lazaret.v1.SealedRequestH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\'\n\x07\x46inding\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xb7\x01\n\x0cVerdictReply\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12%\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x13.lazaret.v1.Finding\x12\r\n\x05level\x18\x03 \x01(\t\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\r\n\x05known\x18\x06 \x01(\x08\x12\r\n\x05proof\x18\x07 \x03(\x0c\x12\r\n\x05\x65ntry\x18\x08 \x01(\x0c\x12\x11\n\tinclusion\x18\t \x03(\x0c\"+\n\x0eOutcomeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x03\"\x85\x01\n\rLaunchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tmechanism\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\x12\x12\n\nparameters\x18\x04 \x01(\x03\x12\r\n\x05sites\x18\x05 \x03(\t\x12\x0e\n\x06rounds\x18\x06 \x01(\x05\x12\x11\n\tmin_sites\x18\x07 \x01(\x05\"V\n\nRoundEvent\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05sites\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t2\xff\x03\n\x07Gateway\x12\x39\n\x05Hello\x12\x18.lazaret.v1.HelloRequest\x1a\x16.lazaret.v1.HelloReply\x12>\n\x07Reserve\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x06Submit\x12\x16.lazaret.v1.SubmitPart\x1a\x18.lazaret.v1.VerdictReply(\x01\x12=\n\x06Settle\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12?\n\x07Outcome\x12\x1a.lazaret.v1.OutcomeRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x05\x41mend\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12>\n\x07Present\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Launch\x12\x19.lazaret.v1.LaunchRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,23 +32,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.gateway_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLOREQUEST']._serialized_start=39
-  _globals['_HELLOREQUEST']._serialized_end=53
-  _globals['_HELLOREPLY']._serialized_start=55
-  _globals['_HELLOREPLY']._serialized_end=123
-  _globals['_SEALEDREQUEST']._serialized_start=125
-  _globals['_SEALEDREQUEST']._serialized_end=171
-  _globals['_SUBMITPART']._serialized_start=173
-  _globals['_SUBMITPART']._serialized_end=254
-  _globals['_FINDING']._serialized_start=256
-  _globals['_FINDING']._serialized_end=295
-  _globals['_VERDICTREPLY']._serialized_start=298
-  _globals['_VERDICTREPLY']._serialized_end=432
-  _globals['_OUTCOMEREQUEST']._serialized_start=434
-  _globals['_OUTCOMEREQUEST']._serialized_end=463
-  _globals['_LAUNCHREQUEST']._serialized_start=466
-  _globals['_LAUNCHREQUEST']._serialized_end=599
-  _globals['_ROUNDEVENT']._serialized_start=601
-  _globals['_ROUNDEVENT']._serialized_end=687
-  _globals['_GATEWAY']._serialized_start=690
-  _globals['_GATEWAY']._serialized_end=1075
+  _globals['_HELLOREQUEST']._serialized_end=85
+  _globals['_HELLOREPLY']._serialized_start=88
+  _globals['_HELLOREPLY']._serialized_end=249
+  _globals['_SEALEDREQUEST']._serialized_start=251
+  _globals['_SEALEDREQUEST']._serialized_end=311
+  _globals['_SUBMITPART']._serialized_start=313
+  _globals['_SUBMITPART']._serialized_end=394
+  _globals['_FINDING']._serialized_start=396
+  _globals['_FINDING']._serialized_end=435
+  _globals['_VERDICTREPLY']._serialized_start=438
+  _globals['_VERDICTREPLY']._serialized_end=621
+  _globals['_OUTCOMEREQUEST']._serialized_start=623
+  _globals['_OUTCOMEREQUEST']._serialized_end=666
+  _globals['_LAUNCHREQUEST']._serialized_start=669
+  _globals['_LAUNCHREQUEST']._serialized_end=802
+  _globals['_ROUNDEVENT']._serialized_start=804
+  _globals['_ROUNDEVENT']._serialized_end=890
+  _globals['_GATEWAY']._serialized_start=893
+  _globals['_GATEWAY']._serialized_end=1404
 # @@protoc_insertion_point(module_scope)

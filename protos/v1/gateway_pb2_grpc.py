@@ -59,6 +59,16 @@ class GatewayStub:
                 request_serializer=protos_dot_v1_dot_gateway__pb2.OutcomeRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
                 _registered_method=True)
+        self.Amend = channel.unary_unary(
+                '/lazaret.v1.Gateway/Amend',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
+                _registered_method=True)
+        self.Present = channel.unary_unary(
+                '/lazaret.v1.Gateway/Present',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
+                _registered_method=True)
         self.Launch = channel.unary_stream(
                 '/lazaret.v1.Gateway/Launch',
                 request_serializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
@@ -104,6 +114,20 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Amend(self, request, context):
+        """A site's new policy; it binds from here on, as far as it is the stricter one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Present(self, request, context):
+        """After a restore: a site's sealed reservations that the backup had lost, then its sealed word that these are all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Launch(self, request, context):
         """Operators only: start, or resume, a federated run and watch it.
         """
@@ -137,6 +161,16 @@ def add_GatewayServicer_to_server(servicer, server):
             'Outcome': grpc.unary_unary_rpc_method_handler(
                     servicer.Outcome,
                     request_deserializer=protos_dot_v1_dot_gateway__pb2.OutcomeRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
+            ),
+            'Amend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Amend,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
+            ),
+            'Present': grpc.unary_unary_rpc_method_handler(
+                    servicer.Present,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.FromString,
                     response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
             ),
             'Launch': grpc.unary_stream_rpc_method_handler(
@@ -279,6 +313,60 @@ class Gateway:
             target,
             '/lazaret.v1.Gateway/Outcome',
             protos_dot_v1_dot_gateway__pb2.OutcomeRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Amend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Amend',
+            protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Present(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Present',
+            protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
             protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
             options,
             channel_credentials,

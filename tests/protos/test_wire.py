@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from policies.ledger import Opened, Record, encode
+from policies.entries import Opened, Record, encode
 from policies.merkle import Checkpoint, sign_checkpoint
 from policies.statement import PAYLOAD_TYPE
 from protos.artifact import BadArtifact, pack_images, pack_vector, unpack_images, unpack_vector
@@ -31,7 +31,7 @@ VECTORS = Path(__file__).parent / "vectors.json"
 
 def vectors() -> dict[str, str]:
     """Every byte format from fixed inputs: short ones whole, long ones by digest."""
-    record = Record(1_700_000_000, "key", bytes(32), Opened("site-a/rdp", 4_600_000_000, 4, "8.0", "4e-06"))
+    record = Record(1_700_000_000, "key", Opened("site-a/rdp", 4_600_000_000, 4, "8.0", "4e-06"))
     return {
         "envelope": seal(b'{"hello":"port"}', PAYLOAD_TYPE, KEY).decode(),
         "vector": pack_vector(np.array([0.0, -1.5, 3.25], np.float32)).hex(),
