@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,18 @@ from rich.table import Table
 
 from agent.edges import home as homes
 from agent.edges.door import GrpcDoor
+from agent.edges.watch import Watch
 from agent.nouns import Unreachable
-from policies.ledger import InvalidEntry
+from policies.entries import InvalidEntry
+from policies.ledger import KeyReused
+from policies.people import Tools, add_commands
 from policies.policy import PolicyError, preset
-from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, export_file, read_lines
+from policies.sqlite import export_file, open_sqlite, read_lines
+from policies.statement import PAYLOAD_TYPE, MalformedStatement
+from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, Store
 from policies.view import as_json, rows
-from protos.identity import BadKeyFile
+from protos.envelope import seal
+from protos.identity import BadKeyFile, pem, signing_key, write_private
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -28,8 +35,9 @@ EXPECTED = (
     homes.BadSite,
     BadKeyFile,
     InvalidEntry,
+    KeyReused,
     LedgerBusy,
-    OSError,
+    MalformedStatement,
     PolicyError,
     Unreachable,
 )
@@ -89,7 +97,8 @@ def _tried(check: Callable[[], Any]) -> str | None:
 
 
 def _knock(home: homes.Home) -> str:
-    door = GrpcDoor(home.settings().coordinator, home.keys, home.coordinator_key(), patience_s=10)
+    watch = Watch(home.root / "watch", home.coordinator_key(), forgetful=True)
+    door = GrpcDoor(home.settings().coordinator, home.keys, watch, patience_s=10)
     try:
         return door.hello()
     finally:
@@ -117,6 +126,22 @@ def _ledger_export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _open(arguments: argparse.Namespace) -> Store:
+    home = homes.Home(arguments.home)
+    disk, key = open_sqlite(arguments.home / "ledger.db"), home.sign_key()
+    return Store(disk, homes.origin(home.settings().site), key, lambda: int(time.time()))
+
+
+TOOLS = Tools(
+    open_store=_open,
+    origin=lambda arguments: homes.origin(homes.Home(arguments.home).settings().site),
+    seal=lambda raw, key: seal(raw, PAYLOAD_TYPE, key),
+    read_key=signing_key,
+    write_key=lambda path, key: write_private(path, pem(key)),
+    say=lambda text: OUT.print(text, markup=False, soft_wrap=True),
+)
+
+
 def _with_patients(name: str) -> Callable[[argparse.Namespace], int]:
     """A command of :mod:`agent.commands`, which is imported only when one of them is typed."""
 
@@ -126,6 +151,21 @@ def _with_patients(name: str) -> Callable[[argparse.Namespace], int]:
         return commands.run(name, arguments)
 
     return act
+
+
+def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.ArgumentParser]) -> None:
+    release = parser.add_subparsers(required=True, metavar="MECHANISM")
+    ksame = add(release, "ksame", _with_patients("release"), "a k-anonymous synthetic set (k-Same-PCA)")
+    ksame.add_argument("--basis", type=Path, required=True, help="PCA basis fitted on public images")
+    ksame.add_argument("--k", type=int, default=11, help="distinct patients behind every image")
+    ksame.add_argument("--l-diversity", type=int, default=2, help="distinct labels behind every image")
+    ksame.add_argument("--modality", required=True, help="DICOM modality of the cohort")
+    ksame.add_argument("--json", action="store_true")
+    send = add(release, "send", _with_patients("send"), "hand over a release that persons have approved")
+    send.add_argument("release", help="its id, as `release` printed it")
+    send.add_argument("--json", action="store_true")
+    withdraw = add(release, "withdraw", _with_patients("withdraw"), "give up a release that was not approved")
+    withdraw.add_argument("release")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,18 +193,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
     into = add(commands, "ingest", _with_patients("ingest"), "read the input folder into the vault")
     into.add_argument("--json", action="store_true")
-    release = commands.add_parser("release", help="make a release").add_subparsers(required=True, metavar="MECHANISM")
-    ksame = add(release, "ksame", _with_patients("release"), "a k-anonymous synthetic set (k-Same-PCA)")
-    ksame.add_argument("--basis", type=Path, required=True, help="PCA basis fitted on public images")
-    ksame.add_argument("--k", type=int, default=11, help="distinct patients behind every image")
-    ksame.add_argument("--l-diversity", type=int, default=2, help="distinct labels behind every image")
-    ksame.add_argument("--modality", required=True, help="DICOM modality of the cohort")
-    ksame.add_argument("--json", action="store_true")
+    _add_releases(commands.add_parser("release", help="make a release"), add)
     serve = add(commands, "serve", _with_patients("serve"), "take part in federated rounds")
     serve.add_argument("--modality", required=True, help="DICOM modality of the cohort")
     ledger = commands.add_parser("ledger", help="the site's ledger").add_subparsers(required=True, metavar="WHAT")
     show = add(ledger, "show", _ledger_show, "print the ledger")
     show.add_argument("--json", action="store_true")
+    add_commands(ledger, TOOLS)
+    add(ledger, "amend", _with_patients("amend"), "put policy.toml in force: here, and at the coordinator")
     export = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
     export.add_argument("out", type=Path)
     return parser
@@ -176,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.act(arguments))
+    except OSError as error:
+        ERR.print(f"refused: {error.strerror or error}: {Path(str(error.filename or '')).name}", markup=False)
+        return 1
     except EXPECTED as error:
         ERR.print(f"refused: {error}", markup=False)
         return 1

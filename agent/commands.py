@@ -30,23 +30,36 @@ from agent.edges.door import GrpcDoor
 from agent.edges.files import BadFolder, IngestReport, ingest
 from agent.edges.log import open_log
 from agent.edges.vault import Vault, VaultError
+from agent.edges.watch import Forked, Watch
 from agent.mechanisms.ksame import KSame, RepeatsAnInput
-from agent.nouns import CohortTooSmall
-from agent.pipeline import Participant, Refused, Site, recover, release_synthetic
+from agent.nouns import CohortTooSmall, Unreachable
+from agent.participant import Participant
+from agent.pipeline import Refused, Site, Waiting, hand_over, release_synthetic, withdraw
+from agent.recovery import present, recover
 from agent.stages.finetune import SystemEntropy
 from agent.stages.invert import BadBasis, Basis, load_basis
 from policies.claims import UnsupportedClaim
 from policies.policy import Policy, strictest
 from policies.register import Register
 from policies.review import Verdict
-from policies.statement import PAYLOAD_TYPE, Enrolment, MalformedStatement, Release, Statement, encode, parse
+from policies.sqlite import open_sqlite
+from policies.statement import (
+    PAYLOAD_TYPE,
+    Amendment,
+    Enrolment,
+    MalformedStatement,
+    Release,
+    Statement,
+    encode,
+    parse,
+)
 from policies.store import Store
 from protos import quiet
 from protos.envelope import open_sealed, seal
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
-EXPECTED = (BadBasis, BadFolder, CohortTooSmall, RepeatsAnInput, UnsupportedClaim, VaultError)
+EXPECTED = (BadBasis, BadFolder, CohortTooSmall, Refused, RepeatsAnInput, UnsupportedClaim, VaultError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,8 @@ class Desk:
     settings: homes.Settings
     site: Site
     vault: Vault
+    door: GrpcDoor
+    watch: Watch
     log: Any
 
 
@@ -65,13 +80,17 @@ def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
     """Open the site: ledger (this process alone), vault, door, log."""
     home = homes.Home(root)
     settings, key = home.settings(), home.sign_key()
-    policy = site_policy(home)
     log = open_log(root / "agent.log")
     vault = Vault(root / "vault.db", home.secret("vault"))
-    door = GrpcDoor(settings.coordinator, home.keys, home.coordinator_key())
-    with Store(root / "ledger.db", homes.origin(settings.site), key, lambda: int(time.time())) as store:
+    with Store(open_sqlite(root / "ledger.db"), homes.origin(settings.site), key, lambda: int(time.time())) as store:
+        policy = site_policy(home, store)
         register = Register(store, lambda _site: policy)
         check_history(vault, store)
+        watch = Watch(root / "watch", home.coordinator_key())
+        epoch, nonce, seen = vault.note("head") or [1, "", 0]
+        if watch.memory.epoch < epoch or (watch.memory.restored == nonce and watch.seen < seen):
+            raise homes.BadSite("watch/ is missing, or older than this vault: restore it; nothing is sent before")
+        door = GrpcDoor(settings.coordinator, home.keys, watch)
         _found(home, register)
         patients = vault.patients()
         if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
@@ -93,18 +112,21 @@ def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
         )
         vault.write_note("ledger", store.state.size)
         try:
-            yield Desk(home, settings, site, vault, log)
+            yield Desk(home, settings, site, vault, door, watch, log)
         finally:
             door.close()
+            vault.write_note("head", [watch.memory.epoch, watch.memory.restored, watch.seen])
             vault.close()
 
 
-def site_policy(home: homes.Home) -> Policy:
-    """The strictest of the site's policy today, the one it enrolled with, and the federation's.
+def site_policy(home: homes.Home, store: Store) -> Policy:
+    """The strictest of the site's policy today, the one that it signed last, and the federation's.
 
-    The auditor reviews under the enrolled one, so loosening takes a new enrolment (P12).
+    The auditor reviews under the signed one, so loosening takes ``ledger amend``, which signs (P12).
     """
-    return strictest(strictest(home.policy(), home.enrolled_policy()), home.federation_policy())
+    signed = store.state.policies.get(home.settings().site)
+    envelope = store.envelope(signed) if signed else (home.root / "request.json").read_bytes()
+    return strictest(strictest(home.policy(), home.signed_policy(envelope or b"")), home.federation_policy())
 
 
 def check_history(vault: Vault, store: Store) -> None:
@@ -141,7 +163,29 @@ def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
     return statement
 
 
+def _greet(desk: Desk) -> None:
+    """Meet the coordinator: its ledger must extend what was seen; after a restore, show every receipt first.
+
+    Raises:
+        Unreachable: it does not answer; or its ledger forked, and nothing goes to it.
+        Refused: it does not take the receipts.
+    """
+    watch, key = desk.watch, desk.home.sign_key()
+    desk.door.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
+    if watch.must_present:
+        desk.log.warning("ledger_restored", epoch=watch.memory.epoch)
+        lost = present(desk.site, watch.head.origin, watch.memory.restored)
+        watch.presented()
+        ERR.print(f"the coordinator's ledger was restored: {lost} grant(s) it had lost were shown to it")
+    desk.door.hello(watch.cosigned(desk.settings.site, key, int(time.time())))
+
+
 def _recover(desk: Desk) -> None:
+    _greet(desk)
+    _close_interrupted(desk)
+
+
+def _close_interrupted(desk: Desk) -> None:
     closed = recover(desk.site)
     for grant in closed:
         desk.log.warning("grant_closed_at_start", grant=grant)
@@ -215,9 +259,48 @@ def release(arguments: argparse.Namespace) -> int:
             name = goods.release.release
         except Refused as refusal:
             name, verdict = "", refusal.verdict
+        except Waiting as waiting:
+            return _print_waiting(desk, waiting, arguments.json)
         desk.log.info("verdict", release=name, rules=[f.rule for f in verdict.findings])
         _print_verdict(name, mechanism.name, verdict, arguments.json)
         return 0 if verdict.admitted else 1
+
+
+def _print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
+    r = waiting.goods.release
+    desk.log.info("release_waits", release=r.release)
+    line = {"release": r.release, "waits_for": sorted(waiting.roles), "artifact_sha256": r.artifact_sha256}
+    if as_lines:
+        sys.stdout.write(json.dumps(line) + "\n")
+    else:
+        OUT.print(f"{waiting}", markup=False)
+        OUT.print(f"each signs: ledger sign release {r.release} {r.artifact_sha256} --serial {r.release} ...")
+        OUT.print(f"then: ledger approve FILES, and release send {r.release}")
+    return 1
+
+
+def send(arguments: argparse.Namespace) -> int:
+    """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
+    with open_desk(arguments.home, lambda name, detail: _say(name, detail, arguments.json)) as desk:
+        _recover(desk)
+        try:
+            goods, verdict = hand_over(desk.site, arguments.release)
+            mechanism = goods.release.mechanism
+        except Refused as refusal:
+            mechanism, verdict = "", refusal.verdict
+        desk.log.info("verdict", release=arguments.release, rules=[f.rule for f in verdict.findings])
+        _print_verdict(arguments.release, mechanism, verdict, arguments.json)
+        return 0 if verdict.admitted else 1
+
+
+def withdraw_release(arguments: argparse.Namespace) -> int:
+    """Give up a release that persons did not approve; its grant is spent."""
+    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
+        _recover(desk)
+        withdraw(desk.site, arguments.release)
+        desk.log.info("release_withdrawn", release=arguments.release)
+        OUT.print(f"{arguments.release} is withdrawn, and its grant spent")
+        return 0
 
 
 def _say(name: str, detail: str, silent: bool) -> None:
@@ -247,7 +330,13 @@ def serve(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
-        _recover(desk)
+        try:
+            _greet(desk)
+        except Forked:
+            raise
+        except Unreachable as error:  # it may come back; until then nothing is asked of it
+            ERR.print(f"not yet: {error}", markup=False)
+        _close_interrupted(desk)
         keys = desk.home.keys
         link = LinkConfig(
             superlink=desk.settings.superlink,
@@ -258,12 +347,31 @@ def serve(arguments: argparse.Namespace) -> int:
             bundle_digest=None,
         )
         participant = Participant(desk.site, arguments.modality, SystemEntropy())
-        return attend(link, participant, desk.log, OUT.print, stop)
+        return attend(link, participant, lambda: _greet(desk), desk.log, OUT.print, stop)
+
+
+def amend(arguments: argparse.Namespace) -> int:
+    """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
+    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
+        _recover(desk)
+        state, site = desk.site.books.store.state, desk.settings.site
+        number = max(state.amended.get(site, 0) + 1, int(time.time()))  # larger than any before, here and there
+        statement = Amendment(site, number, desk.home.policy_text())
+        envelope = desk.site.seal(statement)
+        key = f"amend-{number}"
+        verdict = desk.site.door.amend(key, envelope)
+        if verdict.admitted:
+            desk.site.books.amend(key, statement, envelope)
+        _print_verdict("", "amendment", verdict, False)
+        return 0 if verdict.admitted else 1
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ingest": ingest_folder,
+    "amend": amend,
     "release": release,
+    "send": send,
+    "withdraw": withdraw_release,
     "serve": serve,
 }
 

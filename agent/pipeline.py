@@ -6,6 +6,7 @@ Nothing here knows a file, a socket or a clock: the site's books, its vault and 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +17,15 @@ import numpy as np
 
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
-from agent.nouns import Clusters, Cohort, Unreachable, Update
-from agent.stages.finetune import Entropy
+from agent.nouns import Clusters, Cohort, Unreachable
 from policies.accounting import epsilon_nano
-from policies.claims import Claim, SubsampledGaussian
-from policies.ledger import InvalidEntry, Reserved
+from policies.claims import Claim, Gaussian
+from policies.entries import InvalidEntry, Reserved
 from policies.register import Register
-from policies.review import Finding, Verdict
-from policies.statement import ID, Release, Reservation, Settlement, Statement, release_id
-from protos.artifact import pack_images, pack_vector
+from policies.review import TERMS, Finding, Verdict
+from policies.review import price as price_of
+from policies.statement import Release, Reservation, Settlement, Statement, encode, parse, release_id
+from protos.artifact import pack_images
 
 
 class Refused(Exception):
@@ -34,6 +35,15 @@ class Refused(Exception):
         """``where`` is "site" or "coordinator"."""
         super().__init__("; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings))
         self.where, self.verdict = where, verdict
+
+
+class Waiting(Exception):
+    """A release was made, and persons must approve it before it leaves."""
+
+    def __init__(self, goods: Parcel, roles: frozenset[str]) -> None:
+        """``roles`` is who must approve."""
+        super().__init__(f"{goods.release.release} waits for approval by: {', '.join(sorted(roles))}")
+        self.goods, self.roles = goods, roles
 
 
 class Door(Protocol):
@@ -48,8 +58,14 @@ class Door(Protocol):
     def settle(self, key: str, envelope: bytes) -> Verdict:
         """Say what became of a grant."""
 
-    def outcome(self, key: str) -> Verdict | None:
-        """What a key has led to; None if the coordinator never heard of it."""
+    def outcome(self, key: str, envelope: bytes) -> Verdict | None:
+        """What a key has led to, with the SHA-256 of the envelope sent; None if the coordinator never heard of it."""
+
+    def amend(self, key: str, envelope: bytes) -> Verdict:
+        """Hand in the site's new policy."""
+
+    def present(self, key: str, envelope: bytes) -> Verdict:
+        """After a restore: show a receipt, or say that these were all."""
 
 
 class Vault(Protocol):
@@ -79,7 +95,7 @@ class Site:
     say: Callable[[str, str], None]  # step, detail: progress for people
 
 
-def price(site: Site, mechanism: KSame | Federated, run: str = "") -> Reservation:
+def price(site: Site, mechanism: KSame | Federated, modality: str, run: str = "") -> Reservation:
     """Reserve the mechanism's claim, in the site's ledger and then at the coordinator. No image has been read.
 
     Returns:
@@ -89,9 +105,11 @@ def price(site: Site, mechanism: KSame | Federated, run: str = "") -> Reservatio
         Unreachable: the site's grant stays held, and is spent at the next start.
     """
     reservation = Reservation(
-        site.new_id("grant"), site.name, run, mechanism.name, mechanism.claim(), mechanism.components()
+        site.new_id("grant"), site.name, run, mechanism.name, mechanism.claim(), mechanism.components(), modality
     )
     envelope = site.seal(reservation)
+    if run and site.books.policy_of(site.name).approvals:
+        raise Refused("site", Verdict((Finding("approval", "the policy has persons approve; rounds do not wait"),)))
     site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
     verdict = site.books.reserve(f"reserve-{reservation.grant}", reservation, envelope)
     if not verdict.admitted:
@@ -116,10 +134,30 @@ def give_up(site: Site, reservation: Reservation | Reserved, reason: str) -> Non
     site.door.settle(f"settle-{reservation.grant}", site.seal(settlement(reservation, "expired", reason)))
 
 
-def settlement(reservation: Reservation | Reserved, outcome: str, reason: str) -> Settlement:
+def finish(site: Site, name: str, made: Claim | None) -> None:
+    """Close a grant under which no more will be made: what was made is spent, and the rest given back here.
+
+    Made, not what left: a round that failed has read images, and its failure was an answer. The coordinator spends
+    the whole grant; the stricter of both books binds.
+    """
+    grant = site.books.store.state.grants[name]
+    reserved = grant.reserved
+    if grant.state != "held" or not isinstance(reserved, Reserved):
+        return
+    used = price_of(made, site.books.store.state.accounts[reserved.account]) if made else reserved.amount
+    if not grant.sent <= used < reserved.amount:
+        site.books.close(name, "finished")
+    else:
+        word = settlement(reserved, "finished", "finished", used)
+        site.books.finish(word, site.seal(word))
+    with contextlib.suppress(Unreachable):  # there it stays held, which is as good as spent
+        site.door.settle(f"settle-{name}", site.seal(settlement(reserved, "expired", "finished")))
+
+
+def settlement(reservation: Reservation | Reserved, outcome: str, reason: str, used: int = 0) -> Settlement:
     """The word on a grant that will see no release."""
     r = reservation
-    return Settlement(r.grant, r.site, r.run, r.mechanism, outcome, reason)
+    return Settlement(r.grant, r.site, r.run, r.mechanism, outcome, reason, used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +172,7 @@ class Parcel:
 def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
     """Complete the statement with the artifact's digest and the claim's epsilon, and seal it."""
     account, epsilon, delta = site.books.account(site.name, draft.claim), None, None
-    if isinstance(draft.claim, SubsampledGaussian):
+    if isinstance(draft.claim, Gaussian):
         delta = account.opened.delta
         epsilon = epsilon_nano(draft.claim, float(delta), account.opened.order)
     release = replace(
@@ -147,7 +185,8 @@ def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
     return Parcel(release, site.seal(release), artifact)
 
 
-def _draft(site: Site, mechanism: KSame | Federated, grant: str, artifact_type: str, claim: Claim) -> Release:
+def draft_of(site: Site, mechanism: KSame | Federated, grant: str, modality: str, claim: Claim) -> Release:
+    """All but the artifact's digest and the epsilon, which :func:`parcel` fills in."""
     return Release(
         release=release_id(site.name, grant, 0),
         grant=grant,
@@ -155,7 +194,7 @@ def _draft(site: Site, mechanism: KSame | Federated, grant: str, artifact_type: 
         run="",
         round=0,
         mechanism=mechanism.name,
-        artifact_type=artifact_type,
+        artifact_type=TERMS[mechanism.name].artifact_type,
         artifact_sha256="0" * 64,
         artifact_bytes=0,
         claim=claim,
@@ -164,6 +203,9 @@ def _draft(site: Site, mechanism: KSame | Federated, grant: str, artifact_type: 
         components=mechanism.components(),
         # k-Same compares every representative with the patients' images, and refuses a copy (P7)
         vetted_against="private" if isinstance(mechanism, KSame) else "nothing",
+        modality=modality,
+        reid_rate=None,
+        approvals={},
     )
 
 
@@ -201,7 +243,7 @@ def ask(site: Site) -> None:
         Unreachable: no answer; what is known by then is written.
     """
     for sent, envelope in site.books.unanswered():
-        verdict = site.door.outcome(f"submit-{sent.release}")
+        verdict = site.door.outcome(f"submit-{sent.release}", sent.envelope)
         if verdict is None:
             continue
         try:
@@ -220,7 +262,7 @@ def release_synthetic(
         CohortTooSmall: the grant is spent, since images were read.
         Unreachable: no verdict yet.
     """
-    grant = price(site, mechanism)
+    grant = price(site, mechanism, modality)
     try:
         record = site.vault.note("releases") or []
         site.say("read", "the eligible patients, from the vault")
@@ -229,18 +271,76 @@ def release_synthetic(
         synthetic, clusters = mechanism.run(cohort, rng)
         goods = parcel(
             site,
-            _draft(site, mechanism, grant.grant, "image-set", mechanism.claim()),
+            draft_of(site, mechanism, grant.grant, modality, mechanism.claim()),
             pack_images(synthetic.images, synthetic.labels),
         )
         site.vault.write_note("releases", [*record, _remember(goods.release.release, clusters)])
+        needed = site.books.policy_of(site.name).approvals
+        if needed:
+            wait(site, goods)
+            raise Waiting(goods, needed)
         site.say("leave", "the site's own review, then submit and wait for the verdict")
         return goods, leave(site, goods)
-    except Unreachable:
-        raise  # the outcome may be a yes: the next start asks for it
+    except (Unreachable, Waiting):
+        raise  # the outcome may be a yes: the next start asks for it; or persons decide
     except Exception:  # whatever it was: the grant is spent, and the fault is passed on
         with contextlib.suppress(Unreachable):  # what went wrong is what the operator must hear
             give_up(site, grant, "failed")
         raise
+
+
+def wait(site: Site, goods: Parcel) -> None:
+    """Keep a release in the vault until persons have decided; its grant stays held, over restarts too."""
+    pending = site.vault.note("pending") or {}
+    kept = {
+        "grant": goods.release.grant,
+        "statement": encode(goods.release).decode(),
+        "artifact": base64.b64encode(goods.artifact).decode(),
+    }
+    site.vault.write_note("pending", {**pending, goods.release.release: kept})
+
+
+def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
+    """A release that waited, with the approvals that persons gave it since.
+
+    Raises:
+        Refused: it is not one that waits, or an approval is missing; it waits on. Or by the site's own review.
+        Unreachable: no verdict yet.
+    """
+    pending = site.vault.note("pending") or {}
+    if release not in pending:
+        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
+    draft = parse(pending[release]["statement"].encode())
+    assert isinstance(draft, Release)
+    given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
+    missing = site.books.policy_of(site.name).approvals - set(given)
+    if missing:
+        raise Refused("site", Verdict((Finding("approval", f"not yet approved by: {', '.join(sorted(missing))}"),)))
+    goods = parcel(site, replace(draft, approvals=given), base64.b64decode(pending[release]["artifact"]))
+    try:
+        return goods, leave(site, goods)
+    finally:  # refused, unanswered or admitted: it waits no longer, and its grant has an end at the next start
+        _forget(site, release)
+
+
+def withdraw(site: Site, release: str) -> None:
+    """A release that persons will not approve: its grant is spent, since images were read; the artifact is gone.
+
+    Raises:
+        Refused: no release of that name waits.
+    """
+    pending = site.vault.note("pending") or {}
+    if release not in pending:
+        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
+    grant = site.books.store.state.grants[pending[release]["grant"]].reserved
+    _forget(site, release)
+    if isinstance(grant, Reserved):
+        give_up(site, grant, "withdrawn")
+
+
+def _forget(site: Site, release: str) -> None:
+    pending = site.vault.note("pending") or {}
+    site.vault.write_note("pending", {name: kept for name, kept in pending.items() if name != release})
 
 
 def _remember(release: str, clusters: Clusters) -> dict[str, Any]:
@@ -254,111 +354,3 @@ def ever_released(record: Sequence[dict[str, Any]]) -> set[str]:
     be differenced with its older image. So a patient takes part once, ever, as claim level B says.
     """
     return {pseudonym for one in record for cluster in one["clusters"] for pseudonym in cluster}
-
-
-def recover(site: Site) -> list[str]:
-    """At every start: ask for missing verdicts; every grant that is still without an end is spent.
-
-    Patients of a release that never set out may take part again; those of one that did may not, whatever became
-    of it, since its images may have been seen.
-
-    Returns:
-        The grants that were closed.
-    Raises:
-        Unreachable: the coordinator could not be asked; nothing new is possible before it can.
-    """
-    held = site.books.held()
-    ask(site)
-    for reserved in site.books.held():
-        give_up(site, reserved, "restart")
-    known = {*site.books.store.state.sent, *site.books.store.state.releases}
-    record = site.vault.note("releases") or []
-    site.vault.write_note("releases", [one for one in record if one["release"] in known])
-    return [reserved.grant for reserved in held]
-
-
-@dataclass(slots=True)
-class Participant:
-    """A site's part in one federated run: one grant, one update a round, each update made once."""
-
-    site: Site
-    modality: str
-    entropy: Entropy
-    run: str = ""
-    grant: str = ""
-    mechanism: Federated | None = None
-    rounds_trained: int = 0
-    last: tuple[int, Parcel, Update] | None = None  # the newest round's update, sent again if asked again
-
-    def join(self, run: str, mechanism: Federated) -> None:
-        """Price the whole run. Asked again for the run it is in, it says yes again and reserves nothing.
-
-        Raises:
-            Refused: by either ledger, or because the run was priced before a restart and is spent, has no proper
-                name, or is for more patients than delta allows (P1).
-        """
-        if run == self.run and mechanism == self.mechanism:
-            return
-        delta = float(self.site.books.account(self.site.name, mechanism.claim()).opened.delta)
-        findings = []
-        if not ID.fullmatch(run):
-            findings.append(Finding("run", "a run's name is a short lower-case identifier"))
-        if run in self.site.books.runs():
-            findings.append(Finding("run_spent", "this run was priced before; its grant is spent"))
-        if not delta * mechanism.public_patients < 1:
-            findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
-        if findings:
-            raise Refused("site", Verdict(tuple(findings)))
-        self.part()
-        self.grant = price(self.site, mechanism, run).grant
-        self.run, self.mechanism, self.rounds_trained, self.last = run, mechanism, 0, None
-
-    def part(self) -> None:
-        """Leave the run this site is in: write down what is known of it, and spend its grant."""
-        if self.grant:
-            with contextlib.suppress(Unreachable):
-                ask(self.site)
-            self.site.books.close(self.grant, "expired")
-        self.run, self.grant, self.mechanism, self.rounds_trained, self.last = "", "", None, 0, None
-
-    def train(self, run: str, round_index: int, start: Update) -> tuple[Parcel, Update]:
-        """One round: train on the site's patients from ``start``, and seal the new parameters.
-
-        Raises:
-            Refused: not the run that was priced, or a round out of order.
-        """
-        if self.last is not None and run == self.run and self.last[0] == round_index:
-            return self.last[1:]
-        mechanism = self.mechanism
-        in_order = self.last is None or round_index > self.last[0]
-        if mechanism is None or run != self.run or not in_order or not self.rounds_trained < mechanism.rounds:
-            raise Refused("site", Verdict((Finding("round", "this round is not covered by a grant"),)))
-        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
-        cohort = self.site.vault.cohort(self.modality, mechanism.shape)
-        update = mechanism.run_round(cohort, start, self.entropy)
-        claim = replace(mechanism.claim(), steps=mechanism.steps_per_round * self.rounds_trained)
-        draft = replace(
-            _draft(self.site, mechanism, self.grant, "update", claim),
-            release=release_id(self.site.name, self.grant, round_index),
-            run=run,
-            round=round_index,
-        )
-        goods = parcel(self.site, draft, pack_vector(update.vector))
-        set_out(self.site, goods)
-        self.last = (round_index, goods, update)
-        self.site.say("round", f"{round_index} of {mechanism.rounds}: update sealed and handed to the link")
-        return goods, update
-
-    def follow(self) -> bool:
-        """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed.
-
-        Raises:
-            Unreachable: not now; ask again later.
-        """
-        ask(self.site)
-        waiting = any(sent.grant == self.grant for sent, _ in self.site.books.unanswered())
-        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting:
-            return False
-        self.site.books.close(self.grant, "released")
-        self.mechanism, self.grant = None, ""
-        return True

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
-from policies.statement import PAYLOAD_TYPE, Enrolment, MalformedStatement, encode
+from policies.statement import PAYLOAD_TYPE, Amendment, Enrolment, MalformedStatement, encode
 from policies.statement import parse as parse_statement
 from protos.envelope import BadEnvelope, open_sealed, seal
 from protos.identity import SITE_NAME, agent_name, node_public, pem, read_private, request, signing_key, write_private
@@ -92,20 +92,19 @@ class Home:
         """One of the site's 32-byte secrets: ``vault`` or ``deidentify``."""
         return read_private(self.keys / f"{name}.key")
 
-    def enrolled_policy(self) -> Policy:
-        """The site's own policy as it was sealed in its request to take part.
+    def signed_policy(self, envelope: bytes) -> Policy:
+        """The site's own policy as it was sealed in its request to take part, or amended since.
 
         Raises:
-            BadSite: ``request.json`` is missing or was changed.
+            BadSite: the envelope was changed.
         """
         try:
-            envelope = (self.root / "request.json").read_bytes()
             public = self.sign_key().public_key().public_bytes_raw()
             statement = parse_statement(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
-        except (OSError, BadEnvelope, MalformedStatement):
-            raise BadSite("request.json is missing or was changed: restore it") from None
-        assert isinstance(statement, Enrolment)
-        return parse_policy(statement.policy, "the enrolled policy")
+        except (BadEnvelope, MalformedStatement):
+            raise BadSite("request.json, or the ledger's copy of the policy, was changed: restore it") from None
+        assert isinstance(statement, Enrolment | Amendment)
+        return parse_policy(statement.policy, "the signed policy")
 
     def federation_policy(self) -> Policy:
         """The federation's policy, as received at enrolment."""

@@ -11,7 +11,7 @@ import structlog
 
 KEYS: Final = frozenset(
     {
-        "event", "level", "timestamp", "site", "step", "mechanism", "grant", "release", "run", "round",
+        "event", "level", "timestamp", "site", "step", "mechanism", "grant", "release", "run", "round", "epoch",
         "rule", "rules", "where", "count", "kept", "duplicates", "quarantined", "reason", "state", "seconds",
     }
 )  # fmt: skip

@@ -12,22 +12,33 @@ from typing import Any
 
 from agent.edges.federation import Answer, Declined, LinkConfig, Task, serve
 from agent.edges.pace import rest
+from agent.edges.watch import Forked, Unmet
 from agent.mechanisms.federated import BadConfiguration, Federated
 from agent.nouns import Unreachable, Update
-from agent.pipeline import Participant, Refused
+from agent.participant import Participant
+from agent.pipeline import Refused
 from policies.claims import UnsupportedClaim
 from policies.store import LedgerStopped
 
 FOLLOW_S = 1.0
+GREET_S = 300.0  # how often the coordinator's ledger is looked at when nothing else asks for it
 _BUDGET = frozenset({"budget", "releases_per_patient"})
 
 
 def attend(
-    link: LinkConfig, participant: Participant, log: Any, say: Callable[[str], None], stop: threading.Event
+    link: LinkConfig,
+    participant: Participant,
+    greet: Callable[[], None],
+    log: Any,
+    say: Callable[[str], None],
+    stop: threading.Event,
 ) -> int:
     """Answer rounds until ``stop``; verdicts on updates are asked for and written into the site's ledger.
 
+    ``greet`` meets the coordinator: its ledger must extend what this site has seen.
+
     Returns:
+        1 when the coordinator's ledger forked;
         0, or 70 when the site's ledger could not be written or the link cannot work (a key that cannot be used).
     """
     mutex = threading.Lock()
@@ -48,14 +59,24 @@ def attend(
 
     thread = threading.Thread(target=connect, name="link", daemon=True)
     thread.start()
-    books = participant.site.books.store
-    while not stop.wait(FOLLOW_S) and not books.stopped:
+    books, greeted = participant.site.books.store, time.monotonic()
+    try:
+        while not stop.wait(FOLLOW_S) and not books.stopped:
+            with mutex:
+                desk.follow()
+                if desk.unmet or time.monotonic() - greeted > GREET_S:
+                    greeted = time.monotonic()
+                    desk.greet(greet)
+        stop.set()
+        thread.join(30)
         with mutex:
             desk.follow()
-    stop.set()
-    thread.join(30)
-    with mutex:
-        desk.follow()
+    except Forked as fork:
+        stop.set()
+        log.error("ledger_forked")
+        say(f"stopped: {fork}")
+        thread.join(30)
+        return 1
     return 70 if books.stopped or failed.is_set() else 0
 
 
@@ -64,6 +85,7 @@ class _Desk:
 
     def __init__(self, participant: Participant, mutex: threading.Lock, log: Any, stop: threading.Event) -> None:
         self.participant, self.mutex, self.log, self.stop = participant, mutex, log, stop
+        self.unmet = False  # the coordinator's ledger was restored since it was greeted
 
     def handle(self, task: Task) -> Answer:
         """Price a run, or train one round.
@@ -105,10 +127,28 @@ class _Desk:
         self.log.info("round", run=task.run, round=number, release=goods.release.release)
         return Answer(goods.envelope, update.vector)
 
+    def greet(self, meet: Callable[[], None]) -> None:
+        """Look at the coordinator's ledger; an unreachable coordinator is looked at again later.
+
+        Raises:
+            Forked: it is not the one seen before.
+        """
+        try:
+            meet()
+            self.unmet = False
+        except Forked:
+            raise
+        except (Unreachable, Refused):
+            self.log.warning("not_greeted")
+
     def follow(self) -> None:
         """Ask for verdicts; an unreachable coordinator is asked again later."""
         try:
             if self.participant.follow():
                 self.log.info("run_closed", run=self.participant.run)
+        except Forked:
+            raise
+        except Unmet:
+            self.unmet = True
         except (Unreachable, LedgerStopped):
             return

@@ -17,6 +17,7 @@ from agent.edges.log import UnlistedKey, open_log
 from agent.edges.pace import TICK_S, rest
 from agent.edges.vault import Vault, VaultError
 from policies.policy import PolicyError, preset
+from policies.sqlite import open_sqlite
 from policies.store import Store
 from protos.identity import BadKeyFile
 from tests.support.books import Clock, Hospital, open_register, policy
@@ -140,7 +141,7 @@ def test_an_older_or_missing_ledger_is_noticed_by_the_vault(tmp_path: Path) -> N
     vault.write_note("ledger", register.store.state.size)
     check_history(vault, register.store)
     register.store.close()
-    fresh = Store(tmp_path / "another.db", "lazaret/site-a", hospital.key, Clock())
+    fresh = Store(open_sqlite(tmp_path / "another.db"), "lazaret/site-a", hospital.key, Clock())
     with pytest.raises(homes.BadSite, match="restore it"):
         check_history(vault, fresh)
 
@@ -149,11 +150,13 @@ def test_the_agent_holds_to_the_stricter_of_both_policies(tmp_path: Path) -> Non
     """P12, as the agent puts itself together."""
     home = homes.create(tmp_path / "site", GOOD, policy(epsilon="2.0"))
     (home.keys / "federation.toml").write_text(policy(k_min=17, epsilon="50.0"))
-    held = site_policy(home)
+    homes.enrolment(home)
+    store = Store(open_sqlite(tmp_path / "ledger.db"), "lazaret/site-a", home.sign_key(), Clock())
+    held = site_policy(home, store)
     assert (held.epsilon, held.k_min) == (2.0, 17)
     (tmp_path / "site" / "policy.toml").write_text(policy(epsilon="99.0", l_diversity=4))
-    held = site_policy(home)
-    assert (held.epsilon, held.l_diversity) == (2.0, 4), "loosening takes a new enrolment, tightening does not"
+    held = site_policy(home, store)
+    assert (held.epsilon, held.l_diversity) == (2.0, 4), "loosening takes an amendment, tightening does not"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1.9])

@@ -14,17 +14,23 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
 from agent.nouns import Cohort, CohortTooSmall, Image, Patient, Unreachable, Update
-from agent.pipeline import Participant, Refused, Site, recover, release_synthetic
+from agent.participant import Participant
+from agent.pipeline import Refused, Site, Waiting, hand_over, release_synthetic
+from agent.recovery import recover
 from agent.stages.invert import Basis, fit_basis
 from coordinator.intake import Intake, Unwelcome
+from policies import governance
+from policies.export import Unsound
 from policies.policy import parse
 from policies.register import Register
 from policies.review import Verdict
+from policies.sqlite import export_file, open_sqlite
 from policies.statement import PAYLOAD_TYPE, Release
 from policies.statement import parse as parse_statement
 from policies.store import Store
+from policies.verify import verify
 from protos.envelope import open_sealed
-from tests.support.books import Clock, Hospital, open_register, policy
+from tests.support.books import Clock, Hospital, Person, open_register, policy
 from tests.support.entropy import UnsafeSeededEntropy
 
 SHAPE = (8, 8)
@@ -83,7 +89,13 @@ class Door:
         release = self.intake.release(self.site, key, envelope)
         return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, artifact))
 
-    def outcome(self, key: str) -> Verdict | None:
+    def amend(self, key: str, envelope: bytes) -> Verdict:
+        return self._ask(lambda: self.intake.amend(self.site, key, envelope))
+
+    def present(self, key: str, envelope: bytes) -> Verdict:
+        return self._ask(lambda: self.intake.present(self.site, key, envelope))
+
+    def outcome(self, key: str, envelope: bytes) -> Verdict | None:
         found = self.intake.outcome(self.site, key)
         return found[0] if found else None
 
@@ -108,7 +120,9 @@ class Stage:
 def stage(tmp_path: Path, patients: int = 12, **changes: object) -> Stage:
     hospital = Hospital("site-a", policy(**changes))
     site_books: Register = open_register(tmp_path / "site.db", hospital, key=hospital.key)
-    store = Store(tmp_path / "coordinator.db", "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock())
+    store = Store(
+        open_sqlite(tmp_path / "coordinator.db"), "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock()
+    )
     intake = Intake.over(store, parse(policy(max_releases_per_patient=9), "federation"))
     intake.enrol(hospital.enrolment()[1])
     vault, door, counter = Vault(patients), Door(intake, "site-a"), iter(range(1000))
@@ -335,7 +349,7 @@ def test_contradictory_answers_of_a_coordinator_do_not_stop_the_site(
     first, _ = p.train("run-1", 1, federated().initial())
     p.train("run-1", 2, federated().initial())
     answers = {f"submit-{first.release.release}": None}
-    monkeypatch.setattr(Door, "outcome", lambda self, key: answers.get(key, Verdict((), "A")))
+    monkeypatch.setattr(Door, "outcome", lambda self, key, _envelope: answers.get(key, Verdict((), "A")))
     p.follow()
     answers[f"submit-{first.release.release}"] = Verdict((), "A")  # a round before one that is in the books
     p.follow()
@@ -442,3 +456,83 @@ def _refusals(register: Register) -> list[Any]:
 def _fresh(tmp_path: Path) -> Path:
     (tmp_path / "second").mkdir()
     return tmp_path / "second"
+
+
+def approving(tmp_path: Path) -> tuple[Stage, Person, Person]:
+    """A site whose policy has two persons approve, and both of them appointed."""
+    s = stage(tmp_path, approvals='["compliance", "hospital"]')
+    persons = Person("dpo-1", "compliance"), Person("head-1", "hospital")
+    for person in persons:
+        governance.appoint(s.site.books.store, person.name, person.role, person.public)
+    return s, *persons
+
+
+def approve(s: Stage, person: Person, release: Release, digest: str = "") -> None:
+    value = digest or release.artifact_sha256
+    sealed = person.approval(release.release, "release", release.release, value, origin=s.site.books.store.origin)
+    governance.approve(s.site.books.store, sealed)
+
+
+def waiting(s: Stage) -> Release:
+    with pytest.raises(Waiting) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    return caught.value.goods.release
+
+
+def test_a_release_waits_for_persons_over_restarts_and_leaves_when_all_have_approved(tmp_path: Path) -> None:
+    s, careful, local = approving(tmp_path)
+    release = waiting(s)
+    assert s.intake.register.store.state.releases == {}
+    assert recover(s.site) == []
+    approve(s, careful, release)
+    with pytest.raises(Refused, match="hospital"):
+        hand_over(s.site, release.release)
+    approve(s, local, release)
+    goods, verdict = hand_over(s.site, release.release)
+    assert verdict.admitted
+    assert set(goods.release.approvals) == {"compliance", "hospital"}
+    assert s.spent("k") == ((0, 1), (0, 1))
+    with pytest.raises(Refused):
+        hand_over(s.site, release.release)
+
+
+def test_an_approval_of_other_bytes_is_none(tmp_path: Path) -> None:
+    s, careful, local = approving(tmp_path)
+    release = waiting(s)
+    approve(s, careful, release)
+    approve(s, local, release, digest="0" * 64)
+    with pytest.raises(Refused, match="hospital"):
+        hand_over(s.site, release.release)
+    assert s.intake.register.store.state.releases == {}
+
+
+def test_rounds_are_refused_at_their_price_where_persons_must_approve(tmp_path: Path) -> None:
+    s, *_ = approving(tmp_path)
+    with pytest.raises(Refused, match="approve"):
+        Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated())
+    assert s.spent("rdp") == ((0, 0), (0, 0))
+
+
+def test_an_auditor_finds_an_approval_that_nobody_gave(tmp_path: Path) -> None:
+    s, *_ = approving(tmp_path)
+    release = waiting(s)
+    lied = replace(release, approvals={"compliance": "ab" * 32, "hospital": "cd" * 32})
+    s.site.books.send(lied, s.site.seal(lied))
+    s.site.books.store.close()
+    with pytest.raises(Unsound, match="nobody gave"):
+        verify(export_file(tmp_path / "site.db", "lazaret/test", s.hospital.key))
+
+
+def test_a_run_that_ends_early_gives_back_what_was_not_used_at_the_site(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    p.join("run-1", federated(rounds=3))
+    whole = s.spent("rdp")[0][0]
+    goods, _ = p.train("run-1", 1, federated().initial())
+    assert s.intake.admit("site-a", "k", goods.envelope, goods.release, goods.artifact).admitted
+    p.part()
+    (held, spent), (hub_held, hub_spent) = s.spent("rdp")
+    assert held == hub_held == 0
+    assert 0 < spent < whole == hub_spent
+    s.site.books.store.close()
+    verify(export_file(tmp_path / "site.db", "lazaret/test", s.hospital.key))

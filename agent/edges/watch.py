@@ -1,0 +1,231 @@
+"""What this site remembers of the coordinator's ledger, so that nobody rewrites history unseen.
+
+Kept durable before anything is done on the strength of a reply: the newest head that was verified, and its epoch.
+Each later head must extend it, by an RFC 6962 consistency proof. When one does not, both signed notes are kept, which
+prove the fork to anybody, and the site refuses to go on. Only a restore that the coordinator's own tree records (a
+new epoch, proved to be in it) starts afresh, and then this site shows its receipts first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from agent.nouns import Unreachable
+from policies.cbor import MalformedEntry
+from policies.entries import InvalidEntry, Restored, decode
+from policies.merkle import BadCheckpoint, Checkpoint, consistent, cosign, included, leaf_hash, open_checkpoint
+
+MOST_RESTORES = 1000  # that a site may have missed; more is no honest number
+
+
+class Unmet(Unreachable):
+    """The coordinator's ledger was restored meanwhile: it has to be greeted before anything else."""
+
+
+class Forked(Unreachable):
+    """The coordinator's ledger is not the one seen before; nothing goes to it until people have looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The file ``seen.json``."""
+
+    epoch: int = 1
+    note: str = ""  # the newest verified head, as signed
+    restored: str = ""  # the nonce of the restore that the epoch began with
+    presented: str = ""  # the nonce of the last restore that this site has shown its receipts after
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShownEntry:
+    """The entry that a verdict is, its place, and the proof that the tree holds it there."""
+
+    entry: bytes
+    seq: int
+    proof: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What a reply says of the restore that its ledger's epoch began with."""
+
+    number: int
+    entry: bytes
+    at: int
+    proof: tuple[bytes, ...]
+
+    @property
+    def nonce(self) -> str:
+        """Of the restore; nothing where the entry cannot be read."""
+        try:
+            entry = decode(self.entry).entry
+        except (InvalidEntry, MalformedEntry):
+            return ""
+        return entry.nonce if isinstance(entry, Restored) else ""
+
+
+class Watch:
+    """The witness: one head in memory and on disk, and a check for every later one."""
+
+    def __init__(self, folder: Path, ledger_key: bytes, forgetful: bool = False) -> None:
+        """Read what was seen; ``folder`` is made when something is written.
+
+        A forgetful one writes nothing: for a look beside the process that holds the site's ledger and alone writes.
+
+        Raises:
+            Forked: what was kept cannot be read, so nothing can be compared with it.
+        """
+        self._folder, self._key, self._forgetful = folder, ledger_key, forgetful
+        self.memory, self.head = Memory(), Checkpoint("", 0, b"")
+        path = folder / "seen.json"
+        if not path.exists():
+            return
+        try:
+            table = json.loads(path.read_bytes())
+            self.memory = Memory(**table)
+            self.head = open_checkpoint(self.memory.note, ledger_key)
+        except (ValueError, TypeError, BadCheckpoint):
+            raise Forked(f"{folder.name}/seen.json cannot be read: restore it from this site's backup") from None
+
+    @property
+    def seen(self) -> int:
+        """The size of the newest verified head; 0 before the first."""
+        return self.head.size
+
+    @property
+    def must_present(self) -> bool:
+        """Has the ledger been restored since this site last showed its receipts?"""
+        return self.memory.presented != self.memory.restored
+
+    def check(self, note: str, proof: Sequence[bytes]) -> None:
+        """Take a newer head, durable before this returns.
+
+        Raises:
+            Forked: it is not an extension of the one seen before; both notes are kept.
+        """
+        head = self._open(note)
+        if self.memory.frozen:
+            raise Forked(self._advice())
+        known = self.head
+        if known.size and head.epoch >= known.epoch and head.nonce != known.nonce:
+            raise Unmet("the coordinator's ledger was restored meanwhile; it will be greeted first")
+        if known.size and not self._extends(head, proof):
+            self._keep(f"fork-{known.size}-seen.note", self.memory.note)
+            self._keep(f"fork-{head.size}-shown.note", note)
+            self._remember(replace(self.memory, frozen=True))
+            raise Forked(self._advice())
+        if (head.size, head.root) != (known.size, known.root):
+            self._remember(replace(self.memory, epoch=head.epoch, note=note))
+            self.head = head
+
+    def _extends(self, head: Checkpoint, proof: Sequence[bytes]) -> bool:
+        known = self.head
+        if (known.origin, known.epoch, known.nonce) != (head.origin, head.epoch, head.nonce):
+            return False
+        same = (head.size, head.root) == (known.size, known.root)
+        return same or (head.size > known.size and consistent(known.size, known.root, head.size, head.root, proof))
+
+    def included(self, shown: ShownEntry, kinds: tuple[type, ...], envelope: bytes) -> None:
+        """Is the yes that was heard an entry of that kind in the ledger under the newest head, about this envelope?
+
+        Raises:
+            Forked: a yes that is in no ledger is none.
+        """
+        try:
+            written = decode(shown.entry).entry
+        except (InvalidEntry, MalformedEntry):
+            written = None
+        about = isinstance(written, kinds) and getattr(written, "envelope", b"") == envelope
+        leaf = leaf_hash(shown.entry)
+        if not about or not included(leaf, shown.seq, self.head.size, shown.proof, self.head.root):
+            raise Forked("the coordinator said yes and cannot show it in its ledger: that counts as no answer")
+
+    def renewed(self, epoch: Epoch) -> bool:
+        """Does a reply speak of a restore that this site has not met yet?"""
+        known = self.memory
+        return epoch.number > known.epoch or (epoch.number > 1 and epoch.nonce not in ("", known.restored))
+
+    def restored(self, note: str, epoch: Epoch, proof: Sequence[bytes]) -> None:
+        """Take the head of a restored ledger, if its own tree records the restore; both old and new head are kept.
+
+        What this site saw before the backup must still be there.
+
+        Raises:
+            Forked: the restore is not in the tree under that head, or the tree is another one.
+        """
+        head, known = self._open(note), self.head
+        try:
+            entry = decode(epoch.entry).entry
+        except (InvalidEntry, MalformedEntry):
+            raise Forked("the coordinator speaks of a restore that it cannot show") from None
+        sound = isinstance(entry, Restored) and (entry.epoch, entry.size) == (epoch.number, epoch.at)
+        sound = sound and head.nonce == epoch.nonce
+        sound = sound and head.epoch == epoch.number <= max(known.epoch, 1) + MOST_RESTORES
+        leaf = leaf_hash(epoch.entry)
+        if not sound or not included(leaf, epoch.at, head.size, epoch.proof, head.root):
+            raise Forked("the coordinator speaks of a restore that its ledger does not hold")
+        if known.size and known.origin != head.origin:
+            raise Forked("the coordinator shows another ledger")
+        if 0 < known.size <= epoch.at and not consistent(known.size, known.root, head.size, head.root, proof):
+            self._keep(f"fork-{known.size}-seen.note", self.memory.note)
+            self._keep(f"fork-{head.size}-shown.note", note)
+            raise Forked(self._advice())
+        if self.memory.note:
+            self._keep(f"epoch-{self.memory.epoch}-last.note", self.memory.note)
+        self._keep(f"epoch-{epoch.number}-{epoch.nonce[:8]}-first.note", note)
+        self._remember(
+            Memory(epoch.number, note, entry.nonce if isinstance(entry, Restored) else "", self.memory.presented)
+        )
+        self.head = head
+
+    def presented(self) -> None:
+        """Every receipt was shown after this restore."""
+        self._remember(replace(self.memory, presented=self.memory.restored))
+
+    def cosigned(self, site: str, key: Ed25519PrivateKey, seconds: int) -> str:
+        """The newest verified head with this site's cosignature; nothing before the first, or when frozen."""
+        if not self.seen or self.memory.frozen:
+            return ""
+        return self.memory.note + cosign(self.memory.note, site, key, seconds)
+
+    def _open(self, note: str) -> Checkpoint:
+        try:
+            return open_checkpoint(note, self._key)
+        except BadCheckpoint:
+            raise Forked("the coordinator's ledger is signed by another key than at enrolment") from None
+
+    def _advice(self) -> str:
+        return (
+            "the coordinator's ledger is not the one this site saw before: its history was rewritten, or it was "
+            f"restored without saying so. Both signed heads are in {self._folder.name}/; show them to both "
+            "compliance officers. If a backup was brought back: bring it back again, and run `ledger restore` first"
+        )
+
+    def _remember(self, memory: Memory) -> None:
+        fields: dict[str, Any] = {name: getattr(memory, name) for name in Memory.__slots__}
+        self._keep("seen.json", json.dumps(fields, indent=2) + "\n")
+        self.memory = memory
+
+    def _keep(self, name: str, text: str) -> None:
+        if self._forgetful:
+            return
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        part = self._folder / f"{name}.part"
+        with part.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, self._folder / name)
+        directory = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -1,0 +1,71 @@
+"""What a site does before anything new: find out how the interrupted ended, and show its receipts after a restore."""
+
+from __future__ import annotations
+
+from agent.pipeline import Refused, Site, ask, give_up
+from policies.review import Verdict
+from policies.statement import Receipts
+
+
+def recover(site: Site) -> list[str]:
+    """At every start: ask for missing verdicts; every grant that is still without an end is spent.
+
+    But for a release that waits for persons in the vault.
+
+    Patients of a release that never set out may take part again; those of one that did may not, whatever became
+    of it, since its images may have been seen.
+
+    Returns:
+        The grants that were closed.
+    Raises:
+        Unreachable: the coordinator could not be asked; nothing new is possible before it can.
+    """
+    pending = site.vault.note("pending") or {}
+    waiting = {kept["grant"] for name, kept in pending.items() if name not in site.books.store.state.sent}
+    held = [reserved for reserved in site.books.held() if reserved.grant not in waiting]
+    ask(site)
+    for reserved in site.books.held():
+        if reserved.grant not in waiting:
+            give_up(site, reserved, "restart")
+    sent = site.books.store.state.sent  # what has set out waits no longer, whatever interrupted it
+    site.vault.write_note("pending", {name: kept for name, kept in pending.items() if name not in sent})
+    known = {*sent, *site.books.store.state.releases, *pending}
+    record = site.vault.note("releases") or []
+    site.vault.write_note("releases", [one for one in record if one["release"] in known])
+    return [reserved.grant for reserved in held]
+
+
+def present(site: Site, origin: str, nonce: str) -> int:
+    """The coordinator's ledger came back from a backup: show it every grant that it has lost, then say that is all.
+
+    The receipts are this site's own sealed reservations; what they held is spent there, whatever became of it.
+
+    Returns:
+        How many grants had been lost.
+    Raises:
+        Refused: by the coordinator.
+        Unreachable: to be done again at the next start; each receipt counts once.
+    """
+    lost, store = 0, site.books.store
+    for name, grant in store.state.grants.items():
+        if grant.state == "freed" or _known(site, name, grant.reserved.envelope):
+            continue
+        lost += _taken(site.door.present(f"recover-{name}", store.envelope(grant.reserved.envelope) or b""))
+    _taken(site.door.present(f"present-{nonce}", site.seal(Receipts(site.name, origin, nonce, lost))))
+    policy = store.envelope(store.state.policies[site.name]) or b""
+    if store.state.amended.get(site.name):  # the backup may hold an older one; a newer or the same is no news
+        site.door.amend(f"amend-again-{nonce}", policy)
+    return lost
+
+
+def _known(site: Site, grant: str, envelope: bytes) -> bool:
+    """Does the restored ledger hold this grant? A refusal is no sign of it: it refuses whatever comes early."""
+    found = (site.door.outcome(f"{how}-{grant}", envelope) for how in ("reserve", "recover"))
+    return any(verdict is not None and verdict.admitted for verdict in found)
+
+
+def _taken(verdict: Verdict) -> bool:
+    """Was a receipt taken? Two are none to insist on: nobody waits for this site, or the request had been refused."""
+    if not verdict.admitted and not {f.rule for f in verdict.findings} <= {"not_awaited", "was_refused"}:
+        raise Refused("coordinator", verdict)
+    return verdict.admitted
