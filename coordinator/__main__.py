@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import datetime as dt
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,16 +19,21 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.edges import home as homes
+from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
 from coordinator.report import render, views
-from policies.ledger import InvalidEntry
+from policies import governance
+from policies.entries import InvalidEntry, Record
+from policies.ledger import KeyReused
+from policies.people import Tools, add_commands
 from policies.policy import PolicyError, preset
-from policies.statement import MalformedStatement
-from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, export_file, read_lines
+from policies.sqlite import backup_file
+from policies.statement import PAYLOAD_TYPE, MalformedStatement
+from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, export, lines
 from policies.view import as_json, rows
 from protos import quiet
-from protos.envelope import BadEnvelope
-from protos.identity import BadKeyFile, agent_name, issue, read_private
+from protos.envelope import BadEnvelope, seal
+from protos.identity import BadKeyFile, agent_name, issue, pem, read_private, signing_key, write_private
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
@@ -39,8 +46,8 @@ EXPECTED = (
     BadEnvelope,
     MalformedStatement,
     InvalidEntry,
+    KeyReused,
     LedgerBusy,
-    OSError,
 )
 
 
@@ -51,6 +58,7 @@ def _policy(name: str) -> str:
 
 def _init(arguments: argparse.Namespace) -> int:
     settings = f'listen = "{arguments.listen}"\nsuperlink = "{arguments.superlink}"\n'
+    settings += f"ledger = {json.dumps(arguments.ledger)}\n" if arguments.ledger else ""
     home = homes.create(arguments.home, settings, _policy(arguments.policy), dt.datetime.now(dt.UTC))
     with homes.open_ledger(home):
         pass
@@ -146,8 +154,13 @@ def _print_event(event: Any, as_lines: bool, rounds: int) -> None:
     OUT.print(f"{where}: {event.state} {', '.join(event.sites)}{reason}")
 
 
+def _records(home: homes.Home) -> list[Record]:
+    with contextlib.closing(homes.look_at_ledger(home)) as disk:
+        return [line.record for line in lines(disk)]
+
+
 def _ledger_show(arguments: argparse.Namespace) -> int:
-    records = [line.record for line in read_lines(homes.Home(arguments.home).ledger)]
+    records = _records(homes.Home(arguments.home))
     if arguments.json:
         sys.stdout.write(json.dumps(as_json(homes.ORIGIN, records), indent=2) + "\n")
         return 0
@@ -161,14 +174,65 @@ def _ledger_show(arguments: argparse.Namespace) -> int:
 def _ledger_export(arguments: argparse.Namespace) -> int:
     """Works while the coordinator serves: what is durable now, under a fresh checkpoint."""
     home = homes.Home(arguments.home)
-    homes.write_durably(arguments.out, export_file(home.ledger, homes.ORIGIN, home.ledger_key()))
+    seen = Witnesses(home.witnesses).notes()
+    with contextlib.closing(homes.look_at_ledger(home)) as disk:
+        homes.write_durably(arguments.out, export(disk, homes.ORIGIN, home.ledger_key(), seen))
     OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name}")
     return 0
 
 
+def _ledger_restore(arguments: argparse.Namespace) -> int:
+    """A new epoch: nothing is granted before every site has shown its receipts."""
+    home = homes.Home(arguments.home)
+    if not arguments.yes:
+        ERR.print("this ledger will grant nothing before every site has presented its receipts: say --yes")
+        return 1
+    with homes.open_ledger(home) as store:
+        store.restore(secrets.token_hex(16))
+        Witnesses(home.witnesses).forget(store.state.epoch)
+        waiting = ", ".join(sorted(store.state.waiting)) or "nobody"
+        size = store.state.size - 1
+        OUT.print(f"epoch {store.state.epoch}, from a backup of {size} entries; waiting for {waiting}")
+    return 0
+
+
+def _ledger_backup(arguments: argparse.Namespace) -> int:
+    """A copy as of one commit, also while the coordinator serves."""
+    home = homes.Home(arguments.home)
+    if home.settings().ledger:
+        raise homes.BadCoordinator("the ledger is in PostgreSQL: back it up with the database")
+    backup_file(home.ledger, arguments.out)
+    OUT.print(f"wrote {arguments.out.name}; to bring it back, put it in ledger.db's place and run `ledger restore`")
+    return 0
+
+
+def _ledger_install(arguments: argparse.Namespace) -> int:
+    homes.install_ledger(arguments.owner, arguments.writer)
+    OUT.print(f"the ledger is installed; {arguments.writer} may append to it, and change nothing")
+    return 0
+
+
+def _ledger_waive(arguments: argparse.Namespace) -> int:
+    with homes.open_ledger(homes.Home(arguments.home)) as store:
+        governance.waive(store, arguments.site, arguments.serial)
+        waiting = ", ".join(sorted(store.state.waiting)) or "nobody"
+    OUT.print(f"{arguments.site} is waived and its budget spent; waiting for {waiting}")
+    return 0
+
+
+TOOLS = Tools(
+    open_store=lambda arguments: homes.open_ledger(homes.Home(arguments.home)),
+    origin=lambda _arguments: homes.ORIGIN,
+    seal=lambda raw, key: seal(raw, PAYLOAD_TYPE, key),
+    read_key=signing_key,
+    write_key=lambda path, key: write_private(path, pem(key)),
+    say=lambda text: OUT.print(text, markup=False, soft_wrap=True),
+)
+
+
 def _report(arguments: argparse.Namespace) -> int:
     home = homes.Home(arguments.home)
-    records = [line.record for line in read_lines(home.ledger)]
+    records = _records(home)
     measured = json.loads(arguments.measured.read_text()) if arguments.measured else None
     page = render(as_json(homes.ORIGIN, records), views(home.releases), measured)
     homes.write_durably(arguments.out, page.encode())
@@ -189,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     init = add(commands, "init", _init, "make the directory, keys, CA and an empty ledger")
     init.add_argument("--listen", default="127.0.0.1:7443", help="host:port for agents (gRPC)")
     init.add_argument("--superlink", default="127.0.0.1:7444", help="host:port for Flower's fleet")
+    init.add_argument("--ledger", default="", help="PostgreSQL's address (see `ledger install`); else a file here")
     init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
     approve = add(commands, "approve", _approve, "enrol a site from its sealed request")
     approve.add_argument("request", type=Path)
@@ -202,8 +267,19 @@ def _parser() -> argparse.ArgumentParser:
     ledger = commands.add_parser("ledger", help="the ledger").add_subparsers(required=True, metavar="WHAT")
     show = add(ledger, "show", _ledger_show, "print the ledger")
     show.add_argument("--json", action="store_true")
-    export = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
-    export.add_argument("out", type=Path)
+    add_commands(ledger, TOOLS)
+    backup = add(ledger, "backup", _ledger_backup, "copy the ledger as of one commit, also while it is in use")
+    backup.add_argument("out", type=Path)
+    install = add(ledger, "install", _ledger_install, "make the ledger's tables in PostgreSQL; then init --ledger")
+    install.add_argument("owner", help="the database's address, as the role that shall own the ledger")
+    install.add_argument("--writer", required=True, help="an existing role, which the coordinator uses")
+    restore = add(ledger, "restore", _ledger_restore, "after bringing back a backup: open a new epoch")
+    restore.add_argument("--yes", action="store_true", help="entries after the backup are lost; sites show receipts")
+    waive = add(ledger, "waive", _ledger_waive, "after a restore: go on without a site that will not come back")
+    waive.add_argument("site")
+    waive.add_argument("--serial", required=True, help="of the proposal that two persons approved")
+    out = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
+    out.add_argument("out", type=Path)
     report = add(commands, "report", _report, "write a self-contained HTML report")
     report.add_argument("out", type=Path)
     report.add_argument("--measured", type=Path, help="JSON with accuracy, ingest counts and times to show beside")
@@ -216,6 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.act(arguments))
+    except OSError as error:
+        ERR.print(f"refused: {error.strerror or error}: {Path(str(error.filename or '')).name}", markup=False)
+        return 1
     except EXPECTED as error:
         ERR.print(f"refused: {error}", markup=False)
         return 1

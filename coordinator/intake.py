@@ -17,18 +17,35 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-from policies.ledger import KeyReused, Refused
-from policies.policy import Policy, strictest
+from policies.entries import InvalidEntry, Refused
+from policies.ledger import KeyReused
+from policies.merkle import BadCheckpoint, cosigners, open_checkpoint
+from policies.policy import Policy, PolicyError, strictest
 from policies.policy import parse as parse_policy
 from policies.register import Facts, Register, verdict_of
 from policies.review import Finding, Verdict
-from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Settlement, Statement, parse
+from policies.statement import (
+    PAYLOAD_TYPE,
+    Amendment,
+    Approval,
+    Enrolment,
+    Receipts,
+    Release,
+    Reservation,
+    Settlement,
+    Statement,
+    parse,
+)
 from policies.store import Draft, Store
 from protos.artifact import BadArtifact, unpack_images, unpack_vector
 from protos.envelope import BadEnvelope, open_sealed
 from protos.identity import SITE_NAME
 
 KEY: Final = re.compile(r"[a-z0-9_-]{1,200}")
+
+
+class RolledBack(Exception):
+    """A head that this ledger's key has signed is not in the ledger: it is an older copy, or was rewritten."""
 
 
 class Unwelcome(Exception):
@@ -46,24 +63,18 @@ class Intake:
 
     register: Register
     federation: Policy
-    sites: dict[str, Policy]  # site -> its own policy
     node_keys: dict[str, str]  # site -> its Flower node key, OpenSSH
 
     @staticmethod
     def over(store: Store, federation: Policy) -> Intake:
-        """Put together from a ledger: the sites' policies are read from their sealed enrolments."""
-        sites: dict[str, Policy] = {}
+        """Put together from a ledger: the sites' policies and keys are read from their sealed statements."""
         nodes: dict[str, str] = {}
         for site, entry in store.state.sites.items():
-            envelope = store.envelope(entry.envelope)
-            assert envelope is not None, "an enrolment's envelope is stored with its entry"
-            sealed = open_sealed(envelope, PAYLOAD_TYPE, {site: entry.sign_key})
-            statement = parse(sealed.payload)
+            statement = _sealed_by(store, site, entry.envelope)
             assert isinstance(statement, Enrolment)
-            sites[site] = parse_policy(statement.policy, f"policy of {site}")
             nodes[site] = statement.node_key
-        register = Register(store, lambda site: strictest(sites[site], federation))
-        return Intake(register, federation, sites, nodes)
+        read: dict[bytes, Policy] = {}
+        return Intake(Register(store, lambda site: strictest(_own(store, site, read), federation)), federation, nodes)
 
     def read_enrolment(self, envelope: bytes) -> Enrolment:
         """A site's sealed request, with everything in it found usable; nothing is written.
@@ -78,9 +89,12 @@ class Intake:
             node = load_ssh_public_key(statement.node_key.encode())
         except (ValueError, UnsupportedAlgorithm):
             raise BadEnvelope("a key in the request cannot be read") from None
+        taken = {tuple(known.split()[:2]) for known in self.node_keys.values()}  # without the comment
         if not isinstance(node, ec.EllipticCurvePublicKey) or node.curve.name != "secp384r1" or len(key) != 32:
             raise BadEnvelope("the node key must be EC P-384, the signing key Ed25519")
-        if not SITE_NAME.fullmatch(statement.site) or statement.node_key in self.node_keys.values():
+        if statement.site == "coordinator":
+            raise BadEnvelope("no site may bear that name: ledgers are named after their owners")
+        if not SITE_NAME.fullmatch(statement.site) or tuple(statement.node_key.split()[:2]) in taken:
             raise BadEnvelope("the site's name is not one, or its node key is another site's")
         open_sealed(envelope, PAYLOAD_TYPE, {statement.site: key})
         parse_policy(statement.policy, f"policy of {statement.site}")
@@ -98,7 +112,6 @@ class Intake:
         statement = self.read_enrolment(envelope)
         own = parse_policy(statement.policy, f"policy of {statement.site}")
         self.register.enrol(statement, envelope, strictest(own, self.federation))
-        self.sites[statement.site] = own
         self.node_keys[statement.site] = statement.node_key
         return statement
 
@@ -120,7 +133,7 @@ class Intake:
             raise self._unwelcome(peer, key, Finding("bad_envelope", str(error))) from None
         except ValueError as error:
             raise self._unwelcome(peer, key, Finding("bad_statement", str(error))) from None
-        if statement.site != peer:
+        if isinstance(statement, Approval) or statement.site != peer:
             raise self._unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
         return statement
 
@@ -144,6 +157,57 @@ class Intake:
         if not isinstance(statement, Settlement) or statement.outcome not in ("declined", "expired"):
             raise self._unwelcome(peer, key, Finding("bad_statement", "not a settlement"))
         return self._once(peer, key, lambda k: self.register.settle(k, statement, envelope))
+
+    def amend(self, peer: str, key: str, envelope: bytes) -> Verdict:
+        """A site's new policy: on the books, and in force from here on."""
+        statement = self.opened(peer, key, envelope)
+        if not isinstance(statement, Amendment):
+            raise self._unwelcome(peer, key, Finding("bad_statement", "not an amendment"))
+        try:
+            parse_policy(statement.policy, f"policy of {peer}")
+            return self._once(peer, key, lambda k: self.register.amend(k, statement, envelope))
+        except (PolicyError, InvalidEntry) as error:
+            raise self._unwelcome(peer, key, Finding("bad_statement", str(error))) from None
+
+    def present(self, peer: str, key: str, envelope: bytes) -> Verdict:
+        """After a restore: a sealed reservation that was lost, or the word that all were shown."""
+        statement = self.opened(peer, key, envelope)
+        if not isinstance(statement, Reservation | Receipts):
+            raise self._unwelcome(peer, key, Finding("bad_statement", "neither a reservation nor a word on receipts"))
+        try:
+            return self._once(peer, key, lambda k: self.register.present(k, statement, envelope))
+        except InvalidEntry as error:
+            raise self._unwelcome(peer, key, Finding(self._why_not(peer, statement, envelope), str(error))) from None
+
+    def _why_not(self, peer: str, statement: Reservation | Receipts, envelope: bytes) -> str:
+        """The rule by which a receipt is not taken."""
+        state = self.register.store.state
+        if peer not in state.waiting | state.late:
+            return "not_awaited"
+        if isinstance(statement, Receipts):
+            return "wrong_receipts"
+        return "was_refused" if hashlib.sha256(envelope).digest() in state.refused else "not_recovered"
+
+    def witness(self, peer: str, note: str) -> bool:
+        """Is this a head of this ledger's epoch that the peer, and nobody else, has validly cosigned?
+
+        Raises:
+            RolledBack: this ledger's key signed that head, and the ledger does not hold it.
+        """
+        store = self.register.store
+        enrolled = store.state.sites.get(peer)
+        try:
+            head = open_checkpoint(note, store.public)
+        except BadCheckpoint:
+            return False
+        signatures = note.partition("\n\n")[2].count("\n")
+        if enrolled is None or signatures != 2 or cosigners(note, {peer: enrolled.sign_key}) != {peer}:
+            return False
+        if (head.epoch, head.nonce) != (store.state.epoch, store.state.nonce):  # of before a restore
+            return False
+        if not store.holds(head):
+            raise RolledBack
+        return True
 
     def release(self, peer: str, key: str, envelope: bytes) -> Release:
         """The statement of a release, before its artifact is accepted: its size is the quota."""
@@ -172,6 +236,23 @@ class Intake:
             raise self._unwelcome(
                 peer, key, Finding("key_reused", "this idempotency key was used for something else")
             ) from None
+
+
+def _sealed_by(store: Store, site: str, digest: bytes) -> Statement:
+    """A statement of a site that an entry rests on."""
+    envelope = store.envelope(digest)
+    assert envelope is not None, "an entry's envelope is stored with it"
+    return parse(open_sealed(envelope, PAYLOAD_TYPE, {site: store.state.sites[site].sign_key}).payload)
+
+
+def _own(store: Store, site: str, read: dict[bytes, Policy]) -> Policy:
+    """The policy that a site has in force, by the books; each is parsed once."""
+    digest = store.state.policies[site]
+    if digest not in read:
+        statement = _sealed_by(store, site, digest)
+        assert isinstance(statement, Enrolment | Amendment)
+        read[digest] = parse_policy(statement.policy, f"policy of {site}")
+    return read[digest]
 
 
 def _key(peer: str, key: str) -> str:

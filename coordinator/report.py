@@ -14,7 +14,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +40,8 @@ from coordinator.wording import (
 from policies import cbor
 from policies.accounting import epsilon_nano, epsilon_of
 from policies.claims import UnsupportedClaim
-from policies.ledger import GENESIS, Record, decode
+from policies.entries import KINDS as ENTRIES
+from policies.entries import Record, decode
 from policies.merkle import CompactRange, leaf_hash
 from policies.statement import canonical, claim_from
 from policies.view import as_json
@@ -49,7 +50,8 @@ from protos.artifact import unpack_images
 SHOWN: Final = 60  # thumbnails of one release; the rest is counted
 THUMBNAIL: Final = 96  # pixels; larger images are made smaller
 FRAME: Final = (58.0, 22.0, 622.0, 268.0)  # left, top, right, bottom of the plot's axes, of 640 x 320
-_HEX: Final = frozenset({"sign_key", "policy", "envelope", "artifact", "model"})  # bytes in an entry, hex in JSON
+# what is bytes in an entry, and hexadecimal in its JSON
+_HEX: Final = {f.name for cls in ENTRIES.values() for f in fields(cls) if f.type == "bytes" and f.name != "claim"}
 _TOLD: Final = ("release", "site", "mechanism", "level", "claim")  # in a certificate and in its entry alike
 _PROOF: Final = {"artifact_sha256": "artifact", "statement_sha256": "envelope"}  # certificate -> entry
 _OF_RUN: Final = ("mechanism", "claim", "envelope")  # a run's model names its dearest update's
@@ -104,17 +106,16 @@ def _root(ledger: _JsonMap) -> str:
     Raises:
         UnsoundReport: the records cannot be made again, or do not fold to the balances beside them.
     """
-    previous, tree = GENESIS, CompactRange()
+    tree = CompactRange()
     records: list[Record] = []
     try:
         for line in ledger["entries"]:
             body = {k: v for k, v in line.items() if k not in ("seq", "at", "key", "type")}
             body = {k: bytes.fromhex(v) if k in _HEX else v for k, v in body.items()}
             body = {k: canonical(v) if k == "claim" else v for k, v in body.items()}
-            outer = {"at": line["at"], "key": line["key"], "type": line["type"], "prev": previous, "body": body}
+            outer = {"at": line["at"], "key": line["key"], "type": line["type"], "body": body}
             raw = cbor.encode(outer)
             records.append(decode(raw))
-            previous = hashlib.sha256(raw).digest()
             tree.append(leaf_hash(raw))
         if as_json(ledger["origin"], records) == ledger:
             return tree.root().hex()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -32,7 +32,20 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "l_diversity": ("Groups of patients with too few different labels would give a diagnosis away.", _LARGER),
         "releases_per_patient": ("Patients would be in more image sets than the policy admits.", _POLICY),
         "unit": ("The promise was not made per patient, added or removed.", _AGENT),
+        "modality": ("The policy does not admit images of this modality.", _POLICY),
         # the books
+        "malformed": ("A field of the statement is missing or of another kind.", _AGENT),
+        "account_kind": ("The account pays for another kind of claim.", _AGENT),
+        "frozen": (
+            "The ledger was restored from a backup, and not every hospital has shown its receipts yet.",
+            "Start the agents that are missing; for a hospital that will not come back, two persons waive it.",
+        ),
+        "together": ("Another part of the same request was refused, so all of it was.", _POLICY),
+        "finished": ("The work is done, and what was not needed was given back.", _NOTHING),
+        "wrong_receipts": ("The receipts are for another restore, or their number is not the one shown.", _SITE),
+        "was_refused": ("The request had been refused before the restore; nothing was lost.", _NOTHING),
+        "not_recovered": ("A receipt could not be taken into the books.", _SITE),
+        "not_awaited": ("Receipts were shown that nobody waits for.", _NOTHING),
         "budget": ("What is left of the hospital's budget does not cover the request.", _BUDGET),
         "no_account": (
             "The hospital has no budget of that kind.",
@@ -63,6 +76,14 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "components": ("The list of networks and data that made the release is not complete.", _AGENT),
         "provenance": ("A part that made the release was trained on private data.", "Use a publicly trained part."),
         "vetting": ("The statement does not say what the release was tested against.", _AGENT),
+        "reid_rate": (
+            "Too many synthetic images can be matched to a patient, or how many was not measured.",
+            "Vet again with stricter settings, or choose larger groups.",
+        ),
+        "approval": (
+            "A person whose approval the policy asks for has not given it.",
+            "Ask that person to review it.",
+        ),
         "level": ("The policy asks for a stronger claim level than this release can show.", _POLICY),
         # the call
         "replay": ("The same release was reviewed before.", _NOTHING),
@@ -74,6 +95,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         # the site's own word on its grant
         "coordinator": ("The coordinator had refused the price.", "See the coordinator's own refusal."),
         "no_reason": ("The coordinator refused without a reason.", "Ask the coordinator's operator for its log."),
+        "withdrawn": ("Persons at the site did not approve the release; the grant is spent.", _NOTHING),
         "failed": ("The work failed after the budget was held; the grant is spent.", _SITE),
         "restart": ("The agent stopped in the middle of the work; the grant is spent.", _SITE),
     }
@@ -109,14 +131,23 @@ MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
 KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enrolled": "Hospital enrolled",
+        "amended": "Policy changed",
         "opened": "Budget opened",
+        "appointed": "Person appointed",
+        "approved": "Approved by a person",
+        "limit-set": "Budget changed",
         "reserved": "Budget held",
         "refused": "Refused",
         "sent": "About to leave",
         "admitted": "Admitted",
         "spent": "Budget spent",
+        "expired": "Budget spent, without an end",
         "freed": "Budget returned",
         "round-closed": "Round closed",
+        "restored": "Ledger restored from a backup",
+        "recovered": "Spent before the restore",
+        "presented": "Every receipt presented",
+        "waived": "Will not come back",
     }
 )
 STAGES: Final[Mapping[str, str]] = MappingProxyType(
@@ -129,7 +160,7 @@ STAGES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 RELATIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {"add-or-remove-one-patient": "neighbours differ by one patient added or removed"}
+    {"add-or-remove-one": "neighbours differ by one patient added or removed"}
 )
 QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -204,14 +235,30 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
         return site, f"epsilon {float(e['epsilon']):g} at delta {float(e['delta']):g} per patient, order {e['order']}"
     if kind == "opened":
         return site, f"{count(e['limit'], 'image set')} per patient, ever"
-    if kind == "round-closed":
-        return ", ".join(e["sites"]), f"{e['run']}, round {e['round']}: model {e['model'][:12]}…"
     if kind == "refused":
         return site, f"{' '.join((e['mechanism'] or 'call', e['stage']))}: {', '.join(e['findings'])}"
+    if kind in _TOLD:
+        return site or e.get("person") or ", ".join(e.get("sites", ())), _TOLD[kind](e)
     if kind == "admitted":
         which = f"{e['mechanism']}, round {e['round']}" if e["run"] else e["mechanism"]
         return site, f"{which}: level {e['level']}, artifact {e['artifact'][:12]}…"
     return site, f"{hold['mechanism']}: {price}" + (f", {e['why']}" if "why" in e else "")
+
+
+_TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyType(
+    {
+        "amended": lambda e: f"own policy {e['policy'][:12]}…",
+        "appointed": lambda e: f"role {e['role']}, key {e['public'][:12]}…",
+        "approved": lambda e: f"{e['person']} approves {e['serial']}",
+        "limit-set": lambda e: (
+            f"{e['account']}: {'epsilon ' + e['epsilon'] if e['epsilon'] else e['limit']}, approved as {e['serial']}"
+        ),
+        "restored": lambda e: f"epoch {e['epoch']}, from a backup of {count(e['size'], 'entry', 'entries')}",
+        "presented": lambda e: f"{count(e['grants'], 'lost grant')} shown",
+        "round-closed": lambda e: f"{e['run']}, round {e['round']}: model {e['model'][:12]}…",
+        "waived": lambda e: f"approved as {e['serial']}; its budgets are spent",
+    }
+)
 
 
 def stated(epsilon: float, account: Mapping[str, Any], ledger: Mapping[str, Any]) -> str:

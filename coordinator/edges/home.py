@@ -6,15 +6,18 @@ import datetime as dt
 import os
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
-from policies.store import Store
+from policies.sqlite import look, open_sqlite
+from policies.store import Disk, Store
 from protos.identity import (
     COORDINATOR,
     OPERATOR,
@@ -40,6 +43,7 @@ class Settings:
 
     listen: str  # host:port of the gRPC service
     superlink: str  # host:port of Flower's public listener
+    ledger: str = ""  # a PostgreSQL address; nothing: the file ledger.db
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ class Home:
         """Admitted releases, a directory each."""
         return self.root / "releases"
 
+    @property
+    def witnesses(self) -> Path:
+        """Heads that sites have cosigned."""
+        return self.root / "witnesses"
+
     def settings(self) -> Settings:
         """Parse ``coordinator.toml``.
 
@@ -75,9 +84,12 @@ class Home:
             raise BadCoordinator("coordinator.toml is missing: run `lazaret-coordinator --home DIR init`") from None
         except tomllib.TOMLDecodeError as error:
             raise BadCoordinator(f"coordinator.toml: not TOML: {error}") from None
+        address = table.pop("ledger", "")
         if set(table) != {"listen", "superlink"} or not all(_address(v) for v in table.values()):
-            raise BadCoordinator("coordinator.toml: the keys are listen and superlink, each host:port")
-        return Settings(table["listen"], table["superlink"])
+            raise BadCoordinator("coordinator.toml: the keys are listen and superlink, each host:port, and ledger")
+        if type(address) is not str or not address.isprintable():
+            raise BadCoordinator("coordinator.toml: ledger is the address of a PostgreSQL database, or is left out")
+        return Settings(table["listen"], table["superlink"], address)
 
     def policy_text(self) -> str:
         """The federation's policy, as written."""
@@ -135,8 +147,44 @@ def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Home:
 
 
 def open_ledger(home: Home) -> Store:
-    """The coordinator's ledger, for this process alone to append to."""
-    return Store(home.ledger, ORIGIN, home.ledger_key(), lambda: int(time.time()))
+    """The coordinator's ledger, for this process alone to append to.
+
+    Raises:
+        LedgerBusy: another process has it.
+        LedgerUnsound: what is kept does not fold.
+        BadCoordinator: it is in a database that cannot be used; the text says what to do.
+    """
+    address = home.settings().ledger
+    disk: Disk = _database(lambda pg: pg.open_postgres(address)) if address else open_sqlite(home.ledger)
+    return Store(disk, ORIGIN, home.ledger_key(), lambda: int(time.time()))
+
+
+def look_at_ledger(home: Home) -> Disk:
+    """The coordinator's ledger to read, also while another process writes it."""
+    address = home.settings().ledger
+    disk: Disk = _database(lambda pg: pg.look_postgres(address)) if address else look(home.ledger)
+    return disk
+
+
+def install_ledger(owner: str, writer: str) -> None:
+    """Make the ledger's tables and functions in PostgreSQL, as their owner, who is not the coordinator.
+
+    Raises:
+        BadCoordinator: it cannot be done; the text says why.
+    """
+    _database(lambda pg: pg.install(owner, writer))
+
+
+def _database(act: Callable[[Any], Any]) -> Any:
+    """Do something with :mod:`policies.postgres`, whose driver is optional."""
+    try:
+        from policies import postgres  # noqa: PLC0415 - its driver is optional
+    except ModuleNotFoundError:
+        raise BadCoordinator("for a ledger in PostgreSQL install lazaret[postgres]") from None
+    try:
+        return act(postgres)
+    except (ValueError, ConnectionError) as error:
+        raise BadCoordinator(f"the ledger's database: {error}") from None
 
 
 def write_durably(path: Path, body: bytes) -> None:

@@ -22,7 +22,7 @@ from coordinator.edges.federation import FlowerHost, Progress, RoundFailed, Roun
 from coordinator.edges.home import write_durably
 from coordinator.edges.shelf import WORDING, Shelf, certificate
 from coordinator.intake import Intake, Unwelcome
-from policies.ledger import Admitted
+from policies.entries import Admitted
 from policies.statement import ID
 from protos.artifact import pack_vector, unpack_vector
 
@@ -158,7 +158,7 @@ class Runs:
         Raises:
             BadJob: unknown sites, or a run of that name with another content.
         """
-        unknown = [site for site in job.sites if site not in self.intake.sites]
+        unknown = [site for site in job.sites if site not in self.intake.node_keys]
         if unknown:
             raise BadJob(f"not enrolled: {', '.join(unknown)}")
         path = self.root / job.run / "job.json"

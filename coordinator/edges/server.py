@@ -16,6 +16,7 @@ from coordinator.edges.log import open_log
 from coordinator.edges.runs import BadJob, Job, Runs
 from coordinator.edges.service import Service, start
 from coordinator.edges.shelf import Shelf
+from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
 from protos.v1 import gateway_pb2 as pb
 
@@ -43,10 +44,12 @@ def serve(home: Home, say: Callable[[str], None]) -> int:
         intake = Intake.over(store, home.policy())
         shelf = Shelf(home.releases, store)
         runs = Runs(home.root / "runs", superlink, intake, shelf, log)
-        service = Service(intake, shelf, home.policy_text(), log, lambda request: _conduct(runs, request))
+        service = Service(
+            intake, shelf, Witnesses(home.witnesses), home.policy_text(), log, lambda request: _conduct(runs, request)
+        )
         server, bound = start(home, service)
         runs.resume()
-        say(f"serving {len(intake.sites)} site(s): agents on port {bound}, Flower on {superlink.public[1]}")
+        say(f"serving {len(intake.node_keys)} site(s): agents on port {bound}, Flower on {superlink.public[1]}")
         while not stop.wait(0.2) and not store.stopped:
             pass
         superlink.stopping.set()

@@ -22,7 +22,8 @@ from cryptography import x509
 
 from coordinator.edges.home import Home
 from coordinator.edges.shelf import Shelf
-from coordinator.intake import Intake, Unwelcome
+from coordinator.edges.witnesses import Witnesses
+from coordinator.intake import Intake, RolledBack, Unwelcome
 from policies.review import Verdict
 from protos.identity import OPERATOR, read_private, site_of
 from protos.v1 import gateway_pb2 as pb
@@ -66,40 +67,73 @@ def peer_name(auth: dict[str, list[bytes]], now: dt.datetime) -> str:
 class Service(GatewayServicer):
     """One method for each call; what they decide is :class:`coordinator.intake.Intake`'s."""
 
-    def __init__(self, intake: Intake, shelf: Shelf, policy: str, log: Any, launcher: Launcher) -> None:
+    def __init__(
+        self, intake: Intake, shelf: Shelf, witnesses: Witnesses, policy: str, log: Any, launcher: Launcher
+    ) -> None:
         """``policy`` is the federation's TOML text; ``launcher`` conducts a run and yields its events."""
         self.intake, self.shelf, self.policy, self.log, self.launcher = intake, shelf, policy, log, launcher
-        self.store = intake.register.store
+        self.store, self.witnesses = intake.register.store, witnesses
         self._mutex, self._streams = threading.Lock(), Counter[str]()
 
-    def Hello(self, _request: Any, context: Any) -> Any:
-        """The federation's policy and the ledger's head."""
-        with self._call(context, "hello"):
+    def Hello(self, request: Any, context: Any) -> Any:
+        """The federation's policy and the ledger's head; and what the site has cosigned is kept."""
+        with self._call(context, "hello") as peer:
+            if request.cosigned:
+                self._witnessed(peer, request.cosigned)
+            shown = self.store.prove(request.seen)
             return pb.HelloReply(
                 policy=self.policy,
-                checkpoint=self.store.checkpoint(),
+                checkpoint=shown.checkpoint,
                 ledger_key=self.store.public,
+                proof=shown.proof,
+                epoch=shown.epoch,
+                restored=shown.restored,
+                restored_at=shown.restored_at,
+                restored_proof=shown.restored_proof,
             )
+
+    def _witnessed(self, peer: str, note: str) -> None:
+        """Keep a head that a site cosigned; one that this ledger signed and does not hold proves a rollback."""
+        try:
+            if self.intake.witness(peer, note):
+                self.witnesses.keep(peer, note)
+        except RolledBack:
+            self.store.stop()
+            self.log.error("rolled_back", site=peer)
+            raise Turned(grpc.StatusCode.UNAVAILABLE, "the ledger is behind what this site has seen") from None
 
     def Reserve(self, request: Any, context: Any) -> Any:
         """Price first."""
         with self._call(context, "reserve") as peer:
             verdict = self._decide(lambda: self.intake.reserve(peer, request.key, request.envelope))
-            return self._reply("reserve", peer, request.key, verdict)
+            return self._reply("reserve", peer, request, verdict)
 
     def Settle(self, request: Any, context: Any) -> Any:
         """A grant that will see no release."""
         with self._call(context, "settle") as peer:
             verdict = self._decide(lambda: self.intake.settle(peer, request.key, request.envelope))
-            return self._reply("settle", peer, request.key, verdict)
+            return self._reply("settle", peer, request, verdict)
+
+    def Amend(self, request: Any, context: Any) -> Any:
+        """A site's new policy."""
+        with self._call(context, "amend") as peer:
+            verdict = self._decide(lambda: self.intake.amend(peer, request.key, request.envelope))
+            return self._reply("amend", peer, request, verdict)
+
+    def Present(self, request: Any, context: Any) -> Any:
+        """After a restore: a receipt, or the word that these were all."""
+        with self._call(context, "present") as peer:
+            verdict = self._decide(lambda: self.intake.present(peer, request.key, request.envelope))
+            return self._reply("present", peer, request, verdict)
 
     def Outcome(self, request: Any, context: Any) -> Any:
         """What a key has led to."""
         with self._call(context, "outcome") as peer:
             found = self.intake.outcome(peer, request.key)
             if found is None:
-                return pb.VerdictReply(known=False, seq=-1, checkpoint=self.store.checkpoint())
-            return self._reply("outcome", peer, request.key, found[0])
+                shown = self.store.prove(request.seen)
+                return pb.VerdictReply(known=False, seq=-1, checkpoint=shown.checkpoint, proof=shown.proof)
+            return self._reply("outcome", peer, request, found[0])
 
     def Submit(self, parts: Iterator[Any], context: Any) -> Any:
         """An artifact with its sealed statement; durable on the shelf before the ledger admits it."""
@@ -110,11 +144,10 @@ class Service(GatewayServicer):
                 first = next(parts, None)
                 if first is None or first.WhichOneof("part") != "header":
                     raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part must be the header")
-                key = first.header.key
                 verdict = self._decide(lambda: self._submit(peer, first.header, parts, context.is_active))
             finally:
                 patience.cancel()
-            return self._reply("submit", peer, key, verdict)
+            return self._reply("submit", peer, first.header, verdict)
 
     @contextlib.contextmanager
     def _one_of_few(self, peer: str) -> Iterator[None]:
@@ -160,19 +193,23 @@ class Service(GatewayServicer):
         except Unwelcome as refusal:
             return Verdict((refusal.finding,))
 
-    def _reply(self, call: str, peer: str, key: str, verdict: Verdict) -> Any:
-        found = self.intake.outcome(peer, key)
+    def _reply(self, call: str, peer: str, request: Any, verdict: Verdict) -> Any:
+        found = self.intake.outcome(peer, request.key)
         seq = found[1] if found else -1
         self.log.info(
             "verdict", call=call, site=peer, admitted=verdict.admitted, rules=[f.rule for f in verdict.findings]
         )
+        shown = self.store.prove(request.seen, seq)
         return pb.VerdictReply(
             admitted=verdict.admitted,
             findings=[pb.Finding(rule=f.rule, detail=f.detail) for f in verdict.findings],
             level=verdict.level,
             seq=seq,
-            checkpoint=self.store.checkpoint(),
+            checkpoint=shown.checkpoint,
             known=True,
+            proof=shown.proof,
+            entry=shown.entry,
+            inclusion=shown.included,
         )
 
     def _call(self, context: Any, call: str, operator: bool = False) -> _Desk:

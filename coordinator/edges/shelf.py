@@ -15,7 +15,7 @@ from typing import Any
 
 from coordinator.edges.home import write_durably
 from policies.claims import RELATION, UNIT
-from policies.ledger import Admitted, Opened
+from policies.entries import Admitted, Opened
 from policies.rdp import NANO, epsilon_nano
 from policies.review import Verdict
 from policies.statement import Release, claim_from, load_json
@@ -71,8 +71,7 @@ class Shelf:
         part.mkdir()
         body = staged.read_bytes()
         write_durably(part / "images.tar", body)
-        with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-            archive.extractall(part / "images", filter="data")
+        _unfold(body, part / "images")
         (part / "envelope.json").write_bytes(envelope)
         facts = certificate(entry, self.account(entry))
         (part / "certificate.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
@@ -93,6 +92,20 @@ class Shelf:
             write_durably(folder / "updates" / f"{name}.envelope.json", envelope)
         write_durably(folder / "model.safetensors", body)
         write_durably(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _unfold(body: bytes, into: Path) -> None:
+    """The files of an image set, which was read strictly before it was admitted: plain names, no folders, no links.
+
+    Not by ``extractall``: its ``filter`` is missing from the Python of Debian 12.
+    """
+    into.mkdir()
+    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        for member in archive:
+            stream = archive.extractfile(member) if member.isreg() else None
+            assert stream is not None, "an admitted image set holds plain files"
+            assert Path(member.name).name == member.name, "an admitted image set has plain names"
+            (into / member.name).write_bytes(stream.read())
 
 
 def _holds(folder: Path, digest: bytes) -> bool:

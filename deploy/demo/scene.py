@@ -27,7 +27,7 @@ from agent.phantoms import digits, scanners
 from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
-from policies.claims import KAnonymous, SubsampledGaussian
+from policies.claims import Gaussian, KAnonymous
 from policies.policy import preset
 from policies.statement import claim_from, claim_json
 from protos.artifact import unpack_vector
@@ -377,7 +377,7 @@ def _release(
         return None
     claim = claim_from(entry.get("claim") or asked[entry["mechanism"]])
     order, delta = orders.get(f"{entry['site']}/rdp", (0, ""))
-    private = isinstance(claim, SubsampledGaussian)
+    private = isinstance(claim, Gaussian)
     return {
         "id": entry.get("release") or entry["subject"],
         "site": entry["site"],

@@ -20,11 +20,14 @@ from coordinator import intake
 from coordinator.edges.log import open_log
 from coordinator.edges.runs import BadJob, Event, Job, Runs, _Conductor, _Feed, _Line
 from coordinator.intake import Unwelcome
-from policies.ledger import Admitted, Freed, InvalidEntry, Refused
+from policies.entries import Admitted, Freed, InvalidEntry, Refused
+from policies.export import Unsound
+from policies.merkle import Checkpoint
 from policies.register import Register, digest
+from policies.sqlite import export_file
 from policies.statement import Settlement, release_id
-from policies.store import Draft, export_file
-from policies.verify import Unsound, verify
+from policies.store import Draft
+from policies.verify import verify
 from protos.artifact import pack_images, pack_vector
 from protos.envelope import BadEnvelope
 from protos.identity import read_private
@@ -175,7 +178,7 @@ def test_what_a_coordinator_says_is_bounded_before_it_is_written_down(
     lie.findings.extend(pb.Finding(rule="r" * 100_000, detail="d" * 100_000) for _ in range(100))
     door: GrpcDoor = site.door()
     monkeypatch.setattr(door, "_ask", lambda _call: lie)
-    verdict = door.outcome("k")
+    verdict = door.outcome("reserve-k", bytes(32))
     assert verdict is not None
     assert len(verdict.level) <= 1
     assert len(verdict.findings) <= 32
@@ -185,8 +188,9 @@ def test_what_a_coordinator_says_is_bounded_before_it_is_written_down(
 def test_an_agent_refuses_a_ledger_that_has_shrunk(federation: Federation, site: Site) -> None:
     door = site.door()
     door.hello()
-    door._size += 100
-    with pytest.raises(Unreachable, match="shrunk"):
+    longer = Checkpoint("lazaret/coordinator", door.watch.seen + 100, bytes(32))
+    door.watch.head = longer
+    with pytest.raises(Unreachable, match="not the one this site saw"):
         door.hello()
 
 
@@ -319,7 +323,7 @@ def forged(tmp_path: Path, claim: object, mechanism: str, entry_changes: dict[st
     [
         ({"level": "A"}, {}),
         ({"level": "B"}, {"components": {"encoder": "private", "generator": "private"}}),
-        ({"level": "B"}, {"unit": "image"}),
+        ({"level": "B"}, {"modality": "SC"}),
         ({"level": "B"}, {"artifact_type": "update"}),
     ],
 )
@@ -334,7 +338,7 @@ def test_a_grant_freed_on_the_word_expired_is_found_by_the_auditor(tmp_path: Pat
     register = open_register(tmp_path / "ledger.db", a, key=key)
     reservation = a.reservation("g")
     register.reserve("k", reservation, a.seal(reservation))
-    word = a.seal(Settlement("g", "site-a", "", "ksame", "expired", "restart"))
+    word = a.seal(Settlement("g", "site-a", "", "ksame", "expired", "restart", 0))
     register.store.append("freed", Draft((Freed("g", "refused", digest(word)),), (word,)))
     register.store.close()
     with pytest.raises(Unsound, match="something else"):

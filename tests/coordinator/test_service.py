@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,8 +22,8 @@ from agent.nouns import Unreachable
 from coordinator.edges.service import Turned, peer_name
 from policies.claims import Claim, KAnonymous, SubsampledGaussian
 from policies.review import Verdict
+from policies.sqlite import export_file
 from policies.statement import PAYLOAD_TYPE, Reservation, Settlement, encode, release_id
-from policies.store import export_file
 from policies.verify import verify
 from protos.envelope import seal
 from protos.identity import OPERATOR, agent_name, issue, make_ca, pem, request
@@ -279,7 +280,7 @@ def test_no_grant_no_release(site: Site) -> None:
 
 def test_an_expired_grant_is_spent_and_covers_nothing(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
-    settlement = Settlement("grant-1", "site-a", "", "ksame", "expired", "restart")
+    settlement = Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0)
     site.door().settle("settle-grant-1", site.seal(settlement))
     assert federation.store.state.accounts["site-a/k"].spent == 1
     artifact = pictures()
@@ -300,11 +301,12 @@ def test_an_outcome_is_told_to_the_site_whose_key_it_is_and_to_nobody_else(
 ) -> None:
     other = federation.join("site-b")
     site.reserved("grant-1")
-    found = site.door().outcome("reserve-grant-1")
+    sealed = hashlib.sha256(site.seal(site.hospital.reservation("grant-1"))).digest()
+    found = site.door().outcome("reserve-grant-1", sealed)
     assert found is not None
     assert found.admitted
-    assert other.door().outcome("reserve-grant-1") is None
-    assert site.door().outcome("reserve-grant-9") is None
+    assert other.door().outcome("reserve-grant-1", sealed) is None
+    assert site.door().outcome("reserve-grant-9", sealed) is None
 
 
 def test_an_exception_inside_never_reaches_the_peer_as_text(

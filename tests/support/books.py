@@ -12,7 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from policies.claims import Claim, KAnonymous, SubsampledGaussian
 from policies.policy import Policy, parse, preset, strictest
 from policies.register import Register
-from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Statement, encode, release_id
+from policies.sqlite import open_sqlite
+from policies.statement import PAYLOAD_TYPE, Approval, Enrolment, Release, Reservation, Statement, encode, release_id
 from policies.store import Store
 from protos.envelope import seal
 from protos.identity import node_public
@@ -57,7 +58,7 @@ class Hospital:
         return statement, self.seal(statement)
 
     def reservation(self, grant: str, claim: Claim = K5, mechanism: str = "ksame", run: str = "") -> Reservation:
-        return Reservation(grant, self.name, run, mechanism, claim, COMPONENTS.get(mechanism, {}))
+        return Reservation(grant, self.name, run, mechanism, claim, COMPONENTS.get(mechanism, {}), "OT")
 
     def release(self, grant: str, **changes: object) -> Release:
         values: dict[str, object] = {
@@ -74,7 +75,10 @@ class Hospital:
             "epsilon_nano": None,
             "delta": None,
             "components": {"encoder": "public", "generator": "public"},
+            "modality": "OT",
             "vetted_against": "nothing",
+            "reid_rate": None,
+            "approvals": {},
             **changes,
         }
         return Release(**values)  # type: ignore[arg-type]
@@ -95,10 +99,29 @@ def open_register(path: Path, *hospitals: Hospital, key: Ed25519PrivateKey | Non
     """A register over a new or existing ledger, with these hospitals enrolled."""
     federation: Policy = parse(policy(max_releases_per_patient=9), "federation")
     own = {h.name: parse(h.policy_text, h.name) for h in hospitals}
-    store = Store(path, "lazaret/test", key or Ed25519PrivateKey.generate(), Clock())
+    store = Store(open_sqlite(path), "lazaret/test", key or Ed25519PrivateKey.generate(), Clock())
     register = Register(store, lambda site: strictest(own[site], federation))
     for hospital in hospitals:
         if hospital.name not in store.state.sites:
             statement, envelope = hospital.enrolment()
             register.enrol(statement, envelope, register.policy_of(hospital.name))
     return register
+
+
+@dataclass
+class Person:
+    """Somebody who may approve, with a key of their own."""
+
+    name: str
+    role: str
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+
+    @property
+    def public(self) -> bytes:
+        return self.key.public_key().public_bytes_raw()
+
+    def approval(
+        self, serial: str, action: str, subject: str, value: str, origin: str = "lazaret/test", name: str = ""
+    ) -> bytes:
+        statement = Approval(name or self.name, origin, serial, action, subject, value)
+        return seal(encode(statement), PAYLOAD_TYPE, self.key)

@@ -16,10 +16,12 @@ import numpy as np
 
 from agent.edges import home as agent_home
 from agent.edges.door import GrpcDoor
+from agent.edges.watch import Watch
 from coordinator.edges import home as coordinator_home
 from coordinator.edges.log import open_log
 from coordinator.edges.service import Service, start
 from coordinator.edges.shelf import Shelf
+from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
 from policies.accounting import epsilon_nano
 from policies.claims import SubsampledGaussian
@@ -60,7 +62,9 @@ class Site:
 
     def door(self, patience_s: float = 0.0) -> GrpcDoor:
         target = f"127.0.0.1:{self.federation.port}"
-        return GrpcDoor(target, self.home.keys, self.home.coordinator_key(), patience_s)
+        return GrpcDoor(
+            target, self.home.keys, Watch(self.home.root / "watch", self.home.coordinator_key()), patience_s
+        )
 
     def reserved(self, grant: str, claim: Any = K5, mechanism: str = "ksame", run: str = "") -> None:
         """Reserve, and expect a yes."""
@@ -132,7 +136,14 @@ class Federation:
         self.intake = Intake.over(self.store, self.home.policy())
         self.shelf = Shelf(self.home.releases, self.store)
         log = open_log(self.home.root / "coordinator.log")
-        service = Service(self.intake, self.shelf, self.home.policy_text(), log, lambda _request: iter(()))
+        service = Service(
+            self.intake,
+            self.shelf,
+            Witnesses(self.home.witnesses),
+            self.home.policy_text(),
+            log,
+            lambda _request: iter(()),
+        )
         self.server, self.port = start(self.home, service, (self.recorder,))
         return self
 

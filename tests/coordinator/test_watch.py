@@ -1,0 +1,471 @@
+"""Nobody rewrites history unseen: real sites, and a real service whose ledger is forked, rolled back, restored."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent import commands
+from agent.edges.door import GrpcDoor
+from agent.edges.home import BadSite
+from agent.edges.watch import Forked, Watch
+from agent.nouns import Unreachable
+from agent.pipeline import Site as PipelineSite
+from agent.recovery import present
+from coordinator.edges.witnesses import Witnesses
+from coordinator.intake import Intake
+from policies.claims import SubsampledGaussian
+from policies.entries import Refused, Reserved
+from policies.export import Unsound
+from policies.merkle import open_checkpoint
+from policies.policy import parse as parse_policy
+from policies.register import Register, digest
+from policies.review import Verdict
+from policies.sqlite import backup_file, export_file, open_sqlite
+from policies.statement import Amendment, Receipts, encode
+from policies.store import Draft, Store
+from policies.verify import verify
+from protos.envelope import BadEnvelope
+from tests.support.books import DP, Clock, Hospital, policy
+from tests.support.federation import Federation, Site
+
+SMALL = SubsampledGaussian(0.01, 8.0, 1)
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    with Federation(tmp_path) as made:
+        yield made
+
+
+def backup(federation: Federation, to: Path) -> None:
+    backup_file(federation.home.ledger, to)
+
+
+def bring_back(federation: Federation, copy: Path) -> Federation:
+    """Stop, put the copy in the ledger's place, and serve again."""
+    federation.__exit__(None, None, None)
+    for path in federation.home.root.glob("ledger.db*"):
+        path.unlink()
+    shutil.copy(copy, federation.home.ledger)
+    return federation
+
+
+def notes(site: Site) -> set[str]:
+    return {path.name for path in (site.home.root / "watch").iterdir()}
+
+
+def grow(federation: Federation, text: str) -> None:
+    federation.store.append(text, Draft((Refused("x", "site-a", "", "call", [text], b""),)))
+
+
+def test_every_contact_moves_the_head_that_is_kept_on_disk(federation: Federation) -> None:
+    site = federation.join("site-a")
+    site.reserved("g-1", SMALL, "federated", "run")
+    first = Watch(site.home.root / "watch", federation.store.public).seen
+    site.reserved("g-2", SMALL, "federated", "run")
+    assert Watch(site.home.root / "watch", federation.store.public).seen == first + 1 == federation.store.state.size
+
+
+def test_a_forked_history_is_refused_for_good_and_both_signed_heads_are_kept(
+    federation: Federation, tmp_path: Path
+) -> None:
+    site = federation.join("site-a")
+    backup(federation, tmp_path / "copy.db")
+    grow(federation, "one-way")
+    site.door().hello()
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        grow(federation, "another-way")
+        grow(federation, "further")
+        for _ in range(2):  # a new process is as wary as the old one
+            with pytest.raises(Forked, match="compliance"):
+                site.door().hello()
+        with pytest.raises(Forked):
+            site.reserved("g", SMALL, "federated", "run")
+    public = federation.store.public
+    kept = [(site.home.root / "watch" / name).read_text() for name in notes(site) if name.startswith("fork-")]
+    heads = [open_checkpoint(note, public) for note in kept]
+    assert len(heads) == 2
+    assert len({head.root for head in heads}) == 2, "two heads, both signed by the coordinator: the proof of the fork"
+
+
+def test_a_rolled_back_ledger_is_refused_by_the_site_and_stops_when_it_is_shown_its_own_signature(
+    federation: Federation, tmp_path: Path
+) -> None:
+    a, b = federation.join("site-a"), federation.join("site-b")
+    backup(federation, tmp_path / "copy.db")
+    a.reserved("g", SMALL, "federated", "run")
+    bring_back(federation, tmp_path / "copy.db")
+    with federation, pytest.raises(Forked):
+        a.door().hello()
+    a.home.root.joinpath("watch", "seen.json").write_text(
+        a.home.root.joinpath("watch", "seen.json").read_text().replace('"frozen": true', '"frozen": false')
+    )
+    with federation:
+        door = a.door()
+        cosigned = door.watch.cosigned("site-a", a.home.sign_key(), 1_700_000_000)
+        with pytest.raises(Unreachable):
+            door.hello(cosigned)
+        assert federation.store.stopped
+        with pytest.raises(Unreachable):
+            b.door().hello()
+
+
+def pipeline_site(site: Site, folder: Path) -> PipelineSite:
+    """What the pipeline needs to present receipts."""
+    policy = parse_policy(site.hospital.policy_text, "p")
+    key = site.home.sign_key()
+    store = Store(open_sqlite(folder / f"{site.hospital.name}.db"), f"lazaret/{site.hospital.name}", key, Clock())
+    register = Register(store, lambda _: policy)
+    if not store.state.sites:
+        envelope = (site.home.root / "request.json").read_bytes()
+        from policies.statement import PAYLOAD_TYPE, Enrolment, parse
+        from protos.envelope import open_sealed
+
+        statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"x": key.public_key().public_bytes_raw()}).payload)
+        assert isinstance(statement, Enrolment)
+        register.enrol(statement, envelope, policy)
+    return PipelineSite(
+        name=site.hospital.name,
+        books=register,
+        door=site.door(),
+        vault=None,  # type: ignore[arg-type] - nothing is read
+        seal=site.seal,
+        read=lambda raw: None,  # type: ignore[arg-type, return-value]
+        new_id=lambda prefix: prefix,
+        say=lambda *_: None,
+    )
+
+
+def reserve_in_both(site: PipelineSite, of: Site, grant: str, claim: SubsampledGaussian) -> None:
+    reservation = of.hospital.reservation(grant, claim, "federated", "run")
+    envelope = of.seal(reservation)
+    assert site.books.reserve(f"reserve-{grant}", reservation, envelope).admitted
+    assert site.door.reserve(f"reserve-{grant}", envelope).admitted
+
+
+def test_after_a_restore_sites_show_their_receipts_and_the_lost_spends_are_back(
+    federation: Federation, tmp_path: Path
+) -> None:
+    a, b = federation.join("site-a"), federation.join("site-b")
+    agent = pipeline_site(a, tmp_path)
+    reserve_in_both(agent, a, "before", SMALL)
+    backup(federation, tmp_path / "copy.db")
+    reserve_in_both(agent, a, "after", DP)
+    before = {name: (x.held, x.spent) for name, x in federation.store.state.accounts.items()}
+    older = federation.store.checkpoint()
+    b.door().hello()
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        federation.store.restore("nonce-1")
+        for site, lost in ((a, 1), (b, 0)):
+            door = site.door()
+            seen = door.watch.cosigned(site.hospital.name, site.home.sign_key(), 1)
+            door.hello(seen)  # even who cosigns first, what the backup has lost, is no reason to stop
+            assert not federation.store.stopped
+            assert door.watch.must_present
+            books = pipeline_site(site, tmp_path) if site is b else agent
+            moved = PipelineSite(**{n: getattr(books, n) for n in PipelineSite.__slots__} | {"door": door})
+            assert present(moved, "lazaret/coordinator", "nonce-1") == lost
+            door.watch.presented()
+            assert not Watch(site.home.root / "watch", federation.store.public).must_present
+        account = federation.store.state.accounts["site-a/rdp"]
+        assert sum(before["site-a/rdp"]) == account.held + account.spent
+        a.reserved("fresh", SMALL, "federated", "run-9")
+        raw = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key())
+    assert {"epoch-1-last.note", "epoch-2-nonce-1-first.note"} <= notes(a)
+    assert verify(raw).epoch == 2
+    with pytest.raises(Unsound, match="epoch 2"):
+        verify(raw, since=older)
+
+
+def test_an_epoch_that_the_ledger_does_not_hold_is_no_excuse(federation: Federation, tmp_path: Path) -> None:
+    """A coordinator that claims a restore must have written it down, where every auditor sees it."""
+    from agent.edges.watch import Epoch
+    from policies.entries import Record, Restored
+    from policies.entries import encode as encode_record
+
+    site = federation.join("site-a")
+    door = site.door()
+    door.hello()
+    shown = federation.store.prove(0)
+    made_up = encode_record(Record(1, "restore-2", Restored(2, 1, bytes(32), "n")))
+    for entry, at in ((made_up, 1), (b"junk", 1), (encode_record(Record(1, "k", Restored(2, 7, bytes(32), "n"))), 1)):
+        with pytest.raises(Forked):
+            door.watch.restored(shown.checkpoint, Epoch(2, entry, at, shown.proof), ())
+    assert door.watch.memory.epoch == 1
+
+
+def test_cosigned_heads_reach_the_auditor_and_bind_the_ledger(federation: Federation, tmp_path: Path) -> None:
+    site = federation.join("site-a")
+    site.reserved("g", SMALL, "federated", "run")
+    door = site.door()
+    door.hello(door.watch.cosigned("site-a", site.home.sign_key(), int(time.time())))
+    kept = Witnesses(federation.home.witnesses).notes()
+    raw = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key(), kept)
+    assert verify(raw).witnesses == {"site-a": federation.store.state.size}
+    stranger = kept[0].replace("site-a", "site-z")
+    forged = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key(), (stranger,))
+    with pytest.raises(Unsound, match="cosignature"):
+        verify(forged)
+
+
+def test_nobody_cosigns_for_another_site(federation: Federation) -> None:
+    a, b = federation.join("site-a"), federation.join("site-b")
+    door = a.door()
+    door.hello()
+    door.hello(door.watch.cosigned("site-b", b.home.sign_key(), 1))
+    door.hello("nonsense")
+    assert Witnesses(federation.home.witnesses).notes() == ()
+
+
+def test_a_site_says_nothing_for_another_after_a_restore(federation: Federation) -> None:
+    a, b = federation.join("site-a"), federation.join("site-b")
+    federation.store.restore("nonce-1")
+    word = a.seal(Receipts("site-b", "lazaret/coordinator", "nonce-1", 0))
+    door = b.door()
+    door.hello()
+    assert {f.rule for f in door.present("p", word).findings} == {"bad_envelope"}
+    own = a.door()
+    own.hello()
+    assert {f.rule for f in own.present("p", word).findings} == {"another_site"}
+    assert federation.store.state.waiting == {"site-a", "site-b"}
+    assert encode(Receipts("site-b", "lazaret/coordinator", "nonce-1", 0))
+
+
+def test_a_backup_is_a_ledger_of_one_commit_and_overwrites_nothing(federation: Federation, tmp_path: Path) -> None:
+    site = federation.join("site-a")
+    site.reserved("g", SMALL, "federated", "run")
+    backup_file(federation.home.ledger, tmp_path / "copy.db")
+    honest = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key())
+    assert export_file(tmp_path / "copy.db", "lazaret/coordinator", federation.home.ledger_key()) == honest
+    with pytest.raises(FileExistsError):
+        backup_file(federation.home.ledger, tmp_path / "copy.db")
+    with pytest.raises(FileNotFoundError):
+        backup_file(tmp_path / "none.db", tmp_path / "new.db")
+    assert not (tmp_path / "new.db").exists()
+
+
+@contextlib.contextmanager
+def desk(site: Site) -> Iterator[commands.Desk]:
+    """The agent's own desk, as its commands open it, turned to where the coordinator listens now."""
+    path = site.home.root / "site.toml"
+    path.write_text(
+        re.sub(r'coordinator = ".*"', f'coordinator = "127.0.0.1:{site.federation.port}"', path.read_text())
+    )
+    with commands.open_desk(site.home.root, lambda *_: None) as opened:
+        yield opened
+
+
+def price_of_one(opened: commands.Desk, site: Site, grant: str, claim: SubsampledGaussian) -> None:
+    reserve_in_both(opened.site, site, grant, claim)
+
+
+def test_the_agents_own_greeting_brings_a_restored_coordinator_back_to_work(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """As it happens: the agent has seen and cosigned what the backup has lost."""
+    a, b = federation.join("site-a"), federation.join("site-b")
+    with desk(a) as opened:
+        commands._greet(opened)
+        backup(federation, tmp_path / "copy.db")
+        price_of_one(opened, a, "after", DP)
+        commands._greet(opened)
+        spent = federation.store.state.accounts["site-a/rdp"].held
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        federation.store.restore("nonce-1")
+        Witnesses(federation.home.witnesses).forget(2)
+        for _ in range(2):  # a second start shows nothing twice
+            with desk(a) as opened:
+                commands._greet(opened)
+                assert not opened.watch.must_present
+        assert federation.store.state.accounts["site-a/rdp"].spent == spent
+        assert federation.store.state.waiting == {"site-b"}
+        with desk(b) as opened:  # enrolled before, never greeted: it is awaited all the same
+            commands._greet(opened)
+            price_of_one(opened, b, "fresh", SMALL)
+        kept = Witnesses(federation.home.witnesses).notes()
+        raw = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key(), kept)
+    assert set(verify(raw).witnesses) == {"site-a", "site-b"}
+
+
+def test_a_ledger_made_anew_with_a_restore_in_it_is_no_restored_one(federation: Federation, tmp_path: Path) -> None:
+    """What the site saw before the backup must still be there."""
+    a = federation.join("site-a")
+    envelope = (a.home.root / "request.json").read_bytes()
+    a.door().hello()
+    federation.__exit__(None, None, None)
+    for path in federation.home.root.glob("ledger.db*"):
+        path.unlink()
+    with federation:
+        grow(federation, "another-past")
+        federation.intake.enrol(envelope)
+        for i in range(5):
+            grow(federation, f"more-{i}")
+        federation.store.restore("nonce-1")
+        for _ in range(2):
+            with pytest.raises(Forked):
+                a.door().hello()
+
+
+def test_a_yes_that_is_in_no_ledger_is_no_answer(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = federation.join("site-a")
+    monkeypatch.setattr(Intake, "reserve", lambda *_: Verdict(()))
+    with pytest.raises(Forked, match="cannot show it"):
+        site.reserved("g", SMALL, "federated", "run")
+    monkeypatch.undo()
+    site.reserved("g", SMALL, "federated", "run")
+    real = Intake.outcome
+    monkeypatch.setattr(Intake, "outcome", lambda self, peer, key: (real(self, peer, key)[0], 0))  # type: ignore[index]
+    with pytest.raises(Forked, match="cannot show it"):
+        site.reserved("g", SMALL, "federated", "run")
+
+
+@pytest.mark.parametrize("more", ["twice", "by nobody", "unsigned"])
+def test_a_note_that_would_spoil_an_export_is_not_kept_and_stops_nobody(federation: Federation, more: str) -> None:
+    site = federation.join("site-a")
+    door = site.door()
+    door.hello()
+    note = door.watch.cosigned("site-a", site.home.sign_key(), 1)
+    line = note.rstrip("\n").split("\n")[-1] + "\n"
+    bad = {"twice": note + line, "by nobody": note + line.replace("site-a", "site-q"), "unsigned": note[: -len(line)]}
+    door.hello(bad[more])
+    assert Witnesses(federation.home.witnesses).notes() == ()
+    assert not federation.store.stopped
+
+
+def test_a_stranger_cannot_stop_the_coordinator_with_an_old_note(federation: Federation, tmp_path: Path) -> None:
+    site, stranger = federation.join("site-a"), federation.join("site-x", approve=False)
+    backup(federation, tmp_path / "copy.db")
+    site.reserved("g", SMALL, "federated", "run")
+    door = site.door()
+    door.hello()
+    note = door.watch.cosigned("site-a", site.home.sign_key(), 1)
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        stranger.door().hello(note)
+        assert not federation.store.stopped
+
+
+def test_a_look_beside_the_serving_agent_writes_nothing(federation: Federation) -> None:
+    site = federation.join("site-a")
+    site.door().hello()
+    before = (site.home.root / "watch" / "seen.json").read_bytes()
+    grow(federation, "x")
+    look = Watch(site.home.root / "watch", federation.store.public, forgetful=True)
+    GrpcDoor(f"127.0.0.1:{federation.port}", site.home.keys, look, 0.0).hello()
+    assert (site.home.root / "watch" / "seen.json").read_bytes() == before
+
+
+def test_a_forgotten_watch_is_noticed_by_the_vault(federation: Federation) -> None:
+    site = federation.join("site-a")
+    with desk(site) as opened:
+        commands._greet(opened)
+    shutil.rmtree(site.home.root / "watch")
+    with pytest.raises(BadSite, match="watch/ is missing"), desk(site):
+        pass
+
+
+def test_an_old_amendment_sent_again_changes_nothing(federation: Federation) -> None:
+    site = federation.join("site-a")
+    door, loose, tight = site.door(), Amendment("site-a", 1, policy()), Amendment("site-a", 2, policy(k_min=50))
+    assert door.amend("am-1", site.seal(loose)).admitted
+    assert door.amend("am-2", site.seal(tight)).admitted
+    assert door.amend("am-1", site.seal(loose)).admitted, "the same answer as before"
+    assert {f.rule for f in door.amend("am-3", site.seal(loose)).findings} == {"bad_statement"}
+    asked = site.hospital.reservation("g")
+    assert {f.rule for f in door.reserve("r", site.seal(asked)).findings} == {"min_k"}
+
+
+def test_a_yes_that_the_ledger_holds_as_a_no_is_no_answer(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = federation.join("site-a")
+    honest = Intake.reserve
+    monkeypatch.setattr(Intake, "reserve", lambda *a: Verdict(()) if honest(*a).findings else honest(*a))
+    with pytest.raises(Forked, match="cannot show it"):
+        site.reserved("g", SubsampledGaussian(0.5, 0.5, 500), "federated", "run")
+
+
+def test_a_second_restore_finds_what_the_first_recovered(federation: Federation, tmp_path: Path) -> None:
+    a = federation.join("site-a")
+    with desk(a) as opened:
+        commands._greet(opened)
+        backup(federation, tmp_path / "one.db")
+        price_of_one(opened, a, "lost", SMALL)
+    for turn in ("nonce-1", "nonce-2"):
+        bring_back(federation, tmp_path / ("one.db" if turn == "nonce-1" else "two.db"))
+        with federation:
+            federation.store.restore(turn)
+            with desk(a) as opened:
+                commands._greet(opened)
+            assert federation.store.state.waiting == set()
+            assert federation.store.state.grants["lost"].state == "spent"
+            if turn == "nonce-1":
+                backup(federation, tmp_path / "two.db")
+    with federation:
+        a.reserved("fresh", SMALL, "federated", "run-9")
+
+
+def test_the_same_backup_twice_is_two_restores_to_everybody(federation: Federation, tmp_path: Path) -> None:
+    a = federation.join("site-a")
+    with desk(a) as opened:
+        commands._greet(opened)
+    backup(federation, tmp_path / "copy.db")
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        federation.store.restore("nonce-1")
+        with desk(a) as opened:
+            commands._greet(opened)
+            price_of_one(opened, a, "g", SMALL)
+            commands._greet(opened)
+            old = opened.watch.cosigned("site-a", a.home.sign_key(), 1)
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        federation.store.restore("nonce-2")
+        a.door().hello(old)  # of the other epoch 2: no reason to stop
+        assert not federation.store.stopped
+        with desk(a) as opened:
+            commands._greet(opened)
+        assert federation.store.state.grants["g"].state == "spent"
+        assert federation.store.state.waiting == set()
+
+
+def test_a_request_that_was_refused_before_the_restore_is_no_lost_grant(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """The site was killed before it heard the no, and holds the grant for spent."""
+    a = federation.join("site-a")
+    with desk(a) as opened:
+        commands._greet(opened)
+        price_of_one(opened, a, "first", DP)
+        asked = a.hospital.reservation("unheard", DP, "federated", "run")
+        envelope = a.seal(asked)
+        opened.site.books.store.append(
+            "reserve-unheard",
+            Draft(
+                (Reserved("unheard", "site-a", "run", "federated", "site-a/rdp", 1, b"{}", digest(envelope)),),
+                (envelope,),
+            ),
+        )
+        assert not opened.door.reserve("reserve-unheard", envelope).admitted
+    backup(federation, tmp_path / "copy.db")
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        federation.store.restore("nonce-1")
+        with desk(a) as opened:
+            commands._greet(opened)
+        assert federation.store.state.waiting == set()
+
+
+def test_no_site_is_called_as_the_coordinator_is(federation: Federation) -> None:
+    with pytest.raises(BadEnvelope, match="may bear that name"):
+        federation.intake.read_enrolment(Hospital("coordinator").enrolment()[1])
