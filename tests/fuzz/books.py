@@ -1,0 +1,237 @@
+"""One real ledger, the same at every start: what the targets mutate, and the keys to sign mutations again.
+
+Keys are fixed (they guard nothing), so the corpus that is committed still opens tomorrow.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from policies.accounting import order_for
+from policies.entries import (
+    Amended,
+    Appointed,
+    Approved,
+    Expired,
+    LimitSet,
+    Presented,
+    Recovered,
+    Restored,
+    decode,
+    proposal,
+)
+from policies.export import Export
+from policies.ledger import State
+from policies.merkle import Checkpoint, CompactRange, cosign, leaf_hash, open_checkpoint, sign_checkpoint
+from policies.rdp import allowance, cost, epsilon_nano
+from policies.register import Facts
+from policies.sqlite import export_file
+from policies.statement import (
+    PAYLOAD_TYPE,
+    Amendment,
+    Approval,
+    Receipts,
+    Release,
+    Settlement,
+    Statement,
+    canonical,
+    claim_json,
+    encode,
+)
+from policies.store import Draft, Store
+from protos.envelope import seal
+from protos.identity import node_public
+from tests.support.books import DP, Hospital, open_register
+
+ORIGIN: Final = "lazaret/test"
+LOG_KEY: Final = Ed25519PrivateKey.from_private_bytes(b"the log's key, known to anybody.")
+SITE_KEY: Final = Ed25519PrivateKey.from_private_bytes(b"the site's key, known to anyone.")
+ROLES: Final = ("compliance", "hospital")
+PERSON_KEYS: Final = MappingProxyType(
+    {f"p-{role}": Ed25519PrivateKey.from_private_bytes(role.encode().ljust(32)) for role in ROLES}
+)
+KEYS: Final = MappingProxyType({"site-a": SITE_KEY, **PERSON_KEYS})
+
+
+def hospital() -> Hospital:
+    """The one site of the seed ledger."""
+    node = node_public(ec.derive_private_key(7, ec.SECP384R1())).decode()
+    return Hospital("site-a", key=SITE_KEY, node_key=node)
+
+
+def public(key: Ed25519PrivateKey) -> bytes:
+    """The raw Ed25519 public key, 32 bytes."""
+    return key.public_key().public_bytes_raw()
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """A sound export, taken apart."""
+
+    raw: bytes
+    export: Export
+    payloads: tuple[bytes, ...]  # of the envelopes, in the export's order
+
+
+def statements() -> tuple[Statement, ...]:
+    """One of each kind of statement, with either kind of claim."""
+    a = hospital()
+    return (
+        a.enrolment()[0],
+        a.reservation("grant-1"),
+        a.reservation("grant-2", DP, "federated", "run-1"),
+        a.release("grant-1"),
+        _update(a),
+        Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0),
+        Amendment("site-a", 1, "name = 1"),
+        Receipts("site-a", ORIGIN, "nonce-1", 1),
+        Approval("p-hospital", ORIGIN, "s-1", "limit", "site-a/rdp", "8.0"),
+    )
+
+
+def _update(a: Hospital) -> Release:
+    return a.release(
+        "grant-2",
+        run="run-1",
+        round=1,
+        mechanism="federated",
+        claim=DP,
+        artifact_type="update",
+        epsilon_nano=epsilon_nano(DP, 4e-6, order_for(8.0, 4e-6)),
+        delta="4e-06",
+        components={"centre": "public", "initial": "public"},
+    )
+
+
+def _persons_and_limits(store: Store) -> None:
+    """Two persons are appointed; one lowers the budget, both raise it again."""
+    appointed = [
+        Appointed(f"p-{role}", role, public(key), "") for role, key in zip(ROLES, PERSON_KEYS.values(), strict=True)
+    ]
+    store.append("appoint", Draft(tuple(appointed)))
+    account = store.state.accounts["site-a/rdp"]
+    lower = allowance(7.0, 4e-6, account.opened.order)
+    for serial, limit, epsilon, persons in (("s-1", lower, "7.0", 1), ("s-2", account.limit, "8.0", 2)):
+        value = epsilon
+        for role in ROLES[:persons]:
+            envelope = sealed(encode(Approval(f"p-{role}", ORIGIN, serial, "limit", "site-a/rdp", value)))
+            digest = proposal(serial, "limit", "site-a/rdp", value)
+            entry = Approved(f"p-{role}", serial, digest, hashlib.sha256(envelope).digest())
+            store.append(f"approve-{serial}-{role}", Draft((entry,), (envelope,)))
+        store.append(serial, Draft((LimitSet("site-a/rdp", limit, epsilon, serial),)))
+
+
+def _restored(store: Store, a: Hospital, root: bytes) -> None:
+    """After a backup: the site shows a grant that the backup had lost, and that it has no more."""
+    state = store.state
+    store.append("restore", Draft((Restored(2, state.size, root, "nonce-1"),)))
+    lost = a.reservation("grant-9", replace(DP, steps=1), "federated", "run-9")
+    envelope, claim = a.seal(lost), canonical(claim_json(lost.claim))
+    amount = cost(lost.claim, state.accounts["site-a/rdp"].opened.order)
+    names = ("grant-9", "site-a", "run-9", "federated", "site-a/rdp")
+    recovered = Recovered(*names, amount, claim, hashlib.sha256(envelope).digest())
+    store.append("recover", Draft((recovered,), (envelope,)))
+    envelope = sealed(encode(Receipts("site-a", ORIGIN, "nonce-1", 1)))
+    presented = Presented("site-a", "nonce-1", 1, hashlib.sha256(envelope).digest())
+    store.append("present", Draft((presented,), (envelope,)))
+
+
+@cache
+def sound() -> Book:
+    """A ledger with every kind of entry that an honest one may hold, written by the product, and cosigned."""
+    a = hospital()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.db"
+        register = open_register(path, a, key=LOG_KEY)
+        store = register.store
+        small = a.reservation("grant-4", replace(DP, steps=1), "federated", "run-4")
+        for reservation in (a.reservation("grant-1"), a.reservation("grant-2", DP, "federated", "run-1"), small):
+            register.reserve(f"k-{reservation.grant}", reservation, a.seal(reservation))
+        store.append("expire", Draft((Expired("grant-4", "restart"),)))
+        release, late, update = a.release("grant-1"), a.reservation("grant-3"), _update(a)
+        register.send(release, a.seal(release))
+        register.admit("k-admit", release, a.seal(release), Facts())
+        register.reserve("k-late", late, a.seal(late))
+        register.admit("k-update", update, a.seal(update), Facts())
+        register.close_round("run-1", 1, ["site-a"], b"m" * 32)
+        amended = Amendment("site-a", 1, a.policy_text + "\n# amended")
+        envelope = sealed(encode(amended))
+        digests = [hashlib.sha256(raw).digest() for raw in (amended.policy.encode(), envelope)]
+        store.append("amend", Draft((Amended("site-a", 1, *digests),), (envelope,)))
+        _persons_and_limits(store)
+        seen = store.checkpoint()
+        _restored(store, a, open_checkpoint(seen, public(LOG_KEY)).root)
+        store.close()
+        witnessed = seen + cosign(seen, "site-a", SITE_KEY, 1_700_000_000)
+        raw = export_file(path, ORIGIN, LOG_KEY, (witnessed,))
+    export = Export.parse(raw)
+    payloads = tuple(base64.b64decode(json.loads(e)["payload"]) for e in export.envelopes)
+    return Book(raw, export, payloads)
+
+
+def fold(entries: tuple[bytes, ...]) -> State:
+    """The state after these records.
+
+    Raises:
+        InvalidEntry: they do not fold.
+    """
+    state = State()
+    for raw in entries:
+        state.apply(decode(raw))
+    return state
+
+
+def note(entries: tuple[bytes, ...]) -> str:
+    """The checkpoint that the log's key signs over these entries."""
+    tree, epoch, nonce = CompactRange(), 1, ""
+    for raw in entries:
+        tree.append(leaf_hash(raw))
+        with contextlib.suppress(ValueError):  # forged entries may be none at all
+            entry = decode(raw).entry
+            epoch, nonce = (entry.epoch, entry.nonce) if isinstance(entry, Restored) else (epoch, nonce)
+    return sign_checkpoint(Checkpoint(ORIGIN, tree.size, tree.root(), epoch, nonce), LOG_KEY)
+
+
+@lru_cache(maxsize=4096)
+def sealed(payload: bytes) -> bytes:
+    """The payload in an envelope by the one who says it: a person's key for an approval, else the site's."""
+    try:
+        person = json.loads(payload)["predicate"]["person"]
+        key = PERSON_KEYS.get(person, SITE_KEY)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        key = SITE_KEY
+    return seal(payload, PAYLOAD_TYPE, key)
+
+
+def dressed(document: dict[str, Any]) -> bytes:
+    """A statement's canonical bytes with the subject that belongs to its predicate, whatever that predicate holds.
+
+    Without this a mutated predicate never gets past the subject's digest.
+    """
+    predicate = document.get("predicate")
+    name = str(document.get("predicateType")).rpartition("attestation/")[2].partition("/")[0]
+    digest: Any = hashlib.sha256(canonical(predicate)).hexdigest()
+    if name == "release" and isinstance(predicate, dict):
+        name, digest = "artifact", predicate.get("artifact_sha256")
+    return canonical({**document, "subject": [{"digest": {"sha256": digest}, "name": name}]})
+
+
+def redressed(payload: bytes) -> bytes:
+    """:func:`dressed` where the payload is a JSON object, and the payload itself where it is not."""
+    try:
+        document = json.loads(payload)
+        return dressed(document) if isinstance(document, dict) else payload
+    except (ValueError, TypeError, RecursionError):
+        return payload
