@@ -1,0 +1,1 @@
+"""Mutation testing of the law: ``python -m tests.mutation``."""

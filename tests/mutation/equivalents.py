@@ -1,0 +1,29 @@
+"""Mutants that no test can kill, because they decide nothing else; each by its whole name, with the reason.
+
+One that is killed, or that the code no longer has, is an error of the run: the list stays as short as it is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_FALSE: Final = "what it gives is only asked whether it is true, and None is not, like False"
+_NEGATIVE: Final = "an account of negative order is refused whatever its kind: `sane` is false for it"
+
+EQUIVALENT: Final[Mapping[str, str]] = {
+    "ledger _says: return False -> return None": _FALSE,
+    "ledger _says: return False -> pass": _FALSE,
+    "review review_reservation: findings or account is None -> findings": (
+        "without an account there is a finding already; the words are for the type checker"
+    ),
+    "review _payable: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
+    "review _ceiling: account.opened.order == 0 -> account.opened.order <= 0": _NEGATIVE,
+    "review _payable: sane = False -> pass": "it is false already: the order here is at least 2, not 0",
+    "review _granted: return None -> pass": "the same at the end of a function",
+    "review _vetted: level == 'C' -> level >= 'C'": "there is no level above C",
+    "review review: findings += [*_covered(release, grant, account), *_epsilon(release, account, policy)] -> "
+    "findings = [*_covered(release, grant, account), *_epsilon(release, account, policy)]": (
+        "there are no findings so far: with any, the review has ended"
+    ),
+}

@@ -1,0 +1,681 @@
+"""Every rule of the review at its boundary: what is just good enough is admitted, the least bit less is not.
+
+``python -m tests.mutation`` changes ``policies/review.py`` in every small way, and one of these tests must notice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.claims import Claim, GaussianQuery, KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
+from policies.entries import LimitSet, Opened, Recovered, Reserved
+from policies.ledger import Account, Grant
+from policies.policy import Policy, parse
+from policies.rdp import allowance, cost, epsilon_nano
+from policies.review import TERMS, Finding, Standing, Terms, Verdict, level_of, price, review, review_reservation
+from policies.statement import Release, Reservation, canonical, claim_json, release_id
+from tests.support.books import policy
+
+POLICY: Policy = parse(policy(), "p")
+ORDER, DELTA = 4, "4e-06"
+K5 = KAnonymous(5, 2, 1)
+WHOLE = SubsampledGaussian(0.25, 1.8, 60)
+ROUND = SubsampledGaussian(0.25, 1.8, 15)
+QUERY = GaussianQuery(40.0, 2, 4)
+EPSILON = epsilon_nano(ROUND, 4e-6, ORDER)
+K_PARTS = {"encoder": "public", "generator": "public"}
+DP_PARTS = {"initial": "public", "centre": "public"}
+NAN = float("nan")
+
+
+def purse(limit: int = allowance(8.0, 4e-6, ORDER), order: int = ORDER, delta: str = DELTA, **now: Any) -> Account:
+    return Account(Opened("site-m/rdp", limit, order, "8.0", delta), **now)
+
+
+def shelf(limit: int = 1, **now: Any) -> Account:
+    return Account(Opened("site-m/k", limit, 0, "", ""), **now)
+
+
+def held(mechanism: str = "ksame", claim: bytes | Claim = K5, amount: int = 1, run: str = "", **now: Any) -> Grant:
+    raw = claim if isinstance(claim, bytes) else canonical(claim_json(claim))
+    return Grant(Reserved("g", "site-m", run, mechanism, f"site-m/{TERMS[mechanism].kind}", amount, raw, b"e"), **now)
+
+
+def trained(claim: bytes | Claim = WHOLE, amount: int = cost(WHOLE, ORDER), **now: Any) -> Grant:
+    return held("federated", claim, amount, "run-m", **now)
+
+
+ASKED = Reservation("g", "site-m", "", "ksame", K5, K_PARTS, "OT")
+ASKED_DP = Reservation("g", "site-m", "run-m", "federated", WHOLE, DP_PARTS, "OT")
+MADE = Release(
+    release_id("site-m", "g", 0), "g", "site-m", "", 0, "ksame", "image-set", "ab" * 32, 100, K5, None, None,
+    K_PARTS, "OT", "nothing", None, {},
+)  # fmt: skip
+MADE_DP = replace(
+    MADE, release=release_id("site-m", "g", 1), run="run-m", round=1, mechanism="federated", artifact_type="update",
+    claim=ROUND, epsilon_nano=EPSILON, delta=DELTA, components=DP_PARTS,
+)  # fmt: skip
+STANDING, STANDING_DP = Standing(shelf(), held()), Standing(purse(), trained())
+
+
+def of(verdict: Verdict) -> list[str]:
+    """The rules that were broken, each as often as it was."""
+    return [f.rule for f in verdict.findings]
+
+
+def judged(
+    made: Release = MADE, /, standing: Standing = STANDING, policy: Policy = POLICY, **changes: Any
+) -> list[str]:
+    return of(review(replace(made, **changes), standing, policy))
+
+
+def judged_dp(standing: Standing = STANDING_DP, policy: Policy = POLICY, **changes: Any) -> list[str]:
+    return judged(MADE_DP, standing, policy, **changes)
+
+
+def asked(
+    reservation: Reservation = ASKED, account: Account | None = None, policy: Policy = POLICY, **changes: Any
+) -> list[str]:
+    standing = Standing(account or (shelf() if reservation.mechanism == "ksame" else purse()))
+    return of(review_reservation(replace(reservation, **changes), standing, policy))
+
+
+# --- values
+
+
+def test_a_verdict_admits_only_without_a_finding_and_says_nothing_unasked() -> None:
+    assert Verdict(()) == Verdict((), "", 0)
+    assert Verdict(()).admitted
+    assert not Verdict((Finding("x", "y"),)).admitted
+    assert Standing(None) == Standing(None, None, False, False)
+    for value, name in ((Finding("x", "y"), "rule"), (Verdict(()), "findings"), (Standing(None), "frozen")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, name, ())
+
+
+def test_the_terms_of_the_mechanisms_are_these() -> None:
+    """Design section 4: what a mechanism must claim, may release and has to declare."""
+    assert dict(TERMS) == {
+        "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
+        "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
+    }
+    assert {name: terms.kind for name, terms in TERMS.items()} == {"ksame": "k", "federated": "rdp"}
+    assert Terms(GaussianQuery, "update", frozenset(), rounds=False).kind == "rdp"
+
+
+def test_a_claim_is_priced_only_in_an_account_of_its_kind() -> None:
+    assert price(K5, shelf()) == 1
+    assert price(ROUND, purse()) == cost(ROUND, ORDER)
+    assert price(QUERY, purse(order=7)) == cost(QUERY, 7)
+    for claim, account in ((K5, purse()), (K5, purse(order=-1)), (NoClaim(), purse()), (NoClaim(), shelf())):
+        with pytest.raises(UnsupportedClaim):
+            price(claim, account)
+    for claim in (ROUND, QUERY):
+        with pytest.raises(ValueError, match="order"):
+            price(claim, shelf())
+
+
+# --- reservations
+
+
+def test_a_reservation_is_priced_from_its_claim_and_has_no_level() -> None:
+    assert review_reservation(ASKED, Standing(shelf()), POLICY) == Verdict((), "", 1)
+    assert review_reservation(ASKED_DP, Standing(purse()), POLICY) == Verdict((), "", cost(WHOLE, ORDER))
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("run", {"run": "run-m"}),
+        ("modality", {"modality": "AA"}),
+        ("modality", {"modality": "ZZ"}),
+        ("unit", {"claim": replace(K5, unit="image")}),
+        ("claim_kind", {"claim": WHOLE}),
+        ("min_k", {"claim": replace(K5, k=4)}),
+        ("l_diversity", {"claim": replace(K5, l_diversity=1)}),
+        ("releases_per_patient", {"claim": replace(K5, releases_per_patient=2)}),
+        ("provenance", {"components": {**K_PARTS, "encoder": "private"}}),
+        ("components", {"components": {"encoder": "public"}}),
+        ("components", {"components": {**K_PARTS, "more": "public"}}),
+        ("components", {"components": {"encoder": "public", "more": "public"}}),
+        ("components", {"components": {}}),
+    ],
+)
+def test_a_reservation_with_one_fault_has_that_finding_alone(rule: str, changes: dict[str, Any]) -> None:
+    assert asked(**changes) == [rule]
+
+
+def test_a_reservation_of_rounds_names_its_run() -> None:
+    assert asked(ASKED_DP) == []
+    assert asked(ASKED_DP, run="") == ["run"]
+
+
+def test_what_the_books_say_against_a_reservation() -> None:
+    def rules(standing: Standing) -> list[str]:
+        verdict = review_reservation(ASKED, standing, POLICY)
+        assert (verdict.amount, verdict.level) == (0, "")
+        return of(verdict)
+
+    assert rules(Standing(shelf(), held())) == ["grant_exists"]
+    assert rules(Standing(shelf(), frozen=True)) == ["frozen"]
+    assert rules(Standing(None)) == ["no_account"]
+    assert rules(Standing(purse())) == ["account_kind"]
+
+
+def test_a_refused_reservation_names_every_reason_at_once() -> None:
+    bad = replace(ASKED, claim=replace(K5, k=4, l_diversity=1), modality="ZZ", run="run-m", components={})
+    verdict = review_reservation(bad, Standing(None, held(), frozen=True), POLICY)
+    assert of(verdict) == [
+        "min_k", "l_diversity", "modality", "components", "run", "grant_exists", "frozen", "no_account",
+    ]  # fmt: skip
+
+
+PRICE = cost(WHOLE, ORDER)
+
+
+@pytest.mark.parametrize(
+    ("limit", "gone", "fits"),
+    [(PRICE, {}, True), (PRICE - 1, {}, False), (PRICE + 9, {"held": 9}, True), (PRICE + 9, {"held": 10}, False),
+     (PRICE + 9, {"spent": 9}, True), (PRICE + 9, {"spent": 10}, False), (PRICE + 9, {"held": 4, "spent": 5}, True),
+     (PRICE + 9, {"held": 5, "spent": 5}, False), (0, {}, False)],
+)  # fmt: skip
+def test_a_price_that_fits_exactly_is_granted_and_one_nano_more_is_not(
+    limit: int, gone: dict[str, int], fits: bool
+) -> None:
+    verdict = review_reservation(ASKED_DP, Standing(purse(limit, **gone)), POLICY)
+    assert (of(verdict), verdict.amount) == (([], PRICE) if fits else (["budget"], PRICE))
+
+
+def test_the_last_release_per_patient_is_granted_and_the_next_is_not() -> None:
+    loose = replace(POLICY, max_releases_per_patient=3)
+    assert asked(account=shelf(3, spent=1, held=1), policy=loose) == []
+    assert asked(account=shelf(3, spent=1, held=2), policy=loose) == ["budget"]
+    assert asked(account=shelf(3, spent=2, held=1), policy=loose) == ["budget"]
+
+
+def test_a_policy_that_was_tightened_since_binds_an_account_of_before() -> None:
+    """P12: the smaller of the account's limit and what the policy of today allows."""
+    exact = next(e / 1000 for e in range(1, 8001) if allowance(e / 1000, 4e-6, ORDER) >= PRICE)
+    assert asked(ASKED_DP, policy=replace(POLICY, epsilon=exact)) == []
+    assert asked(ASKED_DP, policy=replace(POLICY, epsilon=exact - 0.001)) == ["budget"]
+    assert asked(ASKED_DP, policy=replace(POLICY, epsilon=NAN)) == ["budget"]
+    assert asked(ASKED_DP, account=purse(PRICE - 1), policy=replace(POLICY, epsilon=100.0)) == ["budget"]
+    assert asked(account=shelf(3, spent=1), policy=replace(POLICY, max_releases_per_patient=2)) == []
+    assert asked(account=shelf(3, spent=1)) == ["budget"]
+    assert asked(account=shelf(1, spent=1), policy=replace(POLICY, max_releases_per_patient=9)) == ["budget"]
+
+
+def text(reservation: Reservation, account: Account, policy: Policy = POLICY) -> str:
+    (finding,) = review_reservation(reservation, Standing(account), policy).findings
+    assert finding.rule == "budget"
+    return finding.detail
+
+
+def test_a_shortage_is_told_in_epsilon_and_in_what_is_left() -> None:
+    dear = replace(ASKED_DP, claim=SubsampledGaussian(0.25, 1.8, 600))
+    wanted = f"{epsilon_nano(dear.claim, 4e-6, ORDER) / 1e9:.2f}"
+    start = f"the claim alone is epsilon {wanted} at delta 4e-06 (order 4); the budget is epsilon 8.0 per patient, "
+    assert text(dear, purse(1000)) == start + "100 % of it left"
+    assert text(dear, purse(1000, held=300, spent=100)) == start + "60 % of it left"
+    assert text(dear, purse(1000, spent=1001)) == start + "0 % of it left"
+    assert text(dear, purse(1000, spent=995)) == start + "0 % of it left"  # a half rounds to even
+    assert text(dear, purse(1000, spent=994)) == start + "1 % of it left"
+    assert text(dear, purse(0)) == start + "0 % of it left"
+    assert text(dear, purse(1)) == start + "100 % of it left"
+    lowered = purse(1000, changed=LimitSet("site-m/rdp", 500, "4.0", "s"), spent=250)
+    assert text(dear, lowered) == start.replace("epsilon 8.0", "epsilon 4.0") + "50 % of it left"
+    loud = replace(dear, claim=SubsampledGaussian(1.0, 0.0011, 1000))  # so large that a unit of 1e9 + 1 would show
+    whole = epsilon_nano(loud.claim, 4e-6, ORDER) // 10**9
+    assert text(loud, purse(1)).startswith(f"the claim alone is epsilon {whole}.")
+    assert text(ASKED, shelf(3, spent=3)) == "every patient may be in 3 release(s), and that is used up"
+
+
+# --- accounts
+
+
+@pytest.mark.parametrize(
+    ("order", "delta", "fits"),
+    [(2, DELTA, True), (1024, DELTA, True), (1, DELTA, False), (1025, DELTA, False), (-1, DELTA, False),
+     (0, DELTA, False), (4, "0.0", False), (4, "1e-300", True), (4, "0.9999999", True), (4, "1.0", False),
+     (4, "2.0", False), (4, "-0.5", False), (4, "nan", False), (4, "", False), (4, "inf", False)],
+)  # fmt: skip
+def test_an_account_with_an_order_or_delta_that_makes_no_sense_pays_for_nothing(
+    order: int, delta: str, fits: bool
+) -> None:
+    cheap = replace(ASKED_DP, claim=SubsampledGaussian(0.001, 100.0, 1))
+    account = purse(10**15, order, delta)
+    found = asked(cheap, account, replace(POLICY, epsilon=1e6))
+    assert found == ([] if fits else ["account_kind"])
+
+
+def test_kinds_never_add() -> None:
+    """P4: neither account pays for the other's claims."""
+    assert asked(ASKED, purse()) == ["account_kind"]
+    assert asked(ASKED_DP, shelf()) == ["account_kind"]
+    assert asked(ASKED_DP, shelf(), mechanism="magic", run="") == ["unknown_mechanism", "account_kind"]
+    assert judged(standing=Standing(purse(), held())) == ["account_kind"]
+    assert judged_dp(Standing(shelf(), trained())) == ["account_kind"]
+
+
+# --- statements that no parser would have let in
+
+
+BUILT = [
+    ({"site": 3}, "site: must be a text without control characters"),
+    ({"site": None}, "site: must be a text without control characters"),
+    ({"grant": "Not An Id"}, "grant: must be a short lower-case identifier"),
+    ({"modality": "ot"}, "modality: must be a DICOM code, such as MR"),
+    ({"components": ["encoder"]}, "components: must map short lower-case identifiers to such"),
+    ({"components": {"encoder": 1}}, "components: must map short lower-case identifiers to such"),
+    ({"claim": None}, "claim: of no known kind"),
+    ({"claim": {"kind": "k-anonymous"}}, "claim: of no known kind"),
+]
+BUILT_RELEASE = [
+    *BUILT,
+    ({"artifact_bytes": -1}, "artifact_bytes: must be a whole number"),
+    ({"artifact_bytes": True}, "artifact_bytes: must be a whole number"),
+    ({"artifact_bytes": NAN}, "artifact_bytes: must be a whole number"),
+    ({"artifact_bytes": None}, "artifact_bytes: must be a whole number"),
+    ({"round": -1}, "round: must be a whole number"),
+    ({"round": False}, "round: must be a whole number"),
+    ({"epsilon_nano": NAN}, "epsilon_nano: must be a whole number"),
+    ({"epsilon_nano": float("inf")}, "epsilon_nano: must be a whole number"),
+    ({"delta": 4e-6}, "delta: must be a text without control characters"),
+    ({"reid_rate": 0.05}, "reid_rate: must be a text without control characters"),
+    ({"approvals": {1: "x"}}, "approvals: must map short lower-case identifiers to such"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BUILT)
+def test_a_reservation_of_a_form_that_cannot_be_signed_is_a_finding_and_no_crash(
+    changes: dict[str, Any], words: str
+) -> None:
+    verdict = review_reservation(replace(ASKED, **changes), Standing(shelf()), POLICY)
+    assert verdict == Verdict((Finding("malformed", words),))
+
+
+@pytest.mark.parametrize(("changes", "words"), BUILT_RELEASE)
+def test_a_release_of_a_form_that_cannot_be_signed_is_a_finding_and_no_crash(
+    changes: dict[str, Any], words: str
+) -> None:
+    assert review(replace(MADE, **changes), STANDING, POLICY) == Verdict((Finding("malformed", words),))
+
+
+# --- releases: what they are
+
+
+def test_an_honest_release_has_its_level_and_its_price() -> None:
+    assert review(MADE, STANDING, POLICY) == Verdict((), "B", 1)
+    assert review(MADE_DP, STANDING_DP, POLICY) == Verdict((), "A", cost(ROUND, ORDER))
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        (replace(POLICY, k_min=5, l_diversity=2, max_releases_per_patient=1), []),
+        (replace(POLICY, k_min=6), ["min_k"]),
+        (replace(POLICY, k_min=4, l_diversity=1, max_releases_per_patient=2), []),
+        (replace(POLICY, l_diversity=3), ["l_diversity"]),
+        (replace(POLICY, max_releases_per_patient=0), ["releases_per_patient"]),
+        (replace(POLICY, k_min=NAN), ["min_k"]),  # type: ignore[arg-type]
+        (replace(POLICY, l_diversity=NAN), ["l_diversity"]),  # type: ignore[arg-type]
+        (replace(POLICY, max_releases_per_patient=NAN), ["releases_per_patient"]),  # type: ignore[arg-type]
+        (replace(POLICY, max_artifact_bytes=100), []),
+        (replace(POLICY, max_artifact_bytes=99), ["artifact_size"]),
+        (replace(POLICY, max_artifact_bytes=NAN), ["artifact_size"]),  # type: ignore[arg-type]
+        (replace(POLICY, mechanisms=frozenset({"federated"})), ["mechanism_not_allowed"]),
+        (replace(POLICY, modalities=frozenset({"MR"})), ["modality"]),
+        (replace(POLICY, modalities=frozenset()), ["modality"]),
+        (replace(POLICY, artifact_types=frozenset({"update"})), ["artifact_type_not_allowed"]),
+        (replace(POLICY, components=frozenset()), ["provenance", "provenance"]),
+        (replace(POLICY, levels=frozenset({"A", "C"})), ["level"]),
+        (replace(POLICY, levels=frozenset()), ["level"]),
+        (replace(POLICY, approvals=frozenset({"compliance"})), ["approval"]),
+        (replace(POLICY, approvals=frozenset({"compliance", "hospital"})), ["approval"]),
+    ],
+)
+def test_a_synthetic_set_under_another_policy(policy: Policy, found: list[str]) -> None:
+    assert judged(policy=policy) == found
+
+
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        ([], {"artifact_bytes": 1}),
+        ([], {"artifact_bytes": POLICY.max_artifact_bytes}),
+        (["artifact_size"], {"artifact_bytes": 0}),
+        (["artifact_size"], {"artifact_bytes": POLICY.max_artifact_bytes + 1}),
+        (["artifact_type"], {"artifact_type": "update"}),
+        (["artifact_type", "artifact_type_not_allowed"], {"artifact_type": "a"}),
+        (["artifact_type", "artifact_type_not_allowed"], {"artifact_type": "zz"}),
+        (["vetting"], {"vetted_against": "abc"}),
+        (["vetting"], {"vetted_against": ""}),
+        (["vetting"], {"vetted_against": "nothing~"}),
+        ([], {"vetted_against": "public"}),
+        ([], {"vetted_against": "private"}),
+        (["release_id"], {"release": "a"}),
+        (["release_id"], {"release": "zz"}),
+        (["round", "release_id"], {"round": 1}),
+        (["round"], {"round": 1, "release": release_id("site-m", "g", 1)}),
+        (["run"], {"run": "run-m"}),
+        (["epsilon_of_k"], {"epsilon_nano": 0}),
+        (["epsilon_of_k"], {"delta": DELTA}),
+        (["epsilon_of_k"], {"epsilon_nano": 7, "delta": DELTA}),
+        (["claim_kind", "reid_rate", "level"], {"claim": NoClaim()}),
+        (["unit"], {"claim": replace(K5, unit="image")}),
+        (["claim_not_granted"], {"claim": replace(K5, k=6)}),
+        (["claim_not_granted"], {"claim": replace(K5, k=10)}),
+        (["components"], {"components": {"encoder": "public"}}),
+        (["components"], {"components": {**K_PARTS, "more": "public"}}),
+        (["components", "provenance", "reid_rate", "level"], {"components": {"decoder": "dp"}}),
+        (["unknown_mechanism", "account_kind"], {"mechanism": "magic"}),
+        (["unknown_mechanism", "run", "account_kind"], {"mechanism": "magic", "run": "run-m"}),
+    ],
+)
+def test_a_synthetic_set_with_one_change_has_these_findings_and_no_others(
+    found: list[str], changes: dict[str, Any]
+) -> None:
+    assert judged(**changes) == found
+
+
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        (["epsilon"], {"epsilon_nano": EPSILON - 1}),
+        (["epsilon"], {"epsilon_nano": EPSILON + 1}),
+        (["epsilon"], {"epsilon_nano": 0}),
+        (["epsilon"], {"epsilon_nano": None}),
+        (["delta"], {"delta": "4e-07"}),
+        (["delta"], {"delta": "0.000004"}),
+        (["delta"], {"delta": "5e-06"}),
+        (["delta"], {"delta": None, "epsilon_nano": None}),
+        (["round"], {"round": 0, "release": release_id("site-m", "g", 0)}),
+        ([], {"round": 2, "release": release_id("site-m", "g", 2)}),
+        (["run"], {"run": ""}),
+        (["reid_rate", "level"], {"vetted_against": "private"}),
+        ([], {"vetted_against": "public"}),
+        (["claim_kind", "unit"], {"claim": replace(QUERY, unit="image")}),
+        (["claim_kind"], {"claim": QUERY}),
+        (["unit"], {"claim": replace(ROUND, unit="image")}),
+    ],
+)
+def test_an_update_with_one_change_has_these_findings_and_no_others(
+    found: list[str], changes: dict[str, Any]
+) -> None:
+    assert judged_dp(**changes) == found
+
+
+def test_a_relation_of_another_kind_is_refused_beside_the_right_unit() -> None:
+    odd = replace(K5)
+    object.__setattr__(odd, "relation", "replace-one")  # no claim of ours can be built with it
+    assert asked(claim=odd) == ["unit"]
+    object.__setattr__(odd, "relation", "a")
+    assert asked(claim=odd) == ["unit"]
+    object.__setattr__(odd, "relation", K5.relation)
+    for unit in ("a", "zz"):
+        object.__setattr__(odd, "unit", unit)
+        assert asked(claim=odd) == ["unit"]
+
+
+def test_approvals_that_are_there_are_not_asked_for_again() -> None:
+    both = replace(POLICY, approvals=frozenset({"compliance", "hospital"}))
+    assert judged(policy=both, approvals={"compliance": "1", "hospital": "2"}) == []
+    assert judged(policy=both, approvals={"compliance": "1", "hospital": "2", "operator": "3"}) == []
+    (finding,) = review(replace(MADE, approvals={"hospital": "2"}), STANDING, both).findings
+    assert finding == Finding("approval", "it must be approved by: compliance")
+    (finding,) = review(MADE, STANDING, both).findings
+    assert finding.detail == "it must be approved by: compliance, hospital"
+
+
+def details(verdict: Verdict) -> dict[str, str]:
+    return {f.rule: f.detail for f in verdict.findings}
+
+
+def test_a_finding_says_what_is_asked_and_what_was_found() -> None:
+    made = replace(
+        MADE, claim=KAnonymous(4, 1, 1), artifact_type="weights", artifact_bytes=0, modality="ZZ",
+        components={"encoder": "private"},
+    )  # fmt: skip
+    assert details(review(made, STANDING, POLICY)) == {
+        "min_k": "k = 4 is below the policy's 5",
+        "l_diversity": "1 labels are below the policy's 2",
+        "modality": "the policy internal does not admit ZZ",
+        "artifact_type": "ksame releases image-set",
+        "artifact_type_not_allowed": "the policy does not admit weights",
+        "artifact_size": "the artifact must have 1 to 16777216 bytes",
+        "components": "the components to declare are encoder, generator",
+        "provenance": "the encoder is private; the policy does not admit that",
+        "reid_rate": "a release of level C rests on a measured re-identification rate",
+        "level": "the policy internal does not admit releases of level C",
+    }
+    none = replace(POLICY, mechanisms=frozenset())
+    assert details(review(replace(MADE, claim=ROUND), STANDING, none)) == {
+        "mechanism_not_allowed": "the policy internal does not admit ksame",
+        "claim_kind": "ksame must claim KAnonymous, not SubsampledGaussian",
+    }
+    assert details(review(replace(MADE, mechanism="magic"), STANDING, POLICY))["unknown_mechanism"] == (
+        "no mechanism is named magic"
+    )
+    assert details(review(MADE, Standing(shelf(), held(state="freed")), POLICY)) == {
+        "grant_closed": "the grant is freed"
+    }
+    assert details(review(replace(MADE_DP, delta="1"), STANDING_DP, POLICY)) == {
+        "delta": "delta must be the account's 4e-06"
+    }
+    truth = f"{EPSILON // 10**9}.{EPSILON % 10**9:09}"
+    wrong = f"{(EPSILON + 1) // 10**9}.{(EPSILON + 1) % 10**9:09}"
+    for declared, said in ((None, "nothing"), (EPSILON + 1, wrong)):
+        release = replace(MADE_DP, epsilon_nano=declared)
+        assert details(review(release, STANDING_DP, POLICY)) == {"epsilon": f"declared {said}, recomputed {truth}"}
+
+
+# --- releases: delta, vetting, levels
+
+
+def test_delta_may_be_the_policys_and_no_more() -> None:
+    assert judged_dp(policy=replace(POLICY, delta=4e-6)) == []
+    assert judged_dp(policy=replace(POLICY, delta=5e-6)) == []
+    assert judged_dp(policy=replace(POLICY, delta=3.999e-6)) == ["delta"]
+    assert judged_dp(policy=replace(POLICY, delta=NAN)) == ["delta"]
+
+
+@pytest.mark.parametrize("against", ["public", "private"])
+@pytest.mark.parametrize(
+    ("rate", "fits"),
+    [("0.0", True), ("0.1", True), ("0.05", True), ("0.10000000000000002", False), ("-1e-300", False), ("1.0", False),
+     ("nan", False), ("inf", False), ("0.10", False), ("", False), ("some", False), ("-0.1", False)],
+)  # fmt: skip
+def test_a_measured_rate_is_at_most_the_policys(rate: str, fits: bool, against: str) -> None:
+    verdict = review(replace(MADE, vetted_against=against, reid_rate=rate), STANDING, POLICY)
+    assert details(verdict) == ({} if fits else {"reid_rate": "the rate must be measured, and at most 0.1"})
+
+
+def test_a_rate_bound_of_nan_admits_no_rate() -> None:
+    bound = replace(POLICY, max_reid_rate=NAN)
+    assert judged(policy=bound, vetted_against="private", reid_rate="0.0") == ["reid_rate"]
+
+
+def test_a_rate_that_was_measured_against_nothing_was_not_measured() -> None:
+    assert judged(reid_rate="0.01") == ["reid_rate"]
+    assert judged(vetted_against="abc", reid_rate="0.01") == ["vetting"]
+    assert judged(vetted_against="private", reid_rate=None) == []
+
+
+C_TOO = replace(POLICY, levels=frozenset("ABC"), components=frozenset({"public", "private"}))
+C_PARTS = {"encoder": "private", "generator": "public"}
+
+
+def test_level_c_must_have_been_measured() -> None:
+    assert judged(policy=C_TOO, components=C_PARTS) == ["reid_rate"]
+    assert judged(policy=C_TOO, components=C_PARTS, vetted_against="private", reid_rate="0.1") == []
+    made = replace(MADE, components=C_PARTS, vetted_against="private", reid_rate="0.1")
+    assert review(made, STANDING, C_TOO) == Verdict((), "C", 1)
+    assert judged(policy=C_TOO) == []  # level B promises k patients instead
+
+
+PARTS = {
+    "public": True, "dp": False, "private": False, "": False, "publicly": False, "secret": False, "zz": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("vetted", ["nothing", "public", "private", "other"])
+@pytest.mark.parametrize("claim", [K5, replace(K5, releases_per_patient=2), ROUND, QUERY, NoClaim()])
+@pytest.mark.parametrize("parts", [(), *itertools.combinations_with_replacement(PARTS, 2)])
+def test_the_level_is_what_claim_provenance_and_vetting_allow(
+    claim: Claim, vetted: str, parts: tuple[str, ...]
+) -> None:
+    """Design section 5: A is Gaussian, not vetted on private images (P7); B is once (P5); both are public (P6)."""
+    public = bool(parts) and all(PARTS[p] for p in parts)
+    if public and isinstance(claim, SubsampledGaussian | GaussianQuery) and vetted != "private":
+        level = "A"
+    else:
+        level = "B" if public and isinstance(claim, KAnonymous) and claim.releases_per_patient < 2 else "C"
+    made = replace(MADE, claim=claim, vetted_against=vetted, components=dict(zip("xy", parts, strict=False)))
+    assert level_of(made) == level
+
+
+def test_a_k_anonymous_claim_of_no_release_at_all_is_no_level_b() -> None:
+    odd = replace(K5)
+    object.__setattr__(odd, "releases_per_patient", 0)  # no claim of ours can be built with it
+    assert level_of(replace(MADE, claim=odd)) == "C"
+
+
+# --- releases: what was granted
+
+
+def test_without_a_grant_or_an_account_nothing_is_released() -> None:
+    for standing in (Standing(None), Standing(shelf()), Standing(None, held())):
+        verdict = review(MADE, standing, POLICY)
+        assert (of(verdict), verdict.level, verdict.amount) == (["no_grant"], "B", 0)
+
+
+def test_a_release_that_was_reviewed_before_is_refused() -> None:
+    verdict = review(MADE, replace(STANDING, reviewed_before=True), POLICY)
+    assert (of(verdict), verdict.level, verdict.amount) == (["replay"], "B", 0)
+    assert judged(standing=replace(STANDING, frozen=True)) == []  # what was granted before a restore may be released
+
+
+def test_findings_of_the_release_itself_come_before_the_grant_is_looked_at() -> None:
+    verdict = review(replace(MADE, modality="ZZ"), Standing(shelf(), held(state="spent")), POLICY)
+    assert (of(verdict), verdict.level, verdict.amount) == (["modality"], "B", 0)
+
+
+@pytest.mark.parametrize("state", ["spent", "freed"])
+def test_a_closed_grant_covers_nothing(state: str) -> None:
+    verdict = review(MADE, Standing(shelf(), held(state=state)), POLICY)
+    assert (of(verdict), verdict.level, verdict.amount) == (["grant_closed"], "B", 0)
+
+
+@pytest.mark.parametrize("other", ["a", "zz"])
+def test_a_grant_of_another_site_mechanism_or_run_covers_nothing(other: str) -> None:
+    for key in ("site", "mechanism", "run"):
+        for made, grant, account in ((MADE, held(), shelf()), (MADE_DP, trained(), purse())):
+            foreign = Grant(replace(grant.reserved, **{key: other}), "held", grant.used)
+            assert judged(made, Standing(account, foreign)) == ["grant_of_another"], key
+
+
+def test_of_a_grant_of_another_nothing_more_is_said() -> None:
+    reserved = replace(held().reserved, site="site-z", claim=b"{}")
+    assert judged(standing=Standing(shelf(), Grant(reserved, used=1))) == ["grant_of_another"]
+    reserved = replace(trained().reserved, run="run-z", claim=b"{}")
+    assert judged_dp(Standing(purse(), Grant(reserved))) == ["grant_of_another"]
+
+
+def test_a_grant_that_was_recovered_is_spent_and_covers_nothing() -> None:
+    r = held().reserved
+    lost = Recovered(r.grant, r.site, r.run, r.mechanism, r.account, r.amount, r.claim, r.envelope)
+    assert judged(standing=Standing(shelf(), Grant(lost, "spent", 1))) == ["grant_closed", "grant_used"]
+
+
+def test_a_synthetic_set_is_made_once_under_its_grant() -> None:
+    assert judged(standing=Standing(shelf(), held(used=1))) == ["grant_used"]
+    assert judged(standing=Standing(shelf(), held(last_round=3))) == []
+
+
+@pytest.mark.parametrize(
+    "granted", [WHOLE, NoClaim(), replace(K5, k=4), replace(K5, k=6), b"", b"{}", b"\xff", b"zz", b'{"kind":"magic"}']
+)
+def test_a_synthetic_set_of_another_claim_than_granted_is_refused(granted: bytes | Claim) -> None:
+    assert judged(standing=Standing(shelf(), held(claim=granted))) == ["claim_not_granted"]
+
+
+@pytest.mark.parametrize(
+    ("granted", "fits"),
+    [(WHOLE, True), (ROUND, True), (replace(ROUND, steps=14), False), (replace(ROUND, steps=16), True),
+     (replace(WHOLE, sampling_rate=0.26), False), (replace(WHOLE, sampling_rate=0.24), False),
+     (replace(WHOLE, noise_multiplier=1.7), False), (replace(WHOLE, noise_multiplier=1.9), False),
+     (QUERY, False), (K5, False), (b"", False), (b"{}", False), (b"\xff", False), (b"zz", False)],
+)  # fmt: skip
+def test_an_update_is_covered_by_a_grant_of_the_same_noise_and_at_least_its_steps(
+    granted: bytes | Claim, fits: bool
+) -> None:
+    assert judged_dp(Standing(purse(), trained(granted))) == ([] if fits else ["claim_not_granted"])
+
+
+SO_FAR = cost(ROUND, ORDER)
+
+
+@pytest.mark.parametrize(
+    ("amount", "used", "last_round", "found"),
+    [(SO_FAR, 0, 0, []), (SO_FAR - 1, 0, 0, ["claim_not_granted"]), (SO_FAR + 1, 0, 0, []),
+     (PRICE, SO_FAR - 1, 0, []), (PRICE, SO_FAR, 0, ["round_repeated"]), (PRICE, SO_FAR + 1, 0, ["round_repeated"]),
+     (PRICE, 0, 1, ["round_repeated"]), (PRICE, 0, 2, ["round_repeated"]), (PRICE, SO_FAR, 1, ["round_repeated"])],
+)  # fmt: skip
+def test_an_update_costs_more_than_the_rounds_before_it_and_no_more_than_was_granted(
+    amount: int, used: int, last_round: int, found: list[str]
+) -> None:
+    standing = Standing(purse(), trained(WHOLE, amount, used=used, last_round=last_round))
+    verdict = review(MADE_DP, standing, POLICY)
+    assert (of(verdict), verdict.amount) == (found, 0 if found else SO_FAR)
+
+
+def test_a_wrong_epsilon_beside_a_closed_grant_are_two_findings() -> None:
+    standing = Standing(purse(), trained(state="spent"))
+    assert judged_dp(standing, epsilon_nano=1) == ["grant_closed", "epsilon"]
+
+
+# --- everything at once
+
+
+ODD = st.sampled_from([-1, 0, 1, 99, 1 << 60])
+WORD = st.sampled_from(
+    ["", "nothing", "public", "private", "ksame", "federated", "update", "image-set", "nan", "0.05"]
+)
+
+
+@given(
+    changes=st.fixed_dictionaries(
+        {},
+        optional={
+            "artifact_bytes": ODD, "round": ODD, "epsilon_nano": st.none() | ODD, "delta": st.none() | WORD,
+            "reid_rate": st.none() | WORD, "vetted_against": WORD, "mechanism": WORD, "artifact_type": WORD,
+            "run": WORD, "modality": WORD, "components": st.dictionaries(WORD, WORD, max_size=3),
+            "claim": st.sampled_from([K5, ROUND, QUERY, NoClaim(), replace(K5, unit="image")]),
+        },
+    ),
+    base=st.sampled_from([(MADE, STANDING), (MADE_DP, STANDING_DP)]),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_the_review_is_total_and_admits_only_what_is_priced_below_its_grant(
+    changes: dict[str, Any], base: tuple[Release, Standing]
+) -> None:
+    release, standing = replace(base[0], **changes), base[1]
+    verdict = review(release, standing, POLICY)
+    if of(verdict) == ["malformed"]:
+        assert (verdict.level, verdict.amount) == ("", 0)
+        return
+    assert verdict.level == level_of(release)
+    if verdict.admitted:
+        assert standing.grant is not None
+        assert 0 < verdict.amount <= standing.grant.reserved.amount
+        assert verdict.level in POLICY.levels
+    else:
+        assert verdict.amount == 0
+    with_more = review(release, replace(standing, reviewed_before=True), POLICY)
+    assert "replay" in of(with_more)
