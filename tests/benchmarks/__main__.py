@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks NAME [--json]``."""
+"""``python -m tests.benchmarks NAME [--json]``; ``ledger --entries N`` for a ledger of N entries."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from tests.benchmarks import clustering, dp_engine
+from tests.benchmarks import clustering, dp_engine, ledger
 from tests.benchmarks.report import Report, as_json, as_table
 
 BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "clustering": clustering.main,
     "dp_engine": dp_engine.main,
+    "ledger": ledger.main,
 }
 
 
@@ -21,8 +22,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("name", choices=sorted(BENCHMARKS), metavar="NAME", help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--entries", type=int, metavar="N", help="ledger: build, reopen and verify one of N entries")
     arguments = parser.parse_args()
-    report = BENCHMARKS[arguments.name]()
+    if arguments.entries is not None and (arguments.name != "ledger" or arguments.entries < 100):
+        parser.error("--entries is for ledger, and at least 100")
+    report = BENCHMARKS[arguments.name]() if arguments.entries is None else ledger.large(arguments.entries)
     print((as_json if arguments.json else as_table)(arguments.name, report))
     return 0
 
