@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-slow check bench protos clean
+.PHONY: demo test test-slow check bench verifier fuzz crash mutation protos clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): the pinned packages of constraints.txt (a few minutes, about 2 GB)"
@@ -32,6 +32,22 @@ check: $(STAMP)  ## what CI checks besides the tests
 bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks clustering
 	$(BIN)/python -m tests.benchmarks dp_engine
+
+	$(BIN)/python -m tests.benchmarks ledger
+
+verifier: $(STAMP)  ## lazaret-verify as one file for auditors
+	$(BIN)/python -m deploy.verifier build/lazaret-verify.pyz
+
+fuzz: $(STAMP)  ## every parser, 90 seconds each
+	$(BIN)/python -m pip install --quiet 'atheris>=3,<4'
+	$(BIN)/python -m tests.fuzz --seconds 90
+
+crash: $(STAMP)  ## 100,000 power losses, and a kill at every system call
+	$(BIN)/python -m tests.crash power --crashes 100000 --jobs 2
+	$(BIN)/python -m tests.crash kill
+
+mutation: $(STAMP)  ## every mutant of the fold and the review must die
+	$(BIN)/python -m tests.mutation
 
 protos: $(STAMP)  ## regenerate the committed gRPC code; a test compares
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/v1/gateway.proto

@@ -17,11 +17,11 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
+    block, persons = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
     assert block.startswith('export PATH="$PWD/.venv/bin:$PATH"\n')
     lines = block.replace("serve &\n", "serve > serve.log 2>&1 &\n")
     again = "! lazaret-agent --home site-a release ksame --basis hospital/basis.safetensors --modality OT --k 5"
-    script_text = f"set -eu\ntrap 'kill $(jobs -p)' EXIT\n{lines}\n{again}\n"
+    script_text = f"set -eu\ntrap 'kill $(jobs -p)' EXIT\n{lines}\n{again}\n{persons}\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     work = tmp_path / "work"
     bin_folder = work / ".venv" / "bin"
@@ -55,6 +55,8 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
         "admitted at level B",
         "quarantined: too_deep",
         "SOUND: lazaret/coordinator",
+        "SOUND: lazaret/site-a",
+        "one of each",
         "budget",
     ):
         assert word in said, word

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.scene import RUN, DemoFailed, K, L, Scene
-from policies.verify import Export, verify
+from policies.export import Export
+from policies.verify import verify
 
 KILLED = Path(__file__).parent.parent / "support" / "killed_agent.py"
 
