@@ -208,12 +208,12 @@ class Store:
             if self._durable >= size:
                 return
             try:
-                with self._books:
+                with self._books:  # the check too: others stage the next batch as soon as it is let go
                     self._flying, self._staged = self._staged, _Pending()
                     flying, head = self._flying, self._head()
+                    if not self.state.size == head.size == self._durable + len(flying.bodies):
+                        raise InvalidEntry("the books hold what is staged nowhere")
                 bodies, envelopes = tuple(flying.bodies), tuple(flying.envelopes.values())
-                if not self.state.size == head.size == self._durable + len(bodies):
-                    raise InvalidEntry("the books hold what is staged nowhere")
                 self._disk.commit(Batch(self._durable, bodies, envelopes, head))
             except BaseException:  # noqa: BLE001 - whatever it was, what the disk holds is unknown: stop
                 self._stopped = True

@@ -9,6 +9,8 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import apsw
@@ -434,3 +436,41 @@ def test_a_fault_between_the_books_and_the_disk_stops_the_ledger(
         store.append("k2", _refusal(hospital, 2))
     store.close()
     assert open_register(tmp_path / "ledger.db", hospital, key=store._key).store.state.size == 3
+
+
+class Overtaken:
+    """The books' lock; when a commit lets it go for the first time, somebody else stages an entry at once."""
+
+    def __init__(self, lock: object, overtake: Callable[[], None]) -> None:
+        self.acquire, self.release = lock.acquire, lock.release  # type: ignore[attr-defined]
+        self.overtake: Callable[[], None] | None = overtake
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.release()
+        overtake, self.overtake = self.overtake, None
+        if overtake:
+            overtake()
+
+
+def test_what_is_staged_while_a_batch_is_on_its_way_belongs_to_the_next(tmp_path: Path) -> None:
+    hospital = Hospital("site-a")
+    store = open_register(tmp_path / "ledger.db", hospital).store
+    second = threading.Thread(target=lambda: store.append("second", _refusal(hospital, 2)))
+
+    def overtake() -> None:
+        second.start()
+        for _ in range(500):
+            if "second" in store.state.keys:
+                return
+            time.sleep(0.01)
+
+    lock = Overtaken(store._books, overtake)
+    store._flush, flush = (lambda size: (setattr(store, "_books", lock), flush(size))[1]), store._flush  # type: ignore[assignment, method-assign]
+    store.append("first", _refusal(hospital, 1))
+    second.join(5)
+    assert lock.overtake is None, "it was overtaken"
+    assert not store.stopped
+    assert {"first", "second"} <= set(store.state.keys)
