@@ -26,7 +26,7 @@ test-slow: $(STAMP)  ## the long forms
 check: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p policies -p protos -p agent -p coordinator -p deploy.demo
+	$(BIN)/mypy -p policies -p protos -p agent -p coordinator -p deploy.demo -m deploy.verifier
 	$(BIN)/lint-imports
 
 bench: $(STAMP)  ## ratios against named peers

@@ -123,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"not built: {error}\n")
         return 1
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(raw)
         out.chmod(0o755)
     except OSError as error:
