@@ -21,7 +21,16 @@ import dp_accounting as dp
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
-from policies.claims import MOST_NOISE, UNIT, Claim, Gaussian, GaussianQuery, SubsampledGaussian, UnsupportedClaim
+from policies.claims import (
+    MOST_NOISE,
+    UNIT,
+    Claim,
+    DistributedGaussian,
+    Gaussian,
+    GaussianQuery,
+    SubsampledGaussian,
+    UnsupportedClaim,
+)
 from policies.rdp import NANO, allowance, cost, epsilon_nano, integer_rdp, log_term
 
 ORDERS: Final = tuple(range(2, 65))
@@ -48,7 +57,7 @@ def _event(claim: Claim) -> tuple[dp.DpEvent, int]:
     """The claim in the words of the accountant of record: an event, and how often it is composed with itself."""
     if isinstance(claim, GaussianQuery):
         return dp.GaussianDpEvent(claim.noise_multiplier), 1
-    if isinstance(claim, SubsampledGaussian):
+    if isinstance(claim, SubsampledGaussian | DistributedGaussian):
         return dp.PoissonSampledDpEvent(claim.sampling_rate, dp.GaussianDpEvent(claim.noise_multiplier)), claim.steps
     raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
 
@@ -57,7 +66,7 @@ def _comparable(claims: Iterable[Claim]) -> tuple[Gaussian, ...]:
     """The claims in an order of their own, when their epsilons may be added at all."""
     listed = []
     for claim in claims:
-        if not isinstance(claim, SubsampledGaussian | GaussianQuery):
+        if not isinstance(claim, SubsampledGaussian | DistributedGaussian | GaussianQuery):
             raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
         listed.append(claim)
     if len({(c.unit, c.relation) for c in listed}) > 1:

@@ -59,6 +59,7 @@ from policies.statement import (
 # entries that rest on a signed statement: a site's, a person's, or a site's word on a grant
 _OfSite = Enrolled | Amended | Reserved | Sent | Admitted | Refused | Recovered | Presented
 _Resting = _OfSite | Approved | Freed | Spent
+_FREED = {"refused": "coordinator", "unused": "unused"}  # why a grant was freed -> the reason in the site's word
 
 
 def open_envelope(raw: bytes, public: bytes | None) -> bytes:
@@ -113,11 +114,13 @@ def _agrees(entry: _Resting, said: Statement) -> bool:  # noqa: PLR0911, C901 - 
         case Sent() | Admitted(), Release():
             same = _same(entry, said, "release", "grant", "site", "run", "round", "mechanism")
             claimed = isinstance(entry, Sent) or canonical(claim_json(said.claim)) == entry.claim
-            return same and claimed and said.artifact_sha256 == entry.artifact.hex()
+            read = isinstance(entry, Sent) or said.reader == entry.reader
+            return same and claimed and read and said.artifact_sha256 == entry.artifact.hex()
         case Presented(), Receipts():
             return _same(entry, said, "site", "nonce", "grants")
         case Freed(), Settlement():
-            return said.outcome == "declined" and _same(entry, said, "grant")
+            word = _FREED.get(entry.why) == said.reason
+            return said.outcome == "declined" and word and _same(entry, said, "grant")
         case Spent(), Settlement():
             return said.outcome == "finished" and _same(entry, said, "grant", "used")
         case Refused(), _:
@@ -137,6 +140,8 @@ class Auditor:
         self.policies: dict[str, Policy] = {}
         self.sent_under: dict[bytes, Policy] = {}
         self.limits_set: list[str] = []
+        self.keys: dict[str, list[bytes]] = {}  # site -> every signing key that it was enrolled with
+        self.enrolled_by: dict[str, list[str]] = {}  # site -> who approved its enrolment, the last one
 
     def head(self) -> Checkpoint:
         """What the ledger signs over the entries taken so far."""
@@ -156,6 +161,10 @@ class Auditor:
         if isinstance(entry, LimitSet):
             by = ", ".join(sorted(self.state.proposals[entry.serial].approvals))
             self.limits_set.append(f"{entry.account} to {entry.epsilon or entry.limit}, approved by {by}")
+        elif isinstance(entry, Enrolled):
+            by_whom = self.state.agreeing(entry.serial, "enrol", entry.site, entry.envelope.hex())
+            self.enrolled_by[entry.site] = [f"{name} ({self.state.persons[name].role})" for name in by_whom]
+            self.keys.setdefault(entry.site, []).append(entry.sign_key)
         if isinstance(said, Enrolment | Amendment):
             self.policies[said.site] = parse_policy(said.policy, f"policy of {said.site}")
         elif isinstance(entry, Opened):
@@ -222,17 +231,18 @@ class Auditor:
         """Review again what was granted or admitted, under the site's own policy, before it enters the books."""
         state = self.state
         policy = self.sent_under.get(entry.envelope, self.policies[entry.site])
+        barred = entry.site in state.barred
         if isinstance(said, Reservation) and isinstance(entry, Reserved):
             kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
             account, frozen = state.accounts.get(f"{entry.site}/{kind}"), state.frozen(entry.site)
-            standing = Standing(account, state.grants.get(entry.grant), frozen=frozen)
+            standing = Standing(account, state.grants.get(entry.grant), frozen=frozen, revoked=barred)
             verdict = review_reservation(said, standing, policy)
             sound = verdict.admitted and (entry.account, entry.amount) == (f"{entry.site}/{kind}", verdict.amount)
         else:
             assert isinstance(said, Release)
             grant = state.grants.get(entry.grant)
             account = state.accounts.get(grant.reserved.account) if grant else None
-            verdict = review(said, Standing(account, grant), policy)
+            verdict = review(said, Standing(account, grant, revoked=barred), policy)
             sound = verdict.admitted and isinstance(entry, Sent | Admitted) and entry.used == verdict.amount
             sound = sound and (not isinstance(entry, Admitted) or entry.level == verdict.level)
             if isinstance(entry, Sent) and self.origin == "lazaret/coordinator":

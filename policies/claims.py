@@ -22,6 +22,7 @@ RELATIONS: Final = frozenset(
 MAX_STEPS: Final = 10_000_000
 LEAST_NOISE: Final = 1e-3  # a noise multiplier of less is no noise, and its price overflows
 MOST_NOISE: Final = 1e6
+MAX_SITES: Final = 10_000  # in one securely aggregated sum
 
 
 class UnsupportedClaim(ValueError):
@@ -65,6 +66,47 @@ class SubsampledGaussian:
         _whole("steps", self.steps, 1, MAX_STEPS)
         _among("unit", self.unit, UNITS)
         _among("relation", self.relation, RELATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedGaussian:
+    """``steps`` securely aggregated sums of clipped updates, each with Gaussian noise that the sites share.
+
+    Dwork et al. 2006 (Our Data, Ourselves), Kairouz, Liu & Steinke 2021 (arXiv 2102.06387): what is protected is the
+    *sum*, which is all that secure aggregation lets anybody see. Each site adds noise of standard deviation
+    ``noise_multiplier * clip / sqrt(honest)`` to its own part, so any ``honest`` of the ``sites`` that keep to the
+    protocol and keep their noise to themselves give the sum the noise of ``SubsampledGaussian(sampling_rate,
+    noise_multiplier, steps)``, whose price it has; the noise of the others is not counted. With ``honest == 1`` every
+    site's own part bears the whole noise, and nothing is assumed of other sites. Otherwise the guarantee stands on an
+    assumption, which :func:`assumption` puts into words and every certificate prints.
+
+    It is sound only when each round is one step. The parts of a sum are hidden, but between two steps of one round a
+    site's model would move along its own part, which bears a share of the noise only. The mechanism takes one step in
+    each round, and review refuses a claim of more steps than rounds unless ``honest`` is 1.
+    """
+
+    sampling_rate: float  # q, in (0, 1]: of each site's patients, in each step
+    noise_multiplier: float  # sigma of the sum, in units of the clipping bound, in (0.001, 1e6]
+    steps: int  # in [1, MAX_STEPS]
+    sites: int  # asked for a part of each sum, in [1, MAX_SITES]
+    honest: int  # of them, at least, in every sum: in [1, sites]
+    unit: str = UNIT
+    relation: str = RELATION
+
+    def __post_init__(self) -> None:
+        """Refuse parameters outside the mechanism's definition."""
+        _real("sampling_rate", self.sampling_rate, 0.0, 1.0)
+        _real("noise_multiplier", self.noise_multiplier, LEAST_NOISE, MOST_NOISE)
+        _whole("steps", self.steps, 1, MAX_STEPS)
+        _whole("sites", self.sites, 1, MAX_SITES)
+        _whole("honest", self.honest, 1, self.sites)
+        _among("unit", self.unit, UNITS)
+        _among("relation", self.relation, RELATIONS)
+
+    @property
+    def share(self) -> float:
+        """Standard deviation of the noise that each site adds, in units of the clipping bound."""
+        return self.noise_multiplier / math.sqrt(self.honest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +181,24 @@ class NoClaim:
     """Nothing is promised. It exists so that a release without a guarantee has to say so."""
 
 
-Gaussian = SubsampledGaussian | GaussianQuery  # the claims that have an epsilon
-Claim = SubsampledGaussian | GaussianQuery | KAnonymous | NoClaim
+Gaussian = SubsampledGaussian | DistributedGaussian | GaussianQuery  # the claims that have an epsilon
+Stepwise = SubsampledGaussian | DistributedGaussian  # those of them that are made step by step, in rounds
+Claim = Gaussian | KAnonymous | NoClaim
 
 KINDS: Final[Mapping[str, type[Claim]]] = {
     "subsampled-gaussian": SubsampledGaussian,
+    "distributed-gaussian": DistributedGaussian,
     "gaussian-query": GaussianQuery,
     "k-anonymous": KAnonymous,
     "no-claim": NoClaim,
 }
+
+
+def assumption(claim: Claim) -> str:
+    """What a claim takes for granted of others, as every certificate must print it; "" when nothing is."""
+    if not isinstance(claim, DistributedGaussian) or claim.honest == 1:
+        return ""
+    return (
+        f"it holds if in every sum at least {claim.honest} of the {claim.sites} sites add their share of the noise "
+        "and tell nobody what it was, and the secure aggregation shows nothing but the sum"
+    )

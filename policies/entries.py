@@ -29,6 +29,26 @@ class Enrolled:
     sign_key: bytes  # Ed25519, raw
     policy: bytes  # SHA-256 of the site's policy text
     envelope: bytes  # SHA-256 of the sealed enrolment
+    serial: str  # of the approved proposal; "" where nobody may approve yet
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A site was given a certificate."""
+
+    site: str
+    number: str  # the certificate's serial number in lower-case hexadecimal, without leading zeros
+    certificate: bytes  # SHA-256 of the leaf's DER
+    not_after: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """A certificate counts no longer; with the number "" every one of the site, and the site itself."""
+
+    site: str
+    number: str
+    why: str  # a short word: "lost", "stolen", "left", "key", ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,7 @@ class Admitted:
     claim: bytes
     artifact: bytes  # SHA-256
     envelope: bytes
+    reader: str  # whom alone the artifact is encrypted to, as in the release; "": the coordinator could look inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +191,7 @@ class Freed:
     """The grant is closed without being spent: the site's signed word that nothing was read or released."""
 
     grant: str
-    why: str  # "refused" (by the other ledger)
+    why: str  # "refused" (by the coordinator) | "unused" (the site left a run that had been granted)
     envelope: bytes  # SHA-256 of the site's sealed settlement, which says that nothing was read or released
 
 
@@ -228,6 +249,8 @@ class Waived:
 
 Entry = (
     Enrolled
+    | Issued
+    | Revoked
     | Amended
     | Opened
     | Appointed
@@ -255,6 +278,7 @@ KINDS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
         "enrolled": Enrolled,
         "expired": Expired,
         "freed": Freed,
+        "issued": Issued,
         "limit-set": LimitSet,
         "opened": Opened,
         "presented": Presented,
@@ -262,6 +286,7 @@ KINDS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
         "refused": Refused,
         "reserved": Reserved,
         "restored": Restored,
+        "revoked": Revoked,
         "round-closed": RoundClosed,
         "sent": Sent,
         "spent": Spent,
@@ -355,8 +380,7 @@ def decode(raw: bytes) -> Record:
         raise cbor.MalformedEntry("text is not UTF-8") from None
 
 
-_INT: Final = cbor.READERS[int]
-_STR: Final = cbor.READERS[str]
+_INT, _STR = cbor.READERS[int], cbor.READERS[str]
 
 
 def _decode_slowly(raw: bytes) -> Record:

@@ -22,6 +22,7 @@ from policies.entries import (
     proposal,
 )
 from policies.export import Unsound
+from policies.ledger import State
 from policies.rdp import allowance
 from policies.review import TERMS, price
 from policies.statement import Amendment, Approval, Receipts, Reservation, canonical, claim_json, parse
@@ -76,6 +77,24 @@ def _unopened(envelope: bytes) -> Approval:
     if not isinstance(statement, Approval):
         raise InvalidEntry("not an approval")
     return statement
+
+
+def must_agree(state: State, serial: str, action: str, subject: str, value: str) -> None:
+    """Tell people who is missing, before the fold refuses: every role that is in office must have approved this.
+
+    Raises:
+        InvalidEntry: it names the roles that have not, and what they have to sign.
+    """
+    missing = state.office() - set(state.approvals(serial, action, subject, value))
+    if missing:
+        words = f"`ledger sign {action} {subject} {value} --serial {serial or 'SERIAL'}`"
+        raise InvalidEntry(
+            f"{action} {subject}: not approved by {' and '.join(sorted(missing))}; to be signed: {words}"
+        )
+    if state.proposals[serial].used:
+        raise InvalidEntry(
+            f"{action} {subject}: the proposal {serial} was used before; approve it under a new serial"
+        )
 
 
 def limit_value(store: Store, account: str, budget: str) -> tuple[int, str]:

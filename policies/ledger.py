@@ -7,12 +7,14 @@ read or released) or expired (all of it is spent). Whatever is unknown is spent.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from policies.accounts import Account, Grant
 from policies.entries import (
     Admitted,
     Amended,
@@ -23,6 +25,7 @@ from policies.entries import (
     Expired,
     Freed,
     InvalidEntry,
+    Issued,
     LimitSet,
     Opened,
     Presented,
@@ -31,6 +34,7 @@ from policies.entries import (
     Refused,
     Reserved,
     Restored,
+    Revoked,
     RoundClosed,
     Sent,
     Spent,
@@ -38,49 +42,15 @@ from policies.entries import (
     proposal,
 )
 from policies.rdp import allowance
+from policies.statement import ID
 
 ROLES: Final = frozenset({"compliance", "hospital", "operator"})
 APPROVING: Final = frozenset({"compliance", "hospital"})  # who runs the machine never approves
+_NUMBER: Final = re.compile(r"[1-9a-f][0-9a-f]{0,39}")  # a certificate's: positive, 20 octets (RFC 5280, 4.1.2.2)
 
 
 class KeyReused(ValueError):
     """An idempotency key came back with other content."""
-
-
-@dataclass(slots=True)
-class Account:
-    """A lifetime budget of one kind for one site's patients."""
-
-    opened: Opened
-    held: int = 0
-    spent: int = 0
-    changed: LimitSet | None = None  # the limit as persons last set it
-
-    @property
-    def limit(self) -> int:
-        """What may be held and spent together, ever."""
-        return self.changed.limit if self.changed else self.opened.limit
-
-    @property
-    def epsilon(self) -> str:
-        """The limit as people state it."""
-        return self.changed.epsilon if self.changed else self.opened.epsilon
-
-    @property
-    def left(self) -> int:
-        """What may still be reserved; negative after a limit was lowered below what is gone."""
-        return self.limit - self.held - self.spent
-
-
-@dataclass(slots=True)
-class Grant:
-    """Budget reserved for one release, or for one site's part in one federated run."""
-
-    reserved: Reserved | Recovered
-    state: str = "held"  # "held" | "spent" | "freed"
-    used: int = 0
-    last_round: int = 0
-    sent: int = 0  # in a site's own ledger: what set out under it has consumed, answered or not
 
 
 @dataclass(slots=True)
@@ -96,8 +66,12 @@ class State:
     """The fold of a ledger's entries."""
 
     sites: dict[str, Enrolled] = field(default_factory=dict)
+    requests: set[bytes] = field(default_factory=set)  # envelopes that were ever enrolled: none is so again
     policies: dict[str, bytes] = field(default_factory=dict)  # site -> envelope that holds its policy of today
     amended: dict[str, int] = field(default_factory=dict)  # site -> number of its newest amendment
+    issued: dict[str, Issued] = field(default_factory=dict)  # by the certificate's number
+    revoked: set[str] = field(default_factory=set)  # numbers of certificates
+    barred: set[str] = field(default_factory=set)  # sites that are enrolled and may do nothing
     persons: dict[str, Appointed] = field(default_factory=dict)
     proposals: dict[str, Proposal] = field(default_factory=dict)  # by serial
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -113,7 +87,7 @@ class State:
     restored_at: int = 0  # seq of the entry that opened it
     nonce: str = ""  # of the restore
     waiting: set[str] = field(default_factory=set)  # sites that have not presented their receipts: all are frozen
-    late: set[str] = field(default_factory=set)  # sites enrolled after a restore: they alone are, until they present
+    late: set[str] = field(default_factory=set)  # enrolled after a restore, or barred at it: until they do
     recovered: Counter[str] = field(default_factory=Counter)  # site -> grants recovered in this epoch
     refused: set[bytes] = field(default_factory=set)  # envelopes of reservations that were never granted
     size: int = 0
@@ -145,25 +119,73 @@ class State:
         """After a restore: is nothing granted to this site yet?"""
         return bool(self.waiting) or site in self.late
 
+    def admits(self, site: str, number: str) -> bool:
+        """May a peer with this certificate speak for this site? Its end is for who has a clock to check."""
+        known = self.issued.get(number)
+        valid = known is not None and known.site == site and number not in self.revoked
+        return valid and site in self.sites and site not in self.barred
+
+    def office(self) -> frozenset[str]:
+        """The approving roles that somebody holds."""
+        return APPROVING & {p.role for p in self.persons.values()}
+
     def approvals(self, serial: str, action: str, subject: str, value: str) -> dict[str, str]:
         """Who has approved exactly this, so far: role -> SHA-256 of the sealed approval, in hexadecimal."""
+        asked = self.proposals.get(serial, Proposal())
+        agreeing = self.agreeing(serial, action, subject, value)
+        return {self.persons[p].role: asked.approvals[p][1].hex() for p in agreeing}
+
+    def agreeing(self, serial: str, action: str, subject: str, value: str) -> list[str]:
+        """The persons who have approved exactly this, so far, in the order in which they did."""
         asked, wanted = self.proposals.get(serial, Proposal()), proposal(serial, action, subject, value)
-        agreeing = [(p, sealed) for p, (digest, sealed) in asked.approvals.items() if digest == wanted]
-        return {self.persons[p].role: sealed.hex() for p, sealed in agreeing}
+        return [person for person, (digest, _) in asked.approvals.items() if digest == wanted]
 
     def _enrolled(self, e: Enrolled) -> None:
-        if e.site in self.sites:
+        if e.site in self.sites and e.site not in self.barred:
             raise InvalidEntry("the site is enrolled already")
-        if len(e.sign_key) != 32 or any(e.sign_key == known.sign_key for known in self.sites.values()):
+        if e.envelope in self.requests:  # approvals of before, used or not, bring nobody back
+            raise InvalidEntry("this very request was enrolled before: a fresh one must be sealed and approved")
+        others = {known.sign_key for known in self.sites.values() if known.site != e.site}
+        if len(e.sign_key) != 32 or e.sign_key in others:
             raise InvalidEntry("not an Ed25519 key, or another site's")
+        office = self.office()
+        if office:
+            self._agree(e.serial, proposal(e.serial, "enrol", e.site, e.envelope.hex()), len(office))
+        elif e.serial:
+            raise InvalidEntry("where nobody may approve, an enrolment has no serial")
+        if self.epoch > 1 and e.site not in self.sites:  # enrolled before, perhaps, and the backup had lost it
+            self.late.add(e.site)
         self.sites[e.site] = e
         self.policies[e.site] = e.envelope
-        if self.epoch > 1:  # it may have been enrolled before, and the backup had lost it
-            self.late.add(e.site)
+        self.requests.add(e.envelope)
+        self.barred.discard(e.site)
+
+    def _issued(self, e: Issued) -> None:
+        if e.site not in self.sites or e.site in self.barred:
+            raise InvalidEntry("a certificate is for a site that is enrolled and not barred")
+        if not _NUMBER.fullmatch(e.number) or e.number in self.issued:
+            raise InvalidEntry("not a certificate's number in hexadecimal, or used before")
+        if len(e.certificate) != 32 or not e.not_after > 0:
+            raise InvalidEntry("a certificate has a SHA-256 and an end")
+        self.issued[e.number] = e
+
+    def _revoked(self, e: Revoked) -> None:
+        if not ID.fullmatch(e.why):
+            raise InvalidEntry("why is a short word")
+        if e.site not in self.sites or e.site in self.barred:
+            raise InvalidEntry("the site is not enrolled, or barred already")
+        known = self.issued.get(e.number)
+        if not e.number:
+            self.barred.add(e.site)
+            self.revoked.update(number for number, issued in self.issued.items() if issued.site == e.site)
+        elif known is None or known.site != e.site or e.number in self.revoked:
+            raise InvalidEntry("that certificate was not issued to the site, or is revoked already")
+        else:
+            self.revoked.add(e.number)
 
     def _amended(self, e: Amended) -> None:
-        if e.site not in self.sites or not e.number > self.amended.get(e.site, 0):
-            raise InvalidEntry("the site is not enrolled, or the amendment is not newer than the one in force")
+        if e.site not in self.sites or e.site in self.barred or not e.number > self.amended.get(e.site, 0):
+            raise InvalidEntry("the site is not enrolled or was revoked, or the amendment is not newer than the last")
         self.policies[e.site], self.amended[e.site] = e.envelope, e.number
 
     def _opened(self, e: Opened) -> None:
@@ -179,7 +201,7 @@ class State:
             raise InvalidEntry("no such role, or not an Ed25519 key")
         if e.person in self.persons or any(e.public == known.public for known in self.persons.values()):
             raise InvalidEntry("the person or the key is appointed already")
-        office = APPROVING & {p.role for p in self.persons.values()}
+        office = self.office()
         if office and e.role not in APPROVING - office:
             self._agree(e.serial, proposal(e.serial, "appoint", e.person, f"{e.role} {e.public.hex()}"), len(office))
         elif e.serial:
@@ -225,6 +247,8 @@ class State:
             raise InvalidEntry("the grant exists already, or this very request was refused")
         if self.frozen(e.site):
             raise InvalidEntry("nothing is granted before every site has presented its receipts")
+        if e.site in self.barred:
+            raise InvalidEntry("nothing is granted to a site that was revoked")
         if not 0 < e.amount <= account.left:
             raise InvalidEntry("the account would be overspent")
         account.held += e.amount
@@ -257,6 +281,8 @@ class State:
         held = grant.reserved
         if (e.site, e.run, e.mechanism) != (held.site, held.run, held.mechanism):
             raise InvalidEntry("the grant is another's")
+        if e.site in self.barred:
+            raise InvalidEntry("nothing is admitted of a site that was revoked")
         if e.release in self.releases or e.envelope in self.envelopes:
             raise InvalidEntry("the release was reviewed before")
         if not grant.used < e.used <= held.amount or (e.run and e.round <= grant.last_round):
@@ -305,11 +331,11 @@ class State:
         if (e.epoch, e.size) != (self.epoch + 1, self.size) or len(e.root) != 32 or not e.nonce:
             raise InvalidEntry("an epoch follows the one before, where the backup ends")
         self.epoch, self.restored_at, self.nonce = e.epoch, self.size, e.nonce
-        self.waiting, self.late, self.recovered = set(self.sites), set(), Counter()
+        self.waiting, self.late, self.recovered = set(self.sites) - self.barred, set(self.barred), Counter()
 
     def _recovered(self, e: Recovered) -> None:
-        account = self.accounts.get(e.account)
-        if e.site not in self.waiting | self.late or account is None or e.account.rpartition("/")[0] != e.site:
+        account, owner = self.accounts.get(e.account), e.account.rpartition("/")[0]
+        if e.site not in (self.waiting | self.late) - self.barred or account is None or owner != e.site:
             raise InvalidEntry("only after a restore, and only into the site's own account")
         if e.grant in self.grants or e.envelope in self.refused or e.amount <= 0:
             raise InvalidEntry("the grant is known, was refused, or is for nothing")
@@ -318,7 +344,7 @@ class State:
         self.recovered[e.site] += 1
 
     def _presented(self, e: Presented) -> None:
-        if e.site not in self.waiting | self.late or e.nonce != self.nonce:
+        if e.site not in (self.waiting | self.late) - self.barred or e.nonce != self.nonce:
             raise InvalidEntry("nothing is awaited from that site after this restore")
         if e.grants != self.recovered[e.site]:
             raise InvalidEntry("another number of lost grants than were recovered")
@@ -356,6 +382,7 @@ _APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = MappingProxy
         Enrolled: State._enrolled,
         Expired: State._expired,
         Freed: State._freed,
+        Issued: State._issued,
         LimitSet: State._limit_set,
         Opened: State._opened,
         Presented: State._presented,
@@ -363,6 +390,7 @@ _APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = MappingProxy
         Refused: State._refused,
         Reserved: State._reserved,
         Restored: State._restored,
+        Revoked: State._revoked,
         RoundClosed: State._round_closed,
         Sent: State._sent,
         Spent: State._spent,

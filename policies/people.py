@@ -9,19 +9,30 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies import governance
 from policies.entries import InvalidEntry
 from policies.ledger import APPROVING, ROLES
-from policies.statement import ID, Approval, encode, parse
+from policies.statement import HEX, ID, Approval, encode, parse
 from policies.store import Store
+
+_NEEDED: Final[Mapping[str, str]] = MappingProxyType(  # action -> the value that is signed
+    {
+        "appoint": "ROLE KEY",
+        "enrol": "the sealed request's SHA-256 in hexadecimal",
+        "limit": "BUDGET",
+        "release": "SHA-256",
+        "waive": "EPOCH",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +67,13 @@ def add_commands(group: Any, tools: Tools) -> None:
     appoint.add_argument("key", help="the public key that `ledger person` printed")
     appoint.add_argument("--serial", default="", help="of the approved proposal; not for the first of each role")
     sign = add("sign", _sign, "as a person: seal an approval of a proposal, to be handed to `ledger approve`")
-    sign.add_argument("action", choices=["appoint", "limit", "release", "waive"])
+    sign.add_argument("action", choices=sorted(_NEEDED))
     sign.add_argument("subject", help="the account, the person's name, the release or the site")
-    sign.add_argument("value", nargs="+", help="the budget; a role and a key; the artifact's SHA-256; or the epoch")
+    sign.add_argument(
+        "value",
+        nargs="+",
+        help="the budget; a role and a key; a SHA-256 of the artifact or the request; or the epoch",
+    )
     for name, text in (("--person", "who signs"), ("--serial", "of the proposal, the same for all who sign")):
         sign.add_argument(name, required=True, help=text)
     sign.add_argument("--key", type=Path, required=True, help="the person's private key")
@@ -116,9 +131,10 @@ def _value(action: str, subject: str, words: Sequence[str]) -> str:
             role, key = words
             return f"{role} {base64.b64decode(key, validate=True).hex()}"
         (value,) = words
+        if action == "enrol" and not HEX.fullmatch(value):
+            raise ValueError(value)
     except ValueError:
-        needed = {"limit": "BUDGET", "appoint": "ROLE KEY", "release": "SHA-256", "waive": "EPOCH"}[action]
-        raise InvalidEntry(f"to sign {action} {subject} give {needed}") from None
+        raise InvalidEntry(f"to sign {action} {subject} give {_NEEDED[action]}") from None
     return value
 
 

@@ -5,6 +5,7 @@ Default deny: no policy, no release. The coordinator may only tighten what a sit
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -34,8 +35,11 @@ class Policy:
     modalities: frozenset[str]  # DICOM codes, (0008,0060)
     artifact_types: frozenset[str]
     components: frozenset[str]  # provenance admitted of generators, encoders, ... (P6)
-    levels: frozenset[str]  # claim levels admitted: "A", "B", "C"
+    levels: frozenset[str]  # claim levels admitted: "A", "A*", "B", "C"
     approvals: frozenset[str]  # roles of the persons who must have approved a release before it leaves
+    readers: frozenset[
+        str
+    ]  # SHA-256 of the HPKE keys that a release may be encrypted to, past the coordinator's eyes
 
 
 _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
@@ -47,10 +51,11 @@ _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "max_releases_per_patient": (1, 1_000_000),
     "max_artifact_bytes": (1, 1 << 40),
 }
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
 _REALS: Final = ("epsilon", "delta", "max_reid_rate")
 _CHOICES: Final[Mapping[str, frozenset[str]]] = {
     "components": frozenset({"public", "dp", "private"}),
-    "levels": frozenset({"A", "B", "C"}),
+    "levels": frozenset({"A", "A*", "B", "C"}),
     "approvals": frozenset({"compliance", "hospital"}),
 }
 
@@ -71,6 +76,8 @@ def _problem(key: str, value: object) -> str | None:
         return "must be a list of texts"
     if key in _CHOICES and not set(value) <= _CHOICES[key]:
         return f"may hold only {', '.join(sorted(_CHOICES[key]))}"
+    if key == "readers" and not all(_FINGERPRINT.fullmatch(v) for v in value):
+        return "must hold SHA-256 fingerprints of 64 lower-case hexadecimal digits"
     return None
 
 
@@ -129,4 +136,5 @@ def strictest(a: Policy, b: Policy) -> Policy:
         components=a.components & b.components,
         levels=a.levels & b.levels,
         approvals=a.approvals | b.approvals,
+        readers=a.readers & b.readers,
     )

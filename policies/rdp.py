@@ -25,7 +25,7 @@ from decimal import (
 from functools import lru_cache
 from typing import Final
 
-from policies.claims import Claim, Gaussian, GaussianQuery, SubsampledGaussian, UnsupportedClaim
+from policies.claims import Claim, DistributedGaussian, Gaussian, GaussianQuery, SubsampledGaussian, UnsupportedClaim
 
 NANO: Final = 10**9
 MAX_ORDER: Final = 1024
@@ -89,7 +89,8 @@ def _divergence(claim: Gaussian, order: int) -> Decimal:
 def integer_rdp(claim: Gaussian, order: int) -> float:
     """Rényi divergence bound of the whole claim at ``order``, in nats, as the nearest float.
 
-    Poisson-subsampled Gaussian: ``steps * log(A) / (a - 1)``, see :func:`_log_moment`. Plain Gaussian, and every
+    Poisson-subsampled Gaussian, also of a sum whose noise the sites share: ``steps * log(A) / (a - 1)``, see
+    :func:`_log_moment`. Plain Gaussian, and every
     Gaussian query: ``a / (2 sigma^2)`` (Mironov 2017, corollary 3; PrivImage, theorem 3.1).
 
     Raises:
@@ -107,7 +108,7 @@ def cost(claim: Claim, order: int) -> int:
         UnsupportedClaim: the claim has no Rényi curve (k-anonymity has none, not a zero one).
         ValueError: the order is not an integer in [2, 1024].
     """
-    if not isinstance(claim, SubsampledGaussian | GaussianQuery):
+    if not isinstance(claim, SubsampledGaussian | DistributedGaussian | GaussianQuery):
         raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
     _check(order)
     with localcontext(_UP):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policies import governance
 from policies.accounting import confirm, order_for
+from policies.accounts import Account
 from policies.claims import Claim
 from policies.entries import (
     Admitted,
@@ -21,17 +21,31 @@ from policies.entries import (
     Entry,
     Expired,
     Freed,
+    Issued,
     Opened,
     Refused,
     Reserved,
+    Revoked,
     RoundClosed,
     Sent,
     Spent,
 )
-from policies.ledger import Account, KeyReused, State
+from policies.ledger import KeyReused, State
 from policies.policy import Policy
 from policies.rdp import allowance
-from policies.review import TERMS, Finding, Standing, Verdict, level_of, price, review, review_reservation
+from policies.review import (
+    TERMS,
+    Finding,
+    Standing,
+    Verdict,
+    account_name,
+    level_of,
+    price,
+    review,
+    review_reservation,
+    review_together,
+    room,
+)
 from policies.statement import (
     Amendment,
     Enrolment,
@@ -60,10 +74,12 @@ def open_accounts(site: str, policy: Policy) -> tuple[Opened, Opened]:
     )
 
 
-def account_name(site: str, mechanism: str) -> str:
-    """The account that pays for a mechanism; an unknown mechanism has none."""
-    terms = TERMS.get(mechanism)
-    return f"{site}/{terms.kind}" if terms else ""
+def _paying(state: State, asked: Sequence[tuple[Reservation, bytes]]) -> Iterator[tuple[str, str, Account]]:
+    """The accounts that a request touches: name, site, account."""
+    for r, _ in asked:
+        name = account_name(r.site, r.mechanism)
+        if name in state.accounts:
+            yield name, r.site, state.accounts[name]
 
 
 def verdict_of(line: Line) -> Verdict:
@@ -91,13 +107,59 @@ class Register:
     store: Store
     policy_of: Callable[[str], Policy]  # the strictest of the site's and the federation's
 
-    def enrol(self, statement: Enrolment, envelope: bytes, policy: Policy) -> None:
-        """A site's key and its accounts, in one transaction. ``policy`` sets the limits."""
-        key = base64.b64decode(statement.sign_key, validate=True)
+    def enrol(self, statement: Enrolment, envelope: bytes, policy: Policy, serial: str = "") -> None:
+        """A site's key and its accounts, in one transaction; asked again, nothing is written.
+
+        A revoked site is admitted again: its accounts and grants are the ones it had, its certificates stay revoked.
+
+        Args:
+            statement: what is inside ``envelope``, whose signature the caller verified.
+            envelope: the sealed bytes.
+            policy: sets the limits of a new site's accounts.
+            serial: of the approved proposal ``enrol``, site, envelope's SHA-256 in hexadecimal; "" where nobody may.
+        Raises:
+            KeyReused: the site is enrolled, and otherwise.
+            InvalidEntry: not enough approvals of exactly this, and by which roles; or the key is another site's.
+        """
+        site, key = statement.site, base64.b64decode(statement.sign_key, validate=True)
         text = hashlib.sha256(statement.policy.encode()).digest()
-        entry = Enrolled(statement.site, key, text, digest(envelope))
-        accounts = open_accounts(statement.site, policy)
-        self.store.append(f"enrol-{statement.site}", Draft((entry, *accounts), (envelope,)))
+        entry = Enrolled(site, key, text, digest(envelope), serial)
+        with self.store.exclusive() as state:
+            known = state.sites.get(site)
+            if known is not None and site not in state.barred:
+                if known != entry:
+                    raise KeyReused("the site is enrolled already, with another request or approval")
+                return
+            if state.office() and entry.envelope not in state.requests:  # or the fold says what is needed instead
+                governance.must_agree(state, serial, "enrol", site, entry.envelope.hex())
+            if known is None:
+                accounts = open_accounts(site, policy)
+                self.store.append(f"enrol-{site}", Draft((entry, *accounts), (envelope,)))
+            else:
+                self.store.append(f"readmit-{site}-{state.size}", Draft((entry,), (envelope,)))
+
+    def issue(self, site: str, number: str, certificate: bytes, not_after: int) -> None:
+        """Write down a certificate before the site gets it: see :class:`policies.entries.Issued`.
+
+        Raises:
+            InvalidEntry: the site is not enrolled or was revoked, or the number was used before.
+            KeyReused: another certificate of that number was issued.
+        """
+        self.store.append(f"issue-{number}", Draft((Issued(site, number, certificate, not_after),)))
+
+    def revoke(self, site: str, number: str, why: str) -> None:
+        """One certificate counts no longer, or with ``number`` "" all of them and the site; done twice, written once.
+
+        Raises:
+            InvalidEntry: no such site, or no such certificate of it, or ``why`` is not a short word.
+        """
+        with self.store.exclusive() as state:
+            known = state.issued.get(number)
+            of_site = known is not None and known.site == site
+            done = of_site and number in state.revoked if number else site in state.barred
+            if not done:
+                key = f"revoke-{number}-{site}" if number else f"bar-{site}-{state.size}"
+                self.store.append(key, Draft((Revoked(site, number, why),)))
 
     def account(self, site: str, claim: Claim) -> Account:
         """The account that pays for a claim of this kind.
@@ -125,11 +187,20 @@ class Register:
         """Hold a claim's price, or append the refusal; durable when this returns."""
         return self.reserve_all(key, [(reservation, envelope)])[0]
 
-    def reserve_all(self, key: str, asked: Sequence[tuple[Reservation, bytes]]) -> list[Verdict]:
-        """Hold the prices of several claims, over as many accounts as they touch: all of them or none.
+    def reserve_all(
+        self, key: str, asked: Sequence[tuple[Reservation, bytes]], least: int | None = None
+    ) -> list[Verdict]:
+        """Hold the prices of several claims, over as many accounts as they touch, in one append.
 
+        Args:
+            key: idempotency key; asked again, the answer is the same, whatever ``least`` is then.
+            asked: reservations and their sealed bytes, whose signatures the caller verified.
+            least: what is refused is left out, and the others are held, in this order, if they are so many; fewer,
+                and none is. None: all of them or none.
         Returns:
-            A verdict for each; when one is refused, all are.
+            A verdict for each.
+        Raises:
+            KeyReused: the key was used with other envelopes.
         """
         envelopes = tuple(envelope for _, envelope in asked)
         with self.store.exclusive() as state:
@@ -138,23 +209,15 @@ class Register:
                 if [getattr(line.record.entry, "envelope", b"") for line in before] != list(map(digest, envelopes)):
                     raise KeyReused("the key was used with another envelope")
                 return [verdict_of(line) for line in before]
-            verdicts = [self._priced(state, reservation, envelope) for reservation, envelope in asked]
-            together = Counter[str]()
-            for (r, _), verdict in zip(asked, verdicts, strict=True):
-                together[account_name(r.site, r.mechanism)] += verdict.amount
-            for i, (r, _) in enumerate(asked):
-                name = account_name(r.site, r.mechanism)
-                if not all(v.admitted for v in verdicts) and verdicts[i].admitted:
-                    verdicts[i] = Verdict((Finding("together", "another part of the same request was refused"),))
-                elif verdicts[i].admitted and not together[name] <= state.accounts[name].left:
-                    verdicts[i] = Verdict((Finding("budget", "together they cost more than the account holds"),))
-            granted = all(v.admitted for v in verdicts)
+            alone = [self._priced(state, reservation, envelope) for reservation, envelope in asked]
+            left = {name: room(account, self.policy_of(site)) for name, site, account in _paying(state, asked)}
+            verdicts = review_together([r for r, _ in asked], alone, left, least)
             entries: list[Entry] = []
             for (r, envelope), verdict in zip(asked, verdicts, strict=True):
                 name, claim = account_name(r.site, r.mechanism), canonical(claim_json(r.claim))
                 entries.append(
                     Reserved(r.grant, r.site, r.run, r.mechanism, name, verdict.amount, claim, digest(envelope))
-                    if granted
+                    if verdict.admitted
                     else self._refusal(r.grant, r, "reservation", verdict, envelope)
                 )
             self.store.append(key, Draft(tuple(entries), envelopes))
@@ -164,7 +227,8 @@ class Register:
         if digest(envelope) in state.refused:  # a no stays one, whatever key it comes under
             return Verdict((Finding("replay", "this very request was refused before; make a new one"),))
         account = state.accounts.get(account_name(r.site, r.mechanism))
-        standing = Standing(account, state.grants.get(r.grant), frozen=state.frozen(r.site))
+        barred = r.site in state.barred
+        standing = Standing(account, state.grants.get(r.grant), frozen=state.frozen(r.site), revoked=barred)
         verdict = review_reservation(r, standing, self.policy_of(r.site))
         if verdict.admitted and account is not None and account.opened.order:
             confirm(r.claim, account.opened.order)
@@ -202,7 +266,7 @@ class Register:
             grant = self.store.state.grants.get(r.grant)
             own = grant is not None and grant.state == "held" and grant.reserved.site == r.site
             entries: list[Entry] = [refusal]
-            if own and not r.run and grant is not None:
+            if own and grant is not None and not grant.reserved.run:  # by the grant, whatever the release says
                 entries.append(Spent(r.grant, grant.reserved.amount, "refused", b""))
             self.store.append(key, Draft(tuple(entries), (envelope,)))
             return
@@ -220,6 +284,7 @@ class Register:
             claim,
             artifact,
             digest(envelope),
+            r.reader,
         )
         end = () if r.run else (Spent(r.grant, used, "released", b""),)
         self.store.append(key, Draft((entry, *end), (envelope,)))
@@ -288,20 +353,24 @@ class Register:
     def present(self, key: str, statement: Reservation | Receipts, envelope: bytes) -> Verdict:
         """After a restore: a grant that the backup had lost, or the site's word that these were all.
 
+        A grant that the books hold was not lost: a no with the rule ``known``.
+
         Raises:
             InvalidEntry: nothing is awaited from that site.
         """
         with self.store.exclusive():
             before = self.answered(key, envelope)
-            if before is None and isinstance(statement, Receipts):
+            if before is not None:
+                return before
+            if isinstance(statement, Receipts):
                 governance.present(self.store, key, statement, envelope)
-            elif before is None and isinstance(statement, Reservation):
-                governance.recover_grant(self.store, key, statement, envelope)
-        return before or Verdict(())
+            elif not governance.recover_grant(self.store, key, statement, envelope):
+                return Verdict((Finding("known", "the ledger holds this grant: it was not lost"),))
+        return Verdict(())
 
-    def free(self, grant: str, envelope: bytes) -> None:
-        """The site's own ledger only: the coordinator refused the price, and nothing was read under the grant."""
-        self.store.append(f"close-{grant}", Draft((Freed(grant, "refused", digest(envelope)),), (envelope,)))
+    def free(self, grant: str, why: str, envelope: bytes) -> None:
+        """The site's own ledger only: nothing was read under the grant; why: see :class:`policies.entries.Freed`."""
+        self.store.append(f"close-{grant}", Draft((Freed(grant, why, digest(envelope)),), (envelope,)))
 
     def close(self, grant: str, why: str) -> None:
         """Spend a held grant's whole amount, as expired if nothing left under it; a closed one stays as it is."""
@@ -325,7 +394,7 @@ class Register:
     def _standing(self, state: State, release: Release, envelope: bytes) -> Standing:
         seen = release.release in state.releases or digest(envelope) in state.envelopes
         account = state.accounts.get(account_name(release.site, release.mechanism))
-        return Standing(account, state.grants.get(release.grant), seen)
+        return Standing(account, state.grants.get(release.grant), seen, revoked=release.site in state.barred)
 
     def held(self) -> list[Reserved]:
         """Grants without an end, oldest first."""

@@ -6,23 +6,27 @@ findings is an admission; the caller appends it, refusals too, to the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+from policies.accounts import Account, Grant
 from policies.claims import (
     RELATION,
     UNIT,
     Claim,
+    DistributedGaussian,
     Gaussian,
     GaussianQuery,
     KAnonymous,
     NoClaim,
+    Stepwise,
     SubsampledGaussian,
     UnsupportedClaim,
+    assumption,
 )
-from policies.ledger import Account, Grant
 from policies.policy import Policy
 from policies.rdp import allowance, cost, epsilon_nano
 from policies.statement import (
@@ -51,7 +55,7 @@ class Verdict:
     """A decision: admitted when there is no finding. ``level`` is the claim level printed on the certificate."""
 
     findings: tuple[Finding, ...]
-    level: str = ""  # "A" | "B" | "C"; "" where nothing is released
+    level: str = ""  # "A" | "A*" | "B" | "C", weaker in this order; "" where nothing is released
     amount: int = 0  # what the account is charged (reservation) or the grant has used so far (release)
 
     @property
@@ -64,8 +68,8 @@ class Verdict:
 class Terms:
     """What the law knows of a mechanism: the claim it must make, what it releases, which components it names."""
 
-    claim: type[KAnonymous] | type[SubsampledGaussian] | type[GaussianQuery]
-    artifact_type: str
+    claim: type[KAnonymous] | type[SubsampledGaussian] | type[DistributedGaussian] | type[GaussianQuery]
+    artifact_type: str  # one of ``ARTIFACT_TYPES``
     components: frozenset[str]
     rounds: bool  # made in the rounds of a run, or at once and alone
 
@@ -75,10 +79,14 @@ class Terms:
         return "k" if self.claim is KAnonymous else "rdp"
 
 
+ARTIFACT_TYPES: Final = frozenset({"image-set", "volume-set", "update", "masked-update", "model"})
 TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
     {
         "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
         "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
+        "federated-masked": Terms(
+            DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
+        ),
     }
 )
 
@@ -91,6 +99,10 @@ class Standing:
     grant: Grant | None = None
     reviewed_before: bool = False  # this release id or this envelope already has a verdict
     frozen: bool = False  # the ledger was restored from a backup, and a site's receipts are missing
+    revoked: bool = False  # the site was barred
+
+
+_BARRED: Final = Finding("revoked", "the site was revoked; it must be enrolled again first")
 
 
 def price(claim: Claim, account: Account) -> int:
@@ -132,6 +144,9 @@ def _place(statement: Reservation | Release) -> Iterator[Finding]:
     if isinstance(statement, Release):
         if (statement.round >= 1) is not rounds:
             yield Finding("round", "a release of a run names its round, and no other does")
+        claim = statement.claim
+        if isinstance(claim, DistributedGaussian) and assumption(claim) and not claim.steps <= statement.round:
+            yield Finding("one_step", "where sites share the noise of a sum, every step is a round of its own")
         if statement.release != release_id(statement.site, statement.grant, statement.round):
             yield Finding("release_id", "a release's id follows from its site, grant and round")
 
@@ -152,9 +167,13 @@ def review_reservation(reservation: Reservation, standing: Standing, policy: Pol
         return Verdict((Finding("malformed", wrong),))
     findings = [*_terms(reservation.mechanism, reservation.claim, policy), *_scope(reservation, policy)]
     findings += [*_provenance(reservation, policy), *_place(reservation)]
+    if assumption(reservation.claim) and "A*" not in policy.levels:
+        findings.append(Finding("level", f"the policy {policy.name} does not admit releases of level A*"))
     account = standing.account
     if standing.grant is not None:
         findings.append(Finding("grant_exists", "a grant of that name was given before"))
+    if standing.revoked:
+        findings.append(_BARRED)
     if standing.frozen:
         findings.append(Finding("frozen", "the ledger was restored; every site must present its receipts first"))
     if account is None:
@@ -164,9 +183,52 @@ def review_reservation(reservation: Reservation, standing: Standing, policy: Pol
     if findings or account is None:
         return Verdict(tuple(findings))
     amount = price(reservation.claim, account)
-    if not amount <= min(account.limit, _ceiling(account, policy)) - account.held - account.spent:
+    if not amount <= room(account, policy):
         findings.append(Finding("budget", _shortage(reservation.claim, account)))
     return Verdict(tuple(findings), amount=amount)
+
+
+def account_name(site: str, mechanism: str) -> str:
+    """The account that pays for a mechanism; an unknown mechanism has none."""
+    terms = TERMS.get(mechanism)
+    return f"{site}/{terms.kind}" if terms else ""
+
+
+def review_together(
+    asked: Sequence[Reservation], alone: Sequence[Verdict], left: Mapping[str, int], least: int | None = None
+) -> list[Verdict]:
+    """What each of several may have when all are asked at once: no account pays twice from the same room.
+
+    Args:
+        asked: the reservations, in the order in which they are served.
+        alone: the verdict on each, had it been the only one.
+        left: :func:`room` of every account that they touch, by name.
+        least: those that are refused are left out, if so many are granted; fewer, and none is. None: all or none.
+    """
+    names = [account_name(r.site, r.mechanism) for r in asked]
+    total, taken, grants = Counter[str](), Counter[str](), set[str]()
+    for name, verdict in zip(names, alone, strict=True):
+        total[name] += verdict.amount
+    out: list[Verdict] = []
+    for name, r, verdict in zip(names, asked, alone, strict=True):
+        wanted, said = total[name] if least is None else taken[name] + verdict.amount, verdict
+        if said.admitted and r.grant in grants:
+            said = Verdict((Finding("grant_exists", "the same request names that grant twice"),))
+        elif said.admitted and not wanted <= left[name]:
+            said = Verdict((Finding("budget", "together they cost more than the account holds"),))
+        elif said.admitted:
+            taken[name] += said.amount
+        grants.add(r.grant)
+        out.append(said)
+    if sum(v.admitted for v in out) >= (len(out) if least is None else least):
+        return out
+    other = Verdict((Finding("together", "another part of the same request was refused"),))
+    return [other if v.admitted else v for v in out]
+
+
+def room(account: Account, policy: Policy) -> int:
+    """What may still be reserved under the policy of today; negative after it was tightened below what is gone."""
+    return min(account.limit, _ceiling(account, policy)) - account.held - account.spent
 
 
 def _payable(mechanism: str, account: Account) -> Iterator[Finding]:
@@ -218,9 +280,8 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
         yield Finding("grant_of_another", "the grant was given for another site, mechanism or run")
         return
     granted, claim = _granted(held.claim), release.claim
-    if isinstance(granted, SubsampledGaussian) and isinstance(claim, SubsampledGaussian):
-        same = (granted.sampling_rate, granted.noise_multiplier) == (claim.sampling_rate, claim.noise_multiplier)
-        if not (same and claim.steps <= granted.steps):
+    if isinstance(granted, Stepwise) and isinstance(claim, Stepwise):
+        if not (replace(granted, steps=claim.steps) == claim and claim.steps <= granted.steps):
             yield Finding("claim_not_granted", "the claim is not covered by the one that was granted")
         elif not price(claim, account) <= held.amount:
             yield Finding("claim_not_granted", "the claim costs more than was granted")
@@ -262,13 +323,15 @@ def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
     terms = TERMS.get(release.mechanism)
     if terms is not None and release.artifact_type != terms.artifact_type:
         yield Finding("artifact_type", f"{release.mechanism} releases {terms.artifact_type}")
-    if release.artifact_type not in policy.artifact_types:
+    if release.artifact_type not in policy.artifact_types & ARTIFACT_TYPES:
         yield Finding("artifact_type_not_allowed", f"the policy does not admit {release.artifact_type}")
     if not 0 < release.artifact_bytes <= policy.max_artifact_bytes:
         yield Finding("artifact_size", f"the artifact must have 1 to {policy.max_artifact_bytes} bytes")
     yield from _provenance(release, policy)
     if release.vetted_against not in ("nothing", "public", "private"):
         yield Finding("vetting", "vetted_against must be nothing, public or private")
+    if release.reader and release.reader not in policy.readers:
+        yield Finding("reader", "the policy does not name the reader that the artifact is encrypted to")
     missing = policy.approvals - set(release.approvals)
     if missing:
         yield Finding("approval", f"it must be approved by: {', '.join(sorted(missing))}")
@@ -292,7 +355,7 @@ def level_of(release: Release) -> str:
     """The claim level: what the certificate may print, and nothing stronger (design section 5, P7)."""
     public = bool(release.components) and all(p == "public" for p in release.components.values())
     if isinstance(release.claim, Gaussian) and release.vetted_against != "private" and public:
-        return "A"
+        return "A*" if assumption(release.claim) else "A"
     once = isinstance(release.claim, KAnonymous) and release.claim.releases_per_patient == 1  # P5: B is once, ever
     return "B" if once and public else "C"
 
@@ -312,6 +375,8 @@ def review(release: Release, standing: Standing, policy: Policy) -> Verdict:
     findings += _vetted(release, level, policy)
     if level not in policy.levels:
         findings.append(Finding("level", f"the policy {policy.name} does not admit releases of level {level}"))
+    if standing.revoked:
+        findings.append(_BARRED)
     if standing.reviewed_before:
         findings.append(Finding("replay", "this release was reviewed before"))
     account, grant = standing.account, standing.grant

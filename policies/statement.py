@@ -82,14 +82,18 @@ class Release:
     vetted_against: str  # "nothing" | "public" | "private" (P7)
     reid_rate: str | None  # decimal text: upper bound on the share re-identified when vetted; None: not measured
     approvals: Mapping[str, str]  # role -> SHA-256 of the person's sealed approval of this artifact
+    reader: (
+        str  # SHA-256 of the HPKE public key that the artifact is encrypted to; "": the coordinator may look inside
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
     """The site's word on the end of a grant.
 
-    ``declined`` by its own ledger: nothing was read. ``expired``: all of it is spent. ``finished``: what left under
-    it has consumed ``used``, and nothing more will leave.
+    ``declined``: nothing was read. Its own ledger refused it (the reason is the finding's rule), or the other one did
+    (``coordinator``), or a run was left before anything was begun (``unused``). ``expired``: all of it is spent.
+    ``finished``: what left under it has consumed ``used``, and nothing more will leave.
     """
 
     grant: str
@@ -97,7 +101,7 @@ class Settlement:
     run: str
     mechanism: str
     outcome: str  # "expired" | "declined" | "finished"
-    reason: str  # a finding's rule, from the site's own review
+    reason: str  # a finding's rule from the site's own review, or a word such as "coordinator", "unused", "restart"
     used: int  # of a finished grant; 0 otherwise
 
 
@@ -127,7 +131,7 @@ class Approval:
     person: str
     origin: str  # the ledger that the proposal is for
     serial: str  # chosen by who proposes; each is decided once
-    action: str  # "appoint" | "limit" | "release" | "waive"
+    action: str  # "appoint" | "enrol" | "limit" | "release" | "waive"
     subject: str
     value: str
 
@@ -278,6 +282,8 @@ def _text(name: str, value: object) -> str:
         raise MalformedStatement("modality: must be a DICOM code, such as MR")
     if name == "artifact_sha256" and not HEX.fullmatch(value):
         raise MalformedStatement("artifact_sha256: must be 64 hexadecimal digits")
+    if name == "reader" and value and not HEX.fullmatch(value):
+        raise MalformedStatement("reader: must be 64 hexadecimal digits, or nothing")
     return value
 
 

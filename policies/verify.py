@@ -15,7 +15,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,6 @@ from typing import Any, Final
 from policies.audit import Auditor
 from policies.claims import UNIT
 from policies.export import Export, Unsound
-from policies.ledger import State
 from policies.merkle import BadCheckpoint, Checkpoint, cosigners, open_checkpoint
 
 MAX_EXPORT: Final = 1 << 33
@@ -46,6 +46,7 @@ class Findings:
     witnesses: dict[str, int]  # site -> size of the newest head that it cosigned
     persons: dict[str, str]  # who may approve -> role and key: who they are is for people to check
     limits_set: list[str]  # every change of a limit, and who approved it
+    sites: dict[str, dict[str, Any]]  # who approved the enrolment, and what became of the site and its certificates
 
 
 def _heads(export: Export, since: str | None) -> tuple[Checkpoint, list[Checkpoint]]:
@@ -125,18 +126,35 @@ def _findings(export: Export, head: Checkpoint, auditor: Auditor) -> Findings:
         fingerprint,
         accounts,
         *counts,
-        witnesses=_witnesses(export.witnessed, state),
+        witnesses=_witnesses(export.witnessed, auditor.keys),
         persons=persons,
         limits_set=auditor.limits_set,
+        sites=_members(auditor),
     )
 
 
-def _witnesses(notes: Sequence[str], state: State) -> dict[str, int]:
-    """The newest head that each site cosigned; a cosignature by anybody else is no witness."""
-    keys = {site: enrolled.sign_key for site, enrolled in state.sites.items()}
+def _members(auditor: Auditor) -> dict[str, dict[str, Any]]:
+    """Each site's enrolment and certificates, for people to compare with what they know."""
+    state = auditor.state
+    issued = Counter(certificate.site for certificate in state.issued.values())
+    revoked = Counter(state.issued[number].site for number in state.revoked)
+    return {
+        site: {
+            "approved_by": auditor.enrolled_by[site],
+            "enrolments": len(auditor.keys[site]),
+            "revoked": site in state.barred,
+            "certificates_issued": issued[site],
+            "certificates_revoked": revoked[site],
+        }
+        for site in sorted(state.sites)
+    }
+
+
+def _witnesses(notes: Sequence[str], keys: Mapping[str, Sequence[bytes]]) -> dict[str, int]:
+    """The newest head that each site cosigned, with any key it was enrolled with; anybody else is no witness."""
     found: dict[str, int] = {}
     for note in notes:
-        names = cosigners(note, keys)
+        names = {name for site, own in keys.items() for key in own for name in cosigners(note, {site: key})}
         if not names or len(names) != note.partition("\n\n")[2].count("\n") - 1:
             raise Unsound("a witnessed head bears a cosignature that is no enrolled site's, or none")
         for name in names:
@@ -199,6 +217,15 @@ def _say(text: str) -> None:
         raise SystemExit(70) from None
 
 
+def _of_site(name: str, facts: Mapping[str, Any]) -> str:
+    by = ", ".join(facts["approved_by"])
+    said = f"enrolment approved by {by}" if by else "enrolled when nobody could approve it"
+    again = f", enrolled {facts['enrolments']} times" if facts["enrolments"] > 1 else ""
+    state = ", REVOKED" if facts["revoked"] else ""
+    issued, revoked = facts["certificates_issued"], facts["certificates_revoked"]
+    return f"  {name}: {said}{again}; {issued} certificates issued, {revoked} of them revoked{state}"
+
+
 def _summary(found: Findings, extends: bool) -> str:
     lines = [
         f"SOUND: {found.origin}, {found.size} entries",
@@ -210,6 +237,7 @@ def _summary(found: Findings, extends: bool) -> str:
     if extends:
         lines.append("  it extends the older checkpoint")
     lines += [f"  may approve: {name}, {who}" for name, who in found.persons.items()]
+    lines += [_of_site(site, facts) for site, facts in found.sites.items()]
     lines += [f"  limit of {change}" for change in found.limits_set]
     lines += [f"  head at {size} cosigned by {site}" for site, size in sorted(found.witnesses.items())]
     for name, account in found.accounts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -17,6 +18,7 @@ from policies.entries import (
     Entry,
     Expired,
     Freed,
+    Issued,
     LimitSet,
     Opened,
     Presented,
@@ -25,6 +27,7 @@ from policies.entries import (
     Refused,
     Reserved,
     Restored,
+    Revoked,
     RoundClosed,
     Sent,
     Spent,
@@ -54,11 +57,24 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
     state = State()
     for record in records:
         state.apply(record)
+    issued = Counter(certificate.site for certificate in state.issued.values())
+    revoked = Counter(state.issued[number].site for number in state.revoked)
     return {
         "origin": origin,
         "size": state.size,
         "unit": UNIT,
         "relation": RELATION,
+        "sites": [
+            {
+                "site": name,
+                "serial": known.serial or None,
+                "approved": sorted(state.approvals(known.serial, "enrol", name, known.envelope.hex())),
+                "revoked": name in state.barred,
+                "certificates_issued": issued[name],
+                "certificates_revoked": revoked[name],
+            }
+            for name, known in sorted(state.sites.items())
+        ],
         "accounts": [
             {
                 "account": name,
@@ -95,7 +111,8 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
 
 def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for each kind
     if isinstance(entry, Enrolled):
-        return f"key {entry.sign_key.hex()[:12]}, policy {entry.policy.hex()[:12]}"
+        by = f", approved as {entry.serial}" if entry.serial else ""
+        return f"key {entry.sign_key.hex()[:12]}, policy {entry.policy.hex()[:12]}{by}"
     if isinstance(entry, Opened):
         budget = f"epsilon {entry.epsilon} at delta {entry.delta}, order {entry.order}" if entry.order else ""
         return budget or f"{entry.limit} k-anonymous release(s) for each patient"
@@ -105,7 +122,8 @@ def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for
         return f"{entry.stage}: {', '.join(entry.findings)}"
     if isinstance(entry, Admitted):
         where = f" round {entry.round}" if entry.run else ""
-        return f"{entry.mechanism}{where}: level {entry.level}, artifact {entry.artifact.hex()[:12]}"
+        read = f", encrypted to {entry.reader[:12]}" if entry.reader else ""
+        return f"{entry.mechanism}{where}: level {entry.level}, artifact {entry.artifact.hex()[:12]}{read}"
     if isinstance(entry, Sent):
         return f"{entry.mechanism}: about to leave, artifact {entry.artifact.hex()[:12]}"
     if isinstance(entry, RoundClosed):
@@ -117,11 +135,27 @@ def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for
     return _rare(entry, state)
 
 
-_Rare = Amended | Appointed | Approved | LimitSet | Restored | Recovered | Presented | Waived
+_Rare = Issued | Revoked | Amended | Appointed | Approved | LimitSet | Restored | Recovered | Presented | Waived
 
 
-def _rare(entry: _Rare, state: State) -> str:
-    """What persons did, and what follows a restore."""
+def _certified(entry: Issued | Revoked) -> str:
+    """What became of a certificate."""
+    if isinstance(entry, Issued):
+        return f"certificate {entry.number} until {_utc(entry.not_after)}"
+    return f"certificate {entry.number}: {entry.why}" if entry.number else f"the site, every certificate: {entry.why}"
+
+
+def _utc(at: int) -> str:
+    try:
+        return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return "no time"
+
+
+def _rare(entry: _Rare, state: State) -> str:  # noqa: PLR0911 - one line for each kind
+    """What persons did, what became of certificates, and what follows a restore."""
+    if isinstance(entry, Issued | Revoked):
+        return _certified(entry)
     if isinstance(entry, Amended):
         return f"policy {entry.policy.hex()[:12]}"
     if isinstance(entry, Appointed):
@@ -151,7 +185,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
     for seq, record in enumerate(records):
         state.apply(record)
         entry = record.entry
-        when = dt.datetime.fromtimestamp(record.at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
+        when = _utc(record.at)
         who = getattr(entry, "site", "") or getattr(entry, "run", "")
         if not who and hasattr(entry, "grant"):
             who = state.grants[entry.grant].reserved.site

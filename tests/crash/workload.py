@@ -25,10 +25,12 @@ from policies.entries import (
     Expired,
     Freed,
     InvalidEntry,
+    Issued,
     Opened,
     Record,
     Refused,
     Reserved,
+    Revoked,
     Sent,
     Spent,
     encode,
@@ -103,6 +105,7 @@ class _Planner:
     open: list[_Grant] = field(default_factory=list)
     at: int = START
     names: int = 0
+    numbers: dict[str, str] = field(default_factory=dict)  # site -> its certificate
 
     def name(self, prefix: str) -> str:
         self.names += 1
@@ -121,7 +124,7 @@ class _Planner:
 
     def enrol(self, site: str) -> Append:
         envelope = self.envelope()
-        enrolled = Enrolled(site, hashlib.sha256(site.encode()).digest(), bytes(32), _digest(envelope))
+        enrolled = Enrolled(site, hashlib.sha256(site.encode()).digest(), bytes(32), _digest(envelope), "")
         accounts = (Opened(f"{site}/rdp", LIMIT, 7, "3.0", "1e-06"), Opened(f"{site}/k", LIMIT, 0, "", ""))
         for account in accounts:
             self.held[account.account] = self.spent[account.account] = 0
@@ -158,12 +161,35 @@ class _Planner:
         if how == "admitted":
             used = self.dice.randint(1, r.amount)
             self.spent[r.account] += used
-            release = (f"out-{r.grant}", r.grant, r.site, "", 0, "m", "B", used, b"{}", bytes(32), _digest(envelope))
+            release = (
+                f"out-{r.grant}",
+                r.grant,
+                r.site,
+                "",
+                0,
+                "m",
+                "B",
+                used,
+                b"{}",
+                bytes(32),
+                _digest(envelope),
+                "",
+            )
             given_back = _digest(envelope) if used < r.amount else b""
             ends = (Admitted(*release), Spent(r.grant, used, "finished", given_back))
             return self.append(f"end-{r.grant}", ends, (envelope,))
         self.spent[r.account] += r.amount
         return self.append(f"end-{r.grant}", (Expired(r.grant, "restart"),))
+
+    def certify(self) -> Append:
+        """A site's certificate is renewed: the new one is issued and the old one revoked, in one draft."""
+        site, number = self.dice.choice(SITES), f"{len(self.bodies) + 1:x}"
+        old = self.numbers.get(site)
+        self.numbers[site] = number
+        entries: list[Entry] = [Issued(site, number, self.dice.randbytes(32), self.at + 86_400)]
+        if old:
+            entries.append(Revoked(site, old, "renewed"))
+        return self.append(f"issue-{number}", entries)
 
     def overspend(self) -> Append:
         """A sound entry and one that no account can pay: neither may stay."""
@@ -178,6 +204,8 @@ class _Planner:
         for _ in range(self.dice.choice((1, 1, 2, 3))):
             settles = self.open and self.dice.random() < 0.5
             appends.append(self.settle() if settles else self.reserve())
+            if self.dice.random() < 0.2:
+                appends.append(self.certify())
             if self.dice.random() < 0.04:
                 appends.append(self.overspend())
         return tuple(appends)

@@ -20,15 +20,19 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.accounting import order_for
+from policies.claims import DistributedGaussian
 from policies.entries import (
     Amended,
     Appointed,
     Approved,
+    Enrolled,
     Expired,
+    Issued,
     LimitSet,
     Presented,
     Recovered,
     Restored,
+    Revoked,
     decode,
     proposal,
 )
@@ -62,13 +66,14 @@ ROLES: Final = ("compliance", "hospital")
 PERSON_KEYS: Final = MappingProxyType(
     {f"p-{role}": Ed25519PrivateKey.from_private_bytes(role.encode().ljust(32)) for role in ROLES}
 )
+SHARED: Final = DistributedGaussian(0.25, 1.8, 2, sites=3, honest=2)
 KEYS: Final = MappingProxyType({"site-a": SITE_KEY, **PERSON_KEYS})
 
 
 def hospital() -> Hospital:
     """The one site of the seed ledger."""
     node = node_public(ec.derive_private_key(7, ec.SECP384R1())).decode()
-    return Hospital("site-a", key=SITE_KEY, node_key=node)
+    return Hospital("site-a", key=SITE_KEY, node_key=node, csr="csr")
 
 
 def public(key: Ed25519PrivateKey) -> bytes:
@@ -94,10 +99,14 @@ def statements() -> tuple[Statement, ...]:
         a.reservation("grant-2", DP, "federated", "run-1"),
         a.release("grant-1"),
         _update(a),
+        a.release("grant-1", reader="1f" * 32),
+        a.reservation("grant-5", SHARED, "federated-masked", "run-5"),
+        _masked(a),
         Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0),
         Amendment("site-a", 1, "name = 1"),
         Receipts("site-a", ORIGIN, "nonce-1", 1),
         Approval("p-hospital", ORIGIN, "s-1", "limit", "site-a/rdp", "8.0"),
+        Approval("p-hospital", ORIGIN, "s-3", "enrol", "site-a", "ab" * 32),
     )
 
 
@@ -113,6 +122,41 @@ def _update(a: Hospital) -> Release:
         delta="4e-06",
         components={"centre": "public", "initial": "public"},
     )
+
+
+def _masked(a: Hospital) -> Release:
+    whole = replace(SHARED, honest=1)  # level A: what the presets admit
+    return a.release(
+        "grant-5",
+        run="run-5",
+        round=2,
+        mechanism="federated-masked",
+        claim=whole,
+        artifact_type="masked-update",
+        epsilon_nano=epsilon_nano(whole, 4e-6, order_for(8.0, 4e-6)),
+        delta="4e-06",
+        components={"centre": "public", "initial": "public"},
+    )
+
+
+def _members(store: Store, a: Hospital) -> None:
+    """Certificates come and go; the site is revoked, and two persons admit it again."""
+    for number in ("1f", "2a"):
+        store.append(f"issue-{number}", Draft((Issued("site-a", number, b"c" * 32, 1_800_000_000),)))
+    store.append("revoke-1f", Draft((Revoked("site-a", "1f", "lost"),)))
+    store.append("bar", Draft((Revoked("site-a", "", "left"),)))
+    statement = replace(a.enrolment()[0], csr="another csr")
+    envelope = a.seal(statement)
+    request = hashlib.sha256(envelope).digest()
+    for role in ROLES:
+        words = ("s-3", "enrol", "site-a", request.hex())
+        approval = sealed(encode(Approval(f"p-{role}", ORIGIN, *words)))
+        entry = Approved(f"p-{role}", "s-3", proposal(*words), hashlib.sha256(approval).digest())
+        store.append(f"approve-s-3-{role}", Draft((entry,), (approval,)))
+    policy = hashlib.sha256(statement.policy.encode()).digest()
+    again = Enrolled("site-a", public(SITE_KEY), policy, request, "s-3")
+    store.append("enrol-again", Draft((again,), (envelope,)))
+    store.append("issue-3b", Draft((Issued("site-a", "3b", b"d" * 32, 1_900_000_000),)))
 
 
 def _persons_and_limits(store: Store) -> None:
@@ -171,6 +215,7 @@ def sound() -> Book:
         digests = [hashlib.sha256(raw).digest() for raw in (amended.policy.encode(), envelope)]
         store.append("amend", Draft((Amended("site-a", 1, *digests),), (envelope,)))
         _persons_and_limits(store)
+        _members(store, a)
         seen = store.checkpoint()
         _restored(store, a, open_checkpoint(seen, public(LOG_KEY)).root)
         store.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,11 +15,12 @@ from policies.claims import KAnonymous, NoClaim, SubsampledGaussian
 from policies.export import Export
 from policies.policy import preset
 from policies.statement import canonical, claim_json, encode
-from tests.fuzz.books import LOG_KEY, note, public, sealed, sound, statements
+from tests.fuzz.books import LOG_KEY, SHARED, note, public, sealed, sound, statements
 
 
 def _claims() -> list[bytes]:
     claims = (KAnonymous(5, 2, 1), NoClaim(), SubsampledGaussian(0.25, 1.8, 60), SubsampledGaussian(1.0, 2e-3, 1))
+    claims += (SHARED, replace(SHARED, honest=1))
     return [canonical(claim_json(c)) for c in claims]
 
 
@@ -29,7 +31,7 @@ def _statements() -> list[bytes]:
 def _reviews() -> list[bytes]:
     """Statements without what the target adds, beside the books to change."""
     out = []
-    for raw in _statements()[1:5]:
+    for raw in _statements()[1:8]:
         document = json.loads(raw)
         kept = {name: document[name] for name in ("predicateType", "predicate")}
         account: Any = {"limit": 4606708127, "order": 4, "epsilon": "8.0", "delta": "4e-06"}
@@ -67,7 +69,7 @@ def _forgeries() -> list[bytes]:
     whole = cbor.encode({"entries": records, "payloads": list(book.payloads), "witnessed": [len(records) // 2]})
     for record in records[:3]:
         record["body"] |= {name: 0 for name in ("envelope", "policy") if name in record["body"]}
-    enrolment = [raw for raw in book.payloads if b"enrolment/v1" in raw]
+    enrolment = [raw for raw in book.payloads if b"enrolment/v1" in raw and b'"csr":"csr"' in raw]  # the first one
     start = cbor.encode({"entries": records[:3], "payloads": list(enrolment), "witnessed": [0]})
     return [whole, start, cbor.encode({"entries": [], "payloads": [], "witnessed": []})]
 

@@ -70,6 +70,7 @@ def policy_toml(data: bytes) -> bool:
         _promise(both == strictest(other, policy), "strictest depends on the order")
         _promise(both.epsilon <= policy.epsilon and both.k_min >= policy.k_min, "strictest is looser than one of two")
         _promise(both.mechanisms <= policy.mechanisms and both.levels <= policy.levels, "strictest admits more")
+        _promise(both.readers <= policy.readers & other.readers, "strictest lets more people read")
     return True
 
 
@@ -122,6 +123,7 @@ def _standings() -> tuple[Standing, ...]:
     for state in _states():
         for account in state.accounts.values():
             found += [Standing(account), *(Standing(account, g) for g in state.grants.values())]
+    found.append(dataclasses.replace(found[-1], revoked=True))
     return tuple({repr(s): s for s in found}.values())
 
 
@@ -135,8 +137,9 @@ def _judge(found: Release | Reservation, standing: Standing) -> None:
             verdict = review(found, standing, policy)
             room = standing.grant.reserved.amount if standing.grant else 0
         _promise(type(verdict) is Verdict, "a review without a verdict")
+        _promise(not (verdict.admitted and standing.revoked), "a site that was revoked gets a yes")
         _promise(not verdict.admitted or 0 < verdict.amount <= room, "admitted beyond the budget")
-        level = verdict.level in ("A", "B", "C") if isinstance(found, Release) else not verdict.level
+        level = verdict.level in ("A", "A*", "B", "C") if isinstance(found, Release) else not verdict.level
         _promise(level, "a verdict without its level")
 
 

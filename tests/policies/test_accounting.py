@@ -34,7 +34,16 @@ from policies.accounting import (
     rdp,
     tight_epsilon,
 )
-from policies.claims import GaussianQuery, KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
+from policies.claims import (
+    MAX_SITES,
+    DistributedGaussian,
+    GaussianQuery,
+    KAnonymous,
+    NoClaim,
+    SubsampledGaussian,
+    UnsupportedClaim,
+    assumption,
+)
 from policies.rdp import NANO, allowance, integer_rdp
 from policies.statement import claim_from, claim_json
 
@@ -590,6 +599,7 @@ def test_noise_that_the_sensitivity_swallows_is_no_noise() -> None:
 BUILDERS: list[Callable[..., SubsampledGaussian | GaussianQuery | KAnonymous]] = [
     lambda *last: SubsampledGaussian(0.1, 1.0, 10, *last),
     lambda *last: GaussianQuery(20.0, 4, 3, *last),
+    lambda *last: DistributedGaussian(0.1, 1.0, 10, 4, 3, *last),
     lambda *last: KAnonymous(11, 2, 1, *last),
 ]
 
@@ -619,3 +629,63 @@ def test_another_unit_or_relation_cannot_be_claimed(
         build(wrong)
     with pytest.raises(UnsupportedClaim, match="relation"):
         build("patient", wrong)
+
+
+# --- sums whose noise the sites share
+
+
+@given(CLAIMS, st.integers(2, 12), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_sum_costs_what_its_noise_would_cost_in_one_place(
+    claim: SubsampledGaussian, order: int, data: st.DataObject
+) -> None:
+    sites = data.draw(st.integers(1, 50))
+    honest = data.draw(st.integers(1, sites))
+    shared = DistributedGaussian(claim.sampling_rate, claim.noise_multiplier, claim.steps, sites, honest)
+    assert cost(shared, order) == cost(claim, order)
+    assert epsilon_nano(shared, DELTA, order) == epsilon_nano(claim, DELTA, order)
+    confirm(shared, order)
+    assert epsilon([shared, claim], DELTA, order) == epsilon([claim, claim], DELTA, order)
+    # the variances of so many independent parts add up to the whole
+    assert honest * shared.share**2 == pytest.approx(claim.noise_multiplier**2)
+
+
+def test_the_tight_figure_of_a_sum_is_that_of_its_noise_and_can_be_added_to_others() -> None:
+    alone, shared = SubsampledGaussian(0.05, 1.5, 40), DistributedGaussian(0.05, 1.5, 40, 5, 4)
+    assert tight_epsilon([shared], DELTA) == tight_epsilon([alone], DELTA)
+    both = tight_epsilon([shared, alone], DELTA)
+    assert both == pytest.approx(tight_epsilon([SubsampledGaussian(0.05, 1.5, 80)], DELTA))
+    with pytest.raises(UnsupportedClaim, match="different units"):
+        epsilon([shared, SubsampledGaussian(0.05, 1.5, 1, "image")], DELTA)
+
+
+@pytest.mark.parametrize("sites", [0, -1, True, 2.0, "2", None, MAX_SITES + 1])
+def test_a_sum_is_of_so_many_sites(sites: object) -> None:
+    with pytest.raises(UnsupportedClaim, match="sites"):
+        DistributedGaussian(0.1, 1.0, 1, sites, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("honest", [0, -1, True, 4, 2.0, "2", None])
+def test_no_more_sites_can_be_honest_than_there_are(honest: object) -> None:
+    with pytest.raises(UnsupportedClaim, match="honest"):
+        DistributedGaussian(0.1, 1.0, 1, 3, honest)  # type: ignore[arg-type]
+    assert DistributedGaussian(0.1, 1.0, 1, MAX_SITES, MAX_SITES).honest == MAX_SITES
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0.0, 1.5, 1, True, "0.1", None])
+def test_a_sum_of_senseless_parameters_cannot_be_built(wrong: object) -> None:
+    with pytest.raises(UnsupportedClaim, match="sampling_rate"):
+        DistributedGaussian(wrong, 1.0, 1, 3, 2)  # type: ignore[arg-type]
+    if wrong != 1.5:
+        with pytest.raises(UnsupportedClaim, match="noise_multiplier"):
+            DistributedGaussian(0.1, wrong, 1, 3, 2)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedClaim, match="steps"):
+        DistributedGaussian(0.1, 1.0, 0, 3, 2)
+
+
+def test_what_a_sum_takes_for_granted_is_said_and_nothing_else_is() -> None:
+    said = assumption(DistributedGaussian(0.1, 1.0, 1, 5, 4))
+    assert "at least 4 of the 5 sites" in said
+    for claim in (DistributedGaussian(0.1, 1.0, 1, 5, 1), SubsampledGaussian(0.1, 1.0, 1), GaussianQuery(20.0, 4, 3),
+                  KAnonymous(11, 2, 1), NoClaim()):  # fmt: skip
+        assert assumption(claim) == ""

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import string
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from policies.accounts import Account, Grant
 from policies.entries import (
     KINDS,
     Admitted,
@@ -29,6 +30,7 @@ from policies.entries import (
     Expired,
     Freed,
     InvalidEntry,
+    Issued,
     LimitSet,
     Opened,
     Presented,
@@ -37,6 +39,7 @@ from policies.entries import (
     Refused,
     Reserved,
     Restored,
+    Revoked,
     RoundClosed,
     Sent,
     Spent,
@@ -46,7 +49,7 @@ from policies.entries import (
     encode,
     proposal,
 )
-from policies.ledger import ROLES, Account, Grant, KeyReused, Proposal, State
+from policies.ledger import ROLES, KeyReused, Proposal, State
 from policies.store import Batch, Draft, Head, Store
 
 LIMIT = 100
@@ -112,11 +115,24 @@ def sent(used: int = 10, release: str = "r1", n: int = 1, grant: str = "g") -> S
 
 
 def admitted(used: int = 10, release: str = "r1", n: int = 1, grant: str = "g") -> Admitted:
-    return Admitted(release, grant, "m", "run", n, "mech", "A", used, b"{}", b32("a"), b32(release))
+    return Admitted(release, grant, "m", "run", n, "mech", "A", used, b"{}", b32("a"), b32(release), "")
 
 
-def enrolled(site: str = "m") -> Enrolled:
-    return Enrolled(site, b32(f"key of {site}"), b32("policy"), b32(f"envelope of {site}"))
+def enrolled(site: str = "m", serial: str = "") -> Enrolled:
+    return Enrolled(site, b32(f"key of {site}"), b32("policy"), b32(f"envelope of {site}"), serial)
+
+
+def again(site: str = "m", serial: str = "") -> Enrolled:
+    """The same site's next request: the one of before enrols nobody twice."""
+    return replace(enrolled(site, serial), envelope=b32(f"next envelope of {site}"))
+
+
+def issued(number: str = "1f", site: str = "m") -> Issued:
+    return Issued(site, number, b32("certificate"), 1)
+
+
+def revoked(number: str = "", site: str = "m") -> Revoked:
+    return Revoked(site, number, "lost")
 
 
 def appointed(person: str, role: str, serial: str = "") -> Appointed:
@@ -135,6 +151,11 @@ def agreed(serial: str, action: str, subject: str, value: str, *persons: str) ->
 def appointing(serial: str, *persons: str) -> list[Approved]:
     """The approvals of olaf, who runs the machine."""
     return agreed(serial, "appoint", "olaf", f"operator {O.public.hex()}", *persons)
+
+
+def enrolling(serial: str, *persons: str, site: str = "m") -> list[Approved]:
+    """The approvals of a site's enrolment."""
+    return agreed(serial, "enrol", site, enrolled(site).envelope.hex(), *persons)
 
 
 def restored(size: int, epoch: int = 2, root: bytes = bytes(32), nonce: str = "n2") -> Restored:
@@ -156,6 +177,7 @@ def recovered(grant: str = "lost", amount: int = 30, site: str = "m", account: s
 GRANTED = (opened(), reserved())
 PERSONS = (C, H)
 AWAITED = (enrolled(), opened(), restored(2))  # a restored ledger that waits for site m
+BARRED = (enrolled(), opened(), reserved(), revoked())  # what site m holds outlives its membership
 
 REFUSED = Refused("lost", "m", "mech", "reservation", ["budget"], b32("lost"))
 
@@ -178,6 +200,44 @@ BROKEN: list[Case] = [
     *cases("not enrolled", (enrolled(),), amended(1, "n")),
     *cases("not newer", (enrolled(),), amended(0), amended(-1)),
     *cases("not newer", (enrolled(), amended(3)), amended(3), amended(2)),
+    *cases("or was revoked", (enrolled(), revoked()), amended(1)),
+    *cases("another site's", (enrolled(), enrolled("n"), revoked()), replace(again(), sign_key=b32("key of n"))),
+    *cases("has no serial", (), enrolled(serial="s")),
+    *cases("has no serial", (O,), enrolled(serial="s")),
+    *cases("has no serial", (enrolled(), revoked()), again(serial="s")),
+    *cases("enrolled before", (enrolled(), revoked()), enrolled(), replace(enrolled(), sign_key=b32("another"))),
+    *cases("enrolled before", (enrolled(), revoked(), again(), revoked()), enrolled(), again()),
+    *cases("enrolled before", (enrolled(), *PERSONS, revoked(), *enrolling("s")), enrolled(serial="s")),
+    *cases("enrolled before", (enrolled(), *PERSONS, *enrolling("s"), revoked()), enrolled(serial="s")),
+    *cases("1 role.*0 did", (C,), enrolled(), enrolled(serial="s")),
+    *cases("1 role.*0 did", (O, H), enrolled(), enrolled(serial="s")),
+    *cases("2 role.*0 did", PERSONS, enrolled(), enrolled(serial="s")),
+    *cases("2 role.*1 did", (*PERSONS, *enrolling("s", "cara")), enrolled(serial="s")),
+    *cases("2 role.*0 did", (*PERSONS, *enrolling("s")), enrolled(), enrolled(serial="t"), enrolled("n", "s"),
+           replace(enrolled(serial="s"), envelope=b32("another request"))),
+    *cases("2 role.*0 did", (*PERSONS, *agreed("s", "waive", "m", enrolled().envelope.hex())), enrolled(serial="s")),
+    *cases("2 role.*0 did", (enrolled(), *PERSONS, *enrolling("s"), revoked()), again(serial="s"), again()),
+    *cases("2 role.*0 did", (*PERSONS, *enrolling("s"), enrolled(serial="s"), revoked()), again(serial="s"), again()),
+    # certificates
+    *cases("not barred", (enrolled(),), issued(site="n"), issued(site="l")),
+    *cases("not barred", BARRED, issued()),
+    *cases("not a certificate's number", (enrolled(),), *(issued(n) for n in (
+        "", "0", "01", "1F", "g", "0x1", "1 ", "-1", "1" * 41))),
+    *cases("used before", (enrolled(), enrolled("n"), issued()), issued(), issued(site="n"),
+           replace(issued(), not_after=9)),
+    *cases("used before", (enrolled(), issued(), revoked("1f")), issued()),
+    *cases("used before", (enrolled(), issued(), revoked(), again()), issued()),
+    *cases("a SHA-256 and an end", (enrolled(),), *(replace(issued(), certificate=bytes(n)) for n in (0, 31, 33)),
+           *(replace(issued(), not_after=at) for at in (0, -1))),
+    *cases("a short word", (enrolled(), issued()), *(replace(revoked("1f"), why=why) for why in (
+        "", "Lost", "by post", "x" * 65))),
+    *cases("not enrolled, or barred", (enrolled(),), revoked(site="n"), revoked(site="l")),
+    *cases("not enrolled, or barred", (*BARRED, enrolled("n")), revoked(), revoked("1f")),
+    *cases("not issued to the site", (enrolled(), enrolled("a"), enrolled("z"), issued()), revoked("1e"),
+           revoked("20"), revoked("1f", "a"), revoked("1f", "z")),
+    *cases("revoked already", (enrolled(), issued(), revoked("1f")), revoked("1f")),
+    *cases("granted to a site that was revoked", BARRED, reserved("h", 1)),
+    *cases("admitted of a site that was revoked", BARRED, admitted()),
     # opened
     *cases("open already", (opened(), opened("n")), opened(), opened(limit=1), opened("n")),
     *cases("of kind rdp with an order", (), *(replace(opened(), order=order) for order in (0, 1))),
@@ -300,6 +360,10 @@ BROKEN: list[Case] = [
            restored(1, 2, bytes(31)), restored(1, 2, bytes(33)), restored(1, nonce="")),
     *cases("only after a restore", (enrolled(), opened()), recovered()),
     *cases("only after a restore", (*AWAITED, presented()), recovered()),
+    *cases("only after a restore", (*AWAITED, revoked()), recovered()),
+    *cases("only after a restore", (*BARRED, restored(4)), recovered()),
+    *cases("nothing is awaited", (*AWAITED, revoked()), presented()),
+    *cases("nothing is awaited", (*BARRED, restored(4)), presented(), Waived("m", "s")),
     *cases("into the site's own", (enrolled(), enrolled("n"), opened(), opened("n"), opened("a"), restored(5)),
            recovered(account="n/rdp"), recovered(account="a/rdp"), recovered(account="m/k")),
     *cases("only after a restore", (enrolled(), opened(), opened("n"), restored(3)),
@@ -317,15 +381,15 @@ BROKEN: list[Case] = [
     *cases("another number", (*AWAITED, recovered("g1"), recovered("g2")), *(presented(grants=n) for n in (0, 1, 3))),
     *cases("another number", (*AWAITED, recovered(), presented(grants=1), restored(5, 3)), presented(grants=1)),
     *cases("2 role.*0 did", AWAITED, Waived("m", "s")),
-    *cases("2 role.*1 did", (*PERSONS, enrolled(), opened(), restored(4), *agreed("s", "waive", "m", "2", "hugo")),
+    *cases("2 role.*1 did", (enrolled(), *PERSONS, opened(), restored(4), *agreed("s", "waive", "m", "2", "hugo")),
            Waived("m", "s")),
-    *cases("2 role.*0 did", (*PERSONS, enrolled(), opened(), restored(4), *agreed("s", "waive", "m", "1")),
+    *cases("2 role.*0 did", (enrolled(), *PERSONS, opened(), restored(4), *agreed("s", "waive", "m", "1")),
            Waived("m", "s")),
-    *cases("2 role.*0 did", (*PERSONS, enrolled(), opened(), restored(4), *agreed("s", "waive", "n", "2")),
+    *cases("2 role.*0 did", (enrolled(), *PERSONS, opened(), restored(4), *agreed("s", "waive", "n", "2")),
            Waived("m", "s")),
-    *cases("2 role.*0 did", (*PERSONS, enrolled(), opened(), restored(4), *agreed("s", "limit", "m", "2")),
+    *cases("2 role.*0 did", (enrolled(), *PERSONS, opened(), restored(4), *agreed("s", "limit", "m", "2")),
            Waived("m", "s")),
-    *cases("2 role.*0 did", (*PERSONS, enrolled(), opened(), restored(4), *agreed("s", "waive", "m", "2")),
+    *cases("2 role.*0 did", (enrolled(), *PERSONS, opened(), restored(4), *agreed("s", "waive", "m", "2")),
            Waived("m", "t")),
 ]  # fmt: skip
 
@@ -374,6 +438,83 @@ def test_a_site_is_enrolled_with_its_policy_and_amends_it() -> None:
     after.apply(Record(0, "another's", amended(1, "n")))
     assert after.amended == {"m": 7, "n": 1}
     assert after.late == after.waiting == set()
+
+
+@pytest.mark.parametrize("office", [(C,), (O, H), PERSONS])
+def test_a_site_is_enrolled_by_all_roles_in_office(office: tuple[Appointed, ...]) -> None:
+    before = books(*office, *enrolling("s", *(p.person for p in office if p is not O)))
+    after = takes(before, enrolled(serial="s"))
+    assert after.sites == {"m": enrolled(serial="s")}
+    assert after.proposals["s"].used
+    assert before.office() == {p.role for p in office} - {"operator"}
+
+
+def test_who_agreed_is_told_in_the_order_in_which_they_did() -> None:
+    state = books(*PERSONS, *enrolling("s", "hugo", "cara"), *enrolling("t", "cara", site="n"))
+    words = ("enrol", "m", enrolled().envelope.hex())
+    assert state.agreeing("s", *words) == ["hugo", "cara"]
+    assert state.agreeing("t", *words) == state.agreeing("u", *words) == []
+
+
+def test_only_an_issued_certificate_of_an_enrolled_site_is_admitted() -> None:
+    state = books(enrolled(), enrolled("n"), issued(), issued("2"), issued("3", "n"))
+    assert state.issued == {"1f": issued(), "2": issued("2"), "3": issued("3", "n")}
+    assert [state.admits("m", number) for number in ("1f", "2", "3", "4", "")] == [True, True, False, False, False]
+    assert (state.admits("n", "3"), state.admits("n", "1f"), state.admits("l", "1f")) == (True, False, False)
+    after = takes(state, revoked("1f"))
+    assert after.revoked == {"1f"}
+    assert [after.admits("m", number) for number in ("1f", "2")] == [False, True]
+    assert after.admits("n", "3")
+    long = "f" * 40
+    assert takes(state, issued(long)).admits("m", long)
+
+
+def test_a_site_that_is_revoked_loses_every_certificate_and_nothing_else() -> None:
+    state = books(*BARRED, enrolled("n"))  # its own envelopes are kept: they are what it is held to
+    others = (enrolled("a"), issued("4", "a"), enrolled("n"), issued("3", "n"))
+    before = books(*BARRED[:-1], issued(), issued("2"), *others)
+    after = takes(before, revoked())
+    assert (after.barred, after.revoked) == ({"m"}, {"1f", "2"})
+    assert [after.admits(*peer) for peer in (("m", "1f"), ("m", "2"), ("n", "3"), ("a", "4"))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert (account(after), after.grants) == (account(before), before.grants)
+    assert account(_also(after, Expired("g", "revoked"))) == (100, 0, 40, 60)  # its grant still ends, and is spent
+    assert state.sites == {"m": enrolled(), "n": enrolled("n")}
+
+
+def test_a_site_that_is_admitted_again_keeps_its_accounts_and_gets_new_certificates() -> None:
+    before = books(enrolled(), *GRANTED, issued(), amended(3), revoked())
+    fresh = Enrolled("m", b32("new key"), b32("new policy"), b32("new envelope"), "")
+    after = takes(before, fresh)
+    assert (after.sites, after.policies, after.amended) == ({"m": fresh}, {"m": b32("new envelope")}, {"m": 3})
+    assert (account(after), after.grants, after.barred) == (account(before), before.grants, set())
+    assert not after.admits("m", "1f")
+    assert _also(after, issued("2")).admits("m", "2")
+    refuses(after, amended(3), "not newer")
+    assert account(_also(after, reserved("h", 60)))[3] == 0
+    same = takes(before, again())  # the same key: whether it was the key that was lost is for persons to know
+    assert same.sites == {"m": again()}
+    assert _also(same, admitted()).releases
+
+
+def test_a_revoked_site_is_not_waited_for_after_a_restore_but_presents_before_it_is_granted_anything() -> None:
+    state = books(*BARRED, enrolled("n"), opened("n"), restored(6))
+    assert (state.waiting, state.late) == ({"n"}, {"m"})
+    state = _also(_also(state, presented("n")), again())
+    assert (state.frozen("n"), state.frozen("m")) == (False, True)
+    refuses(state, reserved("h", 1), "presented its receipts")
+    state = _also(_also(state, recovered(amount=5)), presented(grants=1))
+    assert account(_also(state, reserved("h", 55))) == (100, 95, 5, 0)
+    third = replace(again(), envelope=b32("third"))
+    back = _also(_also(state, revoked()), third)  # it has presented in this epoch: nothing is asked twice
+    assert not back.frozen("m")
+    late = books(*AWAITED, revoked())
+    assert (late.waiting, late.late) == ({"m"}, set())  # two persons waive it, or it is enrolled third and presents
+    assert _also(_also(late, again()), presented()).waiting == set()
 
 
 @pytest.mark.parametrize("order", [2, 3, 1024])
@@ -616,7 +757,7 @@ def test_a_frozen_ledger_refuses_what_it_had_granted_and_that_may_still_be_recov
 
 
 def test_a_waived_site_has_spent_all_that_it_could_have_and_no_other_has() -> None:
-    start = [C, H, *(enrolled(s) for s in "amz"), *(opened(s) for s in "amz"), opened(kind="k", limit=2)]
+    start = [*(enrolled(s) for s in "amz"), C, H, *(opened(s) for s in "amz"), opened(kind="k", limit=2)]
     start += [reserved(f"of-{s}", 40, s) for s in "amz"]
     start += [
         reserved("spent", 7),
@@ -637,7 +778,7 @@ def test_a_waived_site_has_spent_all_that_it_could_have_and_no_other_has() -> No
 
 
 def test_the_last_word_of_an_accounts_name_is_its_kind_and_all_before_it_is_the_site() -> None:
-    start = [C, H, *(enrolled(s) for s in ("m", "m/x")), *(opened(s) for s in ("m", "m/x")), reserved(site="m/x")]
+    start = [*(enrolled(s) for s in ("m", "m/x")), C, H, *(opened(s) for s in ("m", "m/x")), reserved(site="m/x")]
     state = books(*start)
     refuses(state, reserved("h", 1, "m", account="m/x/rdp"), "no such account")
     state = _also(state, restored(len(start)))
@@ -653,7 +794,7 @@ def test_the_last_word_of_an_accounts_name_is_its_kind_and_all_before_it_is_the_
 @pytest.mark.parametrize(("limit", "spent"), [(30, 40), (40, 40), (41, 41)])
 def test_a_waived_site_is_not_given_back_what_is_above_a_lowered_limit(limit: int, spent: int) -> None:
     lower = [*agreed("s", "limit", "m/rdp", said(limit), "cara"), to(limit)]
-    start = [C, H, enrolled(), opened(), reserved(), *lower]
+    start = [enrolled(), C, H, opened(), reserved(), *lower]
     state = books(*start, restored(len(start)), *agreed("w", "waive", "m", "2"))
     assert account(takes(state, Waived("m", "w"))) == (limit, 0, spent, limit - spent)
 
@@ -663,7 +804,8 @@ def test_every_kind_of_entry_is_read_the_same_by_the_fast_and_by_the_careful_way
     assert told == set(KINDS.values())
     for _, before, entry in BROKEN:
         for each in (*before, entry):
-            if all(getattr(each, name, 0) >= 0 for name in ("amount", "order", "number", "grants")):
+            whole = [value for f in fields(each) if isinstance(value := getattr(each, f.name), int)]
+            if min(whole, default=0) >= 0:
                 raw = encode(Record(7, "key", each))
                 assert decode(raw) == _decode_slowly(raw) == Record(7, "key", each)
 
@@ -699,6 +841,9 @@ class Reference:
     spent: dict[str, int] = field(default_factory=dict)
     grants: dict[str, Held] = field(default_factory=dict)
     sites: set[str] = field(default_factory=set)
+    barred: set[str] = field(default_factory=set)
+    requests: set[bytes] = field(default_factory=set)  # that a site was ever enrolled with
+    certificates: dict[str, tuple[str, bool]] = field(default_factory=dict)  # number -> whose, does it count
     awaited: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
     returned: dict[str, int] = field(default_factory=dict)  # site -> lost grants that it got back in this epoch
@@ -726,13 +871,17 @@ class Reference:
         given = self.words.get(serial, {})
         return 0 if serial in self.decided else len({self.roles[p] for p, said in given.items() if said == wanted})
 
+    def office(self) -> set[str]:
+        """The roles that approve."""
+        return {"compliance", "hospital"} & set(self.roles.values())
+
     def end(self, grant: str, used: int) -> None:
         """A grant is closed."""
         self.grants[grant].open = False
         self.spent[self.grants[grant].account] += used
 
 
-SITES, ACCOUNTS = ("m", "n"), ("m/rdp", "n/rdp", "m/k")
+SITES, ACCOUNTS, NUMBERS = ("m", "n"), ("m/rdp", "n/rdp", "m/k"), ("1", "2", "a0")
 GRANTS, SERIALS = [f"g{i}" for i in range(12)], ["s", "t", "u", "v"]
 PEOPLE = {"cara": "compliance", "cora": "compliance", "hugo": "hospital", "olaf": "operator"}
 WORDS = [
@@ -740,6 +889,7 @@ WORDS = [
     ("limit", "n/rdp", said(3)),
     ("limit", "m/k", "40"),
     *(("waive", "n", str(epoch)) for epoch in (1, 2, 3)),
+    *(("enrol", site, enrolled(site).envelope.hex()) for site in SITES),
     ("appoint", "cora", f"compliance {b32('key of cora').hex()}"),
 ]
 
@@ -793,11 +943,37 @@ class Fold(RuleBasedStateMachine):
         name = self.some(data, (n for n, g in self.ref.grants.items() if g.open), GRANTS)
         return name, self.ref.grants.get(name)
 
-    @rule(site=st.sampled_from(SITES))
-    def enrol(self, site: str) -> None:
-        if self.offer(enrolled(site), site not in self.ref.sites):
-            self.ref.sites.add(site)
-            self.ref.late |= {site} if self.ref.epoch > 1 else set()
+    @rule(site=st.sampled_from(SITES), serial=st.sampled_from(["", "", *SERIALS]), fresh=st.booleans())
+    def enrol(self, site: str, serial: str = "", fresh: bool = False) -> None:
+        ref, entry = self.ref, again(site, serial) if fresh else enrolled(site, serial)
+        office, wanted = ref.office(), proposal(serial, "enrol", site, entry.envelope.hex())
+        allowed = ref.voices(serial, wanted) >= len(office) if office else not serial
+        allowed = allowed and entry.envelope not in ref.requests
+        if self.offer(entry, allowed and (site not in ref.sites or site in ref.barred)):
+            ref.requests.add(entry.envelope)
+            ref.late |= {site} if ref.epoch > 1 and site not in ref.sites else set()
+            ref.sites.add(site)
+            ref.barred.discard(site)
+            ref.decided |= {serial} if office else set()
+
+    @rule(data=st.data(), number=st.sampled_from(NUMBERS))
+    def issue(self, data: st.DataObject, number: str) -> None:
+        ref = self.ref
+        site = self.some(data, ref.sites - ref.barred, SITES)
+        if self.offer(issued(number, site), site in ref.sites - ref.barred and number not in ref.certificates):
+            ref.certificates[number] = (site, True)
+
+    @rule(data=st.data())
+    def revoke(self, data: st.DataObject) -> None:
+        ref = self.ref
+        number = self.some(data, (n for n, (_, good) in ref.certificates.items() if good), ["", "", *NUMBERS])
+        site = self.some(data, [ref.certificates[number][0]] if number in ref.certificates else [], SITES)
+        counts = not number or ref.certificates.get(number) == (site, True)
+        if self.offer(revoked(number, site), counts and site in ref.sites - ref.barred):
+            ref.barred |= set() if number else {site}
+            for n, (whose, _) in ref.certificates.items():
+                if n == number or (not number and whose == site):
+                    ref.certificates[n] = (whose, False)
 
     @rule(name=st.sampled_from(ACCOUNTS), limit=st.integers(0, 40))
     def open(self, name: str, limit: int) -> None:
@@ -815,7 +991,7 @@ class Fold(RuleBasedStateMachine):
         amount = self.some(data, range(1, left + 1), [0, max(0, left), max(0, left + 1)])
         own = name in ref.limits and name.startswith(f"{site}/")
         fits = own and grant not in ref.grants and not ref.awaited and site not in ref.late and 0 < amount <= left
-        fits = fits and grant not in ref.refused
+        fits = fits and grant not in ref.refused and site not in ref.barred
         if self.offer(reserved(grant, amount, site, run, name), fits):
             ref.grants[grant] = Held(site, run, name, amount)
 
@@ -843,7 +1019,7 @@ class Fold(RuleBasedStateMachine):
         site, run, release, used = self.leaving(data, g, g.admitted if g else 0)
         index = self.some(data, [g.last_round + 1 if run else 0] if g else [], range(4))
         fits = g is not None and g.open and (g.site, g.run) == (site, run) and g.admitted < used <= g.amount
-        fits = fits and release not in self.ref.seen
+        fits = fits and release not in self.ref.seen and site not in self.ref.barred
         fits = fits and ((run != "" and g is not None and index > g.last_round) or (run == "" and index == 0))
         if self.offer(replace(admitted(used, release, index, grant), site=site, run=run), fits) and g:
             g.admitted, g.last_round = used, index
@@ -907,7 +1083,7 @@ class Fold(RuleBasedStateMachine):
         ref, role = self.ref, PEOPLE[person]
         entry = appointed(person, role, serial)
         wanted = proposal(serial, "appoint", person, f"{role} {entry.public.hex()}")
-        office = {"compliance", "hospital"} & set(ref.roles.values())
+        office = ref.office()
         first = not office or (role != "operator" and role not in office)
         fits = person not in ref.roles and (not serial if first else ref.voices(serial, wanted) >= len(office))
         if self.offer(entry, fits):
@@ -924,7 +1100,13 @@ class Fold(RuleBasedStateMachine):
         action, subject, value = self.some(data, [words], WORDS)
         if action == "waive":
             self.mostly_restored(data)
-        if action == "appoint":
+        if action == "enrol" and subject in self.ref.sites - self.ref.barred and data.draw(st.booleans()):
+            self.offer(revoked(site=subject), True)
+            self.ref.barred.add(subject)
+            self.ref.certificates |= {n: (s, False) for n, (s, _) in self.ref.certificates.items() if s == subject}
+        if action == "enrol":
+            self.enrol(subject, serial)
+        elif action == "appoint":
             self.appoint(subject, serial)
         elif action == "waive":
             self.waive(subject, serial)
@@ -953,7 +1135,8 @@ class Fold(RuleBasedStateMachine):
         ref = self.ref
         told = restored(max(0, ref.size + size), ref.epoch + epoch, nonce=f"n{ref.epoch + 1}")
         if self.offer(told, (told.epoch, told.size) == (ref.epoch + 1, ref.size)):
-            ref.epoch, ref.awaited, ref.late, ref.returned = ref.epoch + 1, set(ref.sites), set(), {}
+            ref.epoch, ref.awaited, ref.returned = ref.epoch + 1, ref.sites - ref.barred, {}
+            ref.late = set(ref.barred)
 
     def mostly_restored(self, data: st.DataObject) -> None:
         """At times, what follows a restore comes without one."""
@@ -967,7 +1150,7 @@ class Fold(RuleBasedStateMachine):
         grant, name = self.some(data, set(GRANTS) - set(ref.grants), GRANTS), self.some(data, ref.limits, ACCOUNTS)
         site = self.some(data, [name[0]], SITES)
         own = name in ref.limits and name.startswith(f"{site}/")
-        fits = own and site in ref.awaited | ref.late and grant not in ref.grants and amount > 0
+        fits = own and site in (ref.awaited | ref.late) - ref.barred and grant not in ref.grants and amount > 0
         fits = fits and grant not in ref.refused
         if self.offer(recovered(grant, amount, site, name), fits):
             ref.grants[grant] = Held(site, "run", name, amount)
@@ -982,7 +1165,7 @@ class Fold(RuleBasedStateMachine):
         site = self.some(data, ref.awaited | ref.late, SITES)
         lost = ref.returned.get(site, 0)
         grants = self.some(data, [lost], [0, lost + 1])
-        fits = site in ref.awaited | ref.late and not behind and grants == lost
+        fits = site in (ref.awaited | ref.late) - ref.barred and not behind and grants == lost
         if self.offer(presented(site, grants, f"n{ref.epoch - behind}"), fits):
             ref.awaited.discard(site)
             ref.late.discard(site)
@@ -1010,6 +1193,10 @@ class Fold(RuleBasedStateMachine):
         }
         assert (self.state.waiting, self.state.late, self.state.epoch) == (ref.awaited, ref.late, ref.epoch)
         assert self.state.rounds == ref.rounds
+        assert self.state.barred == ref.barred
+        for site in SITES:
+            admitted_now = {n for n in NUMBERS if self.state.admits(site, n)}
+            assert admitted_now == {n for n, known in ref.certificates.items() if known == (site, True)}
         assert sorted(self.state.keys.values()) == list(range(ref.size))
 
     def teardown(self) -> None:

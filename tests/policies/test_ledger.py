@@ -25,6 +25,8 @@ from policies.claims import SubsampledGaussian
 from policies.entries import Expired, InvalidEntry, Opened, Record, Reserved, Spent, decode, encode
 from policies.ledger import KeyReused, State
 from policies.merkle import Tree
+from policies.policy import parse
+from policies.rdp import allowance
 from policies.register import Register
 from policies.sqlite import open_sqlite, read_lines
 from policies.statement import Settlement
@@ -340,6 +342,47 @@ def test_a_request_over_several_accounts_is_granted_whole_or_not_at_all(tmp_path
         (b.reservation("b-4", part, "federated", "run"), b)]])  # fmt: skip
     assert [{f.rule for f in v.findings} for v in poor] == [{"together"}, {"budget"}]
     assert held() == before
+
+
+def test_a_request_leaves_out_what_is_refused_where_fewer_are_enough(tmp_path: Path) -> None:
+    a, b, c = Hospital("site-a"), Hospital("site-b"), Hospital("site-c", policy(k_min=11, epsilon="2.0"))
+    register = open_register(tmp_path / "ledger.db", a, b, c)
+    part = SubsampledGaussian(0.25, 1.8, 60)  # epsilon 6.5 of 8, and of 2
+
+    def ask(key: str, grants: dict[str, Hospital], least: int | None) -> list[set[str]]:
+        made = [(h.reservation(name, part, "federated", "run"), h) for name, h in grants.items()]
+        verdicts = register.reserve_all(key, [(r, h.seal(r)) for r, h in made], least)
+        return [{f.rule for f in v.findings} for v in verdicts]
+
+    held = lambda: [register.store.state.accounts[f"site-{s}/rdp"].held > 0 for s in "abc"]  # noqa: E731
+    assert ask("k0", {"a0": a, "b0": b, "c0": c}, None) == [{"together"}, {"together"}, {"budget"}]
+    assert ask("k1", {"a1": a, "b1": b, "c1": c}, 3) == [{"together"}, {"together"}, {"budget"}]
+    assert held() == [False, False, False]
+    size, wanted = register.store.state.size, {"a2": a, "a3": a, "b2": b, "c2": c}
+    assert ask("k2", wanted, 2) == [set(), {"budget"}, set(), {"budget"}], "the first of one site, and not both"
+    assert held() == [True, True, False]
+    kinds = [register.store.line(i).record.entry for i in range(size, register.store.state.size)]
+    assert [type(e).__name__ for e in kinds] == ["Reserved", "Refused", "Reserved", "Refused"]
+    size = register.store.state.size
+    assert ask("k2", wanted, None) == [set(), {"budget"}, set(), {"budget"}], "asked again, the same answer"
+    assert register.store.state.size == size
+    with pytest.raises(KeyReused):
+        ask("k2", {"a2": a}, 2)
+
+
+def test_several_of_one_site_never_take_more_than_its_policy_of_today(tmp_path: Path) -> None:
+    """The account was opened under a generous policy; what counts is the tightened one."""
+    a = Hospital("site-a")
+    register = open_register(tmp_path / "ledger.db", a)
+    strict = parse(policy(epsilon="5.0"), "site-a")
+    tight = Register(register.store, lambda _site: strict)
+    part = SubsampledGaussian(0.25, 1.8, 20)
+    made = [a.reservation(f"g{i}", part, "federated", f"run-{i}") for i in range(9)]
+    verdicts = tight.reserve_all("k", [(r, a.seal(r)) for r in made], 0)
+    order = register.store.state.accounts["site-a/rdp"].opened.order
+    held = register.store.state.accounts["site-a/rdp"].held
+    assert held == cost(part, order) * sum(v.admitted for v in verdicts)
+    assert 0 < held <= allowance(5.0, 4e-6, order) < held + cost(part, order)
 
 
 def test_a_commit_carries_everything_that_was_staged_while_it_waited(tmp_path: Path) -> None:

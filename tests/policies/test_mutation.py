@@ -1,6 +1,6 @@
 """The mutation run over the law, in short: a sample is killed, and without the law's tests nothing is.
 
-The long form is ``python -m tests.mutation``: every mutant of ``ledger.py`` and ``review.py``.
+The long form is ``python -m tests.mutation``: every mutant of ``accounts.py``, ``ledger.py`` and ``review.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.mutation.equivalents import EQUIVALENT
 from tests.mutation.mutants import mutants
 
 ROOT = Path(__file__).parent.parent.parent
-LAW = ("policies.ledger", "policies.review")
+LAW = ("policies.ledger", "policies.review", "policies.accounts")
 
 
 def source(module: str) -> str:
@@ -38,7 +38,7 @@ def test_a_sample_of_the_mutants_is_killed_by_tests_that_fail() -> None:
     code, told = run("--sample", "12")
     assert [m["mutant"] for m in told["mutants"] if not m["killer"]] == []
     assert code == 0
-    assert {m["mutant"].split()[0] for m in told["mutants"]} == {"ledger", "review"}
+    assert {m["mutant"].split()[0] for m in told["mutants"]} >= {"ledger", "review"}
     assert sum("::test_" in m["killer"] or "::Test" in m["killer"] for m in told["mutants"]) >= 10
 
 
@@ -58,7 +58,7 @@ def test_tests_that_fail_anyway_kill_nothing() -> None:
 @pytest.mark.parametrize("module", LAW)
 def test_mutants_have_names_of_their_own_and_differ_from_the_law(module: str) -> None:
     made = mutants(module, source(module))
-    assert len({m.name for m in made}) == len(made) > 500
+    assert len({m.name for m in made}) == len(made) > (20 if module == LAW[2] else 500)
     assert all(m.before != m.after for m in made)
 
 

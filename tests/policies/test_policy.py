@@ -24,8 +24,9 @@ POLICIES = st.builds(
     modalities=st.frozensets(st.sampled_from(["MR", "CT", "OP"])),
     artifact_types=st.frozensets(st.sampled_from(["image-set", "update"])),
     components=st.frozensets(st.sampled_from(["public", "dp", "private"])),
-    levels=st.frozensets(st.sampled_from(["A", "B", "C"])),
+    levels=st.frozensets(st.sampled_from(["A", "A*", "B", "C"])),
     approvals=st.frozensets(st.sampled_from(["compliance", "hospital"])),
+    readers=st.frozensets(st.sampled_from(["1f" * 32, "2e" * 32, "3d" * 32])),
 )
 
 
@@ -48,6 +49,27 @@ def test_all_problems_are_reported_at_once_with_file_and_key() -> None:
 def test_an_epsilon_that_is_no_budget_is_refused(bad: str) -> None:
     with pytest.raises(PolicyError, match="epsilon"):
         parse(policy(epsilon=bad), "p")
+
+
+def test_presets_name_no_reader_and_admit_no_noise_that_others_share() -> None:
+    for name in ("internal", "controlled", "public"):
+        parsed = parse(preset(name), name)
+        assert parsed.readers == frozenset()
+        assert parsed.levels == {"A", "B"}
+
+
+def test_readers_are_fingerprints_and_what_both_policies_name() -> None:
+    one, two = "1f" * 32, "2e" * 32
+    both = parse(policy(readers=f'["{one}", "{two}"]'), "p")
+    assert strictest(both, parse(policy(readers=f'["{two}"]'), "q")).readers == {two}
+    for bad in ("1f", one.upper(), one + "0", "g" * 64):
+        with pytest.raises(PolicyError, match="readers: must hold SHA-256 fingerprints"):
+            parse(policy(readers=f'["{bad}"]'), "p")
+    with pytest.raises(PolicyError, match="readers: missing"):
+        parse("\n".join(line for line in policy().splitlines() if not line.startswith("readers")), "p")
+    assert parse(policy(levels='["A", "A*"]'), "p").levels == {"A", "A*"}
+    with pytest.raises(PolicyError, match="levels: may hold only"):
+        parse(policy(levels='["A**"]'), "p")
 
 
 def test_a_boolean_is_not_a_k() -> None:

@@ -42,7 +42,8 @@ def test_every_plan_reserves_from_several_accounts_settles_and_runs_into_its_lim
     plans = [plan(seed) for seed in range(40)]
     drafts = [append for p in plans for step in p.steps for append in step]
     kinds = {type(entry).__name__ for append in drafts for entry in append.draft.entries}
-    assert kinds == {"Admitted", "Enrolled", "Expired", "Freed", "Opened", "Refused", "Reserved", "Sent", "Spent"}
+    assert kinds == {"Admitted", "Enrolled", "Expired", "Freed", "Opened", "Refused", "Reserved", "Sent",
+                     "Spent", "Issued", "Revoked"}  # fmt: skip
     assert any(append.first is None for append in drafts)
     reserved = [[e.account for e in a.draft.entries if type(e).__name__ == "Reserved"] for a in drafts if a.first]
     assert any(len(set(accounts)) == 2 for accounts in reserved)

@@ -13,12 +13,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.claims import Claim, GaussianQuery, KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
+from policies.accounts import Account, Grant
+from policies.claims import (
+    Claim,
+    DistributedGaussian,
+    GaussianQuery,
+    KAnonymous,
+    NoClaim,
+    SubsampledGaussian,
+    UnsupportedClaim,
+)
 from policies.entries import LimitSet, Opened, Recovered, Reserved
-from policies.ledger import Account, Grant
 from policies.policy import Policy, parse
 from policies.rdp import allowance, cost, epsilon_nano
-from policies.review import TERMS, Finding, Standing, Terms, Verdict, level_of, price, review, review_reservation
+from policies.review import (
+    ARTIFACT_TYPES,
+    TERMS,
+    Finding,
+    Standing,
+    Terms,
+    Verdict,
+    account_name,
+    level_of,
+    price,
+    review,
+    review_reservation,
+    review_together,
+    room,
+)
 from policies.statement import Release, Reservation, canonical, claim_json, release_id
 from tests.support.books import policy
 
@@ -55,13 +77,21 @@ ASKED = Reservation("g", "site-m", "", "ksame", K5, K_PARTS, "OT")
 ASKED_DP = Reservation("g", "site-m", "run-m", "federated", WHOLE, DP_PARTS, "OT")
 MADE = Release(
     release_id("site-m", "g", 0), "g", "site-m", "", 0, "ksame", "image-set", "ab" * 32, 100, K5, None, None,
-    K_PARTS, "OT", "nothing", None, {},
+    K_PARTS, "OT", "nothing", None, {}, "",
 )  # fmt: skip
 MADE_DP = replace(
     MADE, release=release_id("site-m", "g", 1), run="run-m", round=1, mechanism="federated", artifact_type="update",
     claim=ROUND, epsilon_nano=EPSILON, delta=DELTA, components=DP_PARTS,
 )  # fmt: skip
 STANDING, STANDING_DP = Standing(shelf(), held()), Standing(purse(), trained())
+SHARED = DistributedGaussian(0.25, 1.8, 60, sites=4, honest=3)
+STARRED: Policy = replace(POLICY, levels=frozenset({"A", "A*", "B"}))
+ASKED_SUM = replace(ASKED_DP, mechanism="federated-masked", claim=SHARED)
+MADE_SUM = replace(
+    MADE_DP, release=release_id("site-m", "g", 15), round=15, mechanism="federated-masked",
+    artifact_type="masked-update", claim=replace(SHARED, steps=15),
+)  # fmt: skip
+STANDING_SUM = Standing(purse(), held("federated-masked", SHARED, cost(SHARED, ORDER), "run-m"))
 
 
 def of(verdict: Verdict) -> list[str]:
@@ -93,7 +123,7 @@ def test_a_verdict_admits_only_without_a_finding_and_says_nothing_unasked() -> N
     assert Verdict(()) == Verdict((), "", 0)
     assert Verdict(()).admitted
     assert not Verdict((Finding("x", "y"),)).admitted
-    assert Standing(None) == Standing(None, None, False, False)
+    assert Standing(None) == Standing(None, None, False, False, False)
     for value, name in ((Finding("x", "y"), "rule"), (Verdict(()), "findings"), (Standing(None), "frozen")):
         with pytest.raises(FrozenInstanceError):
             setattr(value, name, ())
@@ -104,8 +134,14 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
     assert dict(TERMS) == {
         "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
         "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
+        "federated-masked": Terms(
+            DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
+        ),
     }
-    assert {name: terms.kind for name, terms in TERMS.items()} == {"ksame": "k", "federated": "rdp"}
+    kinds = {"ksame": "k", "federated": "rdp", "federated-masked": "rdp"}
+    assert {name: terms.kind for name, terms in TERMS.items()} == kinds
+    assert {"image-set", "volume-set", "update", "masked-update", "model"} == ARTIFACT_TYPES
+    assert [account_name("m", name) for name in ("ksame", "federated-masked", "magic")] == ["m/k", "m/rdp", ""]
     assert Terms(GaussianQuery, "update", frozenset(), rounds=False).kind == "rdp"
 
 
@@ -164,6 +200,7 @@ def test_what_the_books_say_against_a_reservation() -> None:
 
     assert rules(Standing(shelf(), held())) == ["grant_exists"]
     assert rules(Standing(shelf(), frozen=True)) == ["frozen"]
+    assert rules(Standing(shelf(), revoked=True)) == ["revoked"]
     assert rules(Standing(None)) == ["no_account"]
     assert rules(Standing(purse())) == ["account_kind"]
 
@@ -289,6 +326,11 @@ BUILT_RELEASE = [
     ({"delta": 4e-6}, "delta: must be a text without control characters"),
     ({"reid_rate": 0.05}, "reid_rate: must be a text without control characters"),
     ({"approvals": {1: "x"}}, "approvals: must map short lower-case identifiers to such"),
+    ({"reader": None}, "reader: must be a text without control characters"),
+    *(
+        ({"reader": odd}, "reader: must be 64 hexadecimal digits, or nothing")
+        for odd in (" ", "ab", "ab" * 31, "ab" * 33, "AB" * 32, "zz" * 32)
+    ),
 ]
 
 
@@ -525,15 +567,17 @@ PARTS = {
 
 
 @pytest.mark.parametrize("vetted", ["nothing", "public", "private", "other"])
-@pytest.mark.parametrize("claim", [K5, replace(K5, releases_per_patient=2), ROUND, QUERY, NoClaim()])
+@pytest.mark.parametrize(
+    "claim", [K5, replace(K5, releases_per_patient=2), ROUND, QUERY, NoClaim(), SHARED, replace(SHARED, honest=1)]
+)
 @pytest.mark.parametrize("parts", [(), *itertools.combinations_with_replacement(PARTS, 2)])
 def test_the_level_is_what_claim_provenance_and_vetting_allow(
     claim: Claim, vetted: str, parts: tuple[str, ...]
 ) -> None:
     """Design section 5: A is Gaussian, not vetted on private images (P7); B is once (P5); both are public (P6)."""
     public = bool(parts) and all(PARTS[p] for p in parts)
-    if public and isinstance(claim, SubsampledGaussian | GaussianQuery) and vetted != "private":
-        level = "A"
+    if public and isinstance(claim, SubsampledGaussian | GaussianQuery | DistributedGaussian) and vetted != "private":
+        level = "A*" if getattr(claim, "honest", 1) > 1 else "A"
     else:
         level = "B" if public and isinstance(claim, KAnonymous) and claim.releases_per_patient < 2 else "C"
     made = replace(MADE, claim=claim, vetted_against=vetted, components=dict(zip("xy", parts, strict=False)))
@@ -559,6 +603,143 @@ def test_a_release_that_was_reviewed_before_is_refused() -> None:
     verdict = review(MADE, replace(STANDING, reviewed_before=True), POLICY)
     assert (of(verdict), verdict.level, verdict.amount) == (["replay"], "B", 0)
     assert judged(standing=replace(STANDING, frozen=True)) == []  # what was granted before a restore may be released
+
+
+def test_a_release_of_a_site_that_was_revoked_is_refused_whatever_it_was_granted() -> None:
+    for made, standing in ((MADE, STANDING), (MADE_DP, STANDING_DP)):
+        assert judged(made, replace(standing, revoked=True)) == ["revoked"]
+    said = review(MADE, replace(STANDING, revoked=True), POLICY).findings[0].detail
+    assert said == "the site was revoked; it must be enrolled again first"
+
+
+# --- readers
+
+
+def test_a_release_is_encrypted_to_nobody_or_to_a_reader_that_the_policy_names() -> None:
+    one, two = "1f" * 32, "2e" * 32
+    named = replace(POLICY, readers=frozenset({one}))
+    assert judged(reader=one) == judged(reader=two, policy=named) == ["reader"]
+    assert judged(reader=one, policy=named) == judged(policy=named) == judged() == []
+    assert review(replace(MADE, reader=one), STANDING, named) == review(MADE, STANDING, POLICY)
+    said = details(review(replace(MADE, reader=one), STANDING, POLICY))
+    assert said == {"reader": "the policy does not name the reader that the artifact is encrypted to"}
+
+
+def test_a_type_of_file_that_review_does_not_know_is_refused_though_a_policy_names_it() -> None:
+    lax = replace(POLICY, artifact_types=frozenset({"image-set", "weights"}))
+    assert judged(artifact_type="weights", policy=lax) == ["artifact_type", "artifact_type_not_allowed"]
+
+
+# --- sums whose noise the sites share
+
+
+def test_noise_that_sites_share_is_level_a_with_a_star_and_only_where_the_policy_says_so() -> None:
+    assert of(review_reservation(ASKED_SUM, Standing(purse()), POLICY)) == ["level"]
+    (finding,) = review_reservation(ASKED_SUM, Standing(purse()), POLICY).findings
+    assert finding.detail == "the policy internal does not admit releases of level A*"
+    assert review_reservation(ASKED_SUM, Standing(purse()), STARRED) == Verdict((), "", cost(WHOLE, ORDER))
+    assert judged(MADE_SUM, STANDING_SUM) == ["level"]
+    assert review(MADE_SUM, STANDING_SUM, STARRED) == Verdict((), "A*", cost(ROUND, ORDER))
+
+
+def test_a_sum_in_which_every_site_adds_the_whole_noise_is_plain_level_a() -> None:
+    alone = replace(SHARED, honest=1)
+    assert review_reservation(replace(ASKED_SUM, claim=alone), Standing(purse()), POLICY).admitted
+    standing = Standing(purse(), held("federated-masked", alone, cost(alone, ORDER), "run-m"))
+    made = replace(MADE_SUM, claim=replace(alone, steps=15))
+    assert review(made, standing, POLICY) == Verdict((), "A", cost(ROUND, ORDER))
+    several = replace(made, round=1, release=release_id("site-m", "g", 1))
+    assert judged(several, standing) == []  # its own part bears the noise of every step
+
+
+@pytest.mark.parametrize(("steps", "found"), [(14, []), (15, []), (16, ["one_step"]), (60, ["one_step"])])
+def test_where_noise_is_shared_no_round_has_more_than_one_step(steps: int, found: list[str]) -> None:
+    claim = replace(SHARED, steps=steps)
+    epsilon = epsilon_nano(claim, 4e-6, ORDER)
+    assert judged(MADE_SUM, STANDING_SUM, STARRED, claim=claim, epsilon_nano=epsilon) == found
+
+
+@pytest.mark.parametrize(
+    "granted", [replace(SHARED, sites=5), replace(SHARED, honest=2), replace(SHARED, honest=4), WHOLE,
+                replace(SHARED, steps=14), replace(SHARED, sampling_rate=0.2), replace(SHARED, noise_multiplier=2.0)]
+)  # fmt: skip
+def test_a_masked_update_is_covered_by_a_grant_of_the_same_sites_and_noise(granted: Claim) -> None:
+    standing = Standing(purse(), held("federated-masked", granted, cost(SHARED, ORDER), "run-m"))
+    assert judged(MADE_SUM, standing, STARRED) == ["claim_not_granted"]
+    assert judged_dp(Standing(purse(), trained(SHARED))) == ["claim_not_granted"]
+
+
+def test_the_two_ways_of_training_are_not_taken_for_each_other() -> None:
+    assert judged(MADE_SUM, STANDING_SUM, STARRED, claim=ROUND) == ["claim_kind"]
+    assert judged(MADE_SUM, STANDING_SUM, STARRED, artifact_type="update") == ["artifact_type"]
+    assert judged_dp(claim=replace(SHARED, steps=15, honest=1)) == ["claim_kind"]
+    assert asked(ASKED_SUM, policy=STARRED, run="") == ["run"]
+    assert asked(ASKED_SUM, policy=replace(STARRED, mechanisms=frozenset({"federated"}))) == ["mechanism_not_allowed"]
+
+
+# --- several reservations at once
+
+
+def together(left: int, *amounts: int, least: int | None = None, names: str = "abcdef", sites: str = "") -> list[str]:
+    """ "+" for each that is granted, otherwise the rules, of reservations that cost so much of one purse each."""
+    asked = [
+        replace(ASKED_DP, grant=name, site=site)
+        for name, site, _ in zip(names, sites or "m" * len(amounts), amounts, strict=False)
+    ]
+    alone = [Verdict((), "", n) if n else Verdict((Finding("min_k", "x"),)) for n in amounts]
+    found = review_together(asked, alone, {"m/rdp": left, "n/rdp": left}, least)
+    assert all(v.amount == n for v, n in zip(found, amounts, strict=True) if v.admitted)
+    return ["+" if v.admitted else ",".join(of(v)) for v in found]
+
+
+def test_several_reservations_are_all_granted_or_none() -> None:
+    assert together(10, 4, 6) == ["+", "+"]
+    assert together(10, 4, 7) == ["budget", "budget"]
+    assert together(10, 4, 0) == ["together", "min_k"]
+    assert together(10, 0, 4) == ["min_k", "together"]
+    assert together(10, 4, 6, 8, sites="mnn") == ["together", "budget", "budget"]
+    assert together(10, 10, 10, sites="mn") == ["+", "+"]
+    assert together(10) == together(10, least=0) == []
+
+
+def test_several_reservations_are_granted_without_those_that_are_refused() -> None:
+    assert together(10, 4, 6, least=0) == ["+", "+"]
+    assert together(10, 4, 7, least=0) == ["+", "budget"]
+    assert together(10, 7, 4, 3, least=0) == ["+", "budget", "+"], "what is refused takes no room"
+    assert together(10, 4, 0, 6, least=0) == ["+", "min_k", "+"]
+    assert together(10, 4, 6, 8, least=0, sites="mnn") == ["+", "+", "budget"]
+    assert together(10, 0, 0, least=0) == ["min_k", "min_k"]
+
+
+def test_fewer_than_the_least_are_none_at_all() -> None:
+    for least, found in (
+        (1, ["+", "budget", "+"]),
+        (2, ["+", "budget", "+"]),
+        (3, ["together", "budget", "together"]),
+    ):
+        assert together(10, 7, 4, 3, least=least) == found, least
+    assert together(10, 0, 0, least=1) == ["min_k", "min_k"]
+    assert together(10, 4, 6, least=3) == ["together", "together"]
+
+
+def test_a_request_names_each_grant_once() -> None:
+    assert together(10, 1, 2, least=0, names="aa") == ["+", "grant_exists"]
+    assert together(10, 1, 2, names="aa") == ["together", "grant_exists"]
+    assert together(10, 0, 2, least=0, names="aa") == ["min_k", "grant_exists"]
+    asked = [ASKED_DP, replace(ASKED_DP, grant="h")]
+    alone = [Verdict((), "", 6), Verdict((), "", 6)]
+    told = [details(v) for v in review_together(asked, alone, {"site-m/rdp": 10})]
+    assert told == [{"budget": "together they cost more than the account holds"}] * 2
+    told = [details(v) for v in review_together([ASKED_DP] * 2, alone, {"site-m/rdp": 99})]
+    assert told == [{"together": "another part of the same request was refused"},
+                    {"grant_exists": "the same request names that grant twice"}]  # fmt: skip
+
+
+def test_room_is_what_the_account_and_the_policy_of_today_leave() -> None:
+    assert room(purse(1000, held=300, spent=100), POLICY) == 600
+    assert room(purse(1000, held=300, spent=100), replace(POLICY, epsilon=1.0)) == -400  # nothing fits at this delta
+    assert room(shelf(3, held=1), replace(POLICY, max_releases_per_patient=2)) == 1
+    assert room(shelf(3, spent=1), replace(POLICY, max_releases_per_patient=9)) == 2
 
 
 def test_findings_of_the_release_itself_come_before_the_grant_is_looked_at() -> None:
@@ -656,10 +837,11 @@ WORD = st.sampled_from(
             "artifact_bytes": ODD, "round": ODD, "epsilon_nano": st.none() | ODD, "delta": st.none() | WORD,
             "reid_rate": st.none() | WORD, "vetted_against": WORD, "mechanism": WORD, "artifact_type": WORD,
             "run": WORD, "modality": WORD, "components": st.dictionaries(WORD, WORD, max_size=3),
-            "claim": st.sampled_from([K5, ROUND, QUERY, NoClaim(), replace(K5, unit="image")]),
+            "claim": st.sampled_from([K5, ROUND, QUERY, NoClaim(), replace(K5, unit="image"), SHARED]),
+            "reader": st.sampled_from(["", "ab" * 32, "x"]),
         },
     ),
-    base=st.sampled_from([(MADE, STANDING), (MADE_DP, STANDING_DP)]),
+    base=st.sampled_from([(MADE, STANDING), (MADE_DP, STANDING_DP), (MADE_SUM, STANDING_SUM)]),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_the_review_is_total_and_admits_only_what_is_priced_below_its_grant(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.claims import KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
+from policies.claims import DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
 from policies.statement import MalformedStatement, Settlement, canonical, claim_from, claim_json, encode, parse
 from tests.support.books import DP, K5, Hospital
 
@@ -20,6 +20,8 @@ STATEMENTS = [
     SITE.reservation("grant-2", DP, "federated", "run-1"),
     SITE.release("grant-1"),
     SITE.release("g", run="run-1", round=2, claim=DP, epsilon_nano=6_511_125_604, delta="4e-06"),
+    SITE.release("g", reader="1f" * 32),
+    SITE.reservation("grant-3", DistributedGaussian(0.25, 1.8, 3, 4, 3), "federated-masked", "run-1"),
     Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0),
 ]
 
@@ -29,7 +31,9 @@ def test_what_is_encoded_parses_to_itself(statement: object) -> None:
     assert parse(encode(statement)) == statement  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("claim", [DP, K5, NoClaim(), SubsampledGaussian(0.1, 2e-3, 1)])
+@pytest.mark.parametrize(
+    "claim", [DP, K5, NoClaim(), SubsampledGaussian(0.1, 2e-3, 1), DistributedGaussian(0.1, 2.0, 1, 9, 5)]
+)
 def test_claims_survive_json(claim: object) -> None:
     assert claim_from(json.loads(canonical(claim_json(claim)))) == claim  # type: ignore[arg-type]
 
@@ -62,6 +66,7 @@ def _changed(**fields: object) -> bytes:
         {"artifact_bytes": 1.5}, {"artifact_bytes": True}, {"artifact_bytes": -1}, {"artifact_bytes": 10**30},
         {"site": "../etc"}, {"site": ""}, {"release": "A B"}, {"epsilon_nano": "0"}, {"round": None},
         {"components": {"x": 1}}, {"components": []}, {"artifact_sha256": "zz"}, {"extra": 1}, {"vetted_against": 7},
+        {"reader": None}, {"reader": "1f"}, {"reader": "1F" * 32}, {"reader": "1f" * 33},
     ],
 )  # fmt: skip
 def test_ill_typed_fields_are_refused(fields: dict[str, object]) -> None:
@@ -80,6 +85,7 @@ def test_ill_typed_fields_are_refused(fields: dict[str, object]) -> None:
         {"kind": "subsampled-gaussian", "sampling_rate": "nan", "noise_multiplier": "1.0", "steps": 1},
         {"kind": "subsampled-gaussian", "sampling_rate": "0.10", "noise_multiplier": "1.0", "steps": 1},
         {"kind": "subsampled-gaussian", "sampling_rate": "0.1", "noise_multiplier": "1.0", "steps": 1, "more": 1},
+        {"kind": "distributed-gaussian", "sampling_rate": "0.1", "noise_multiplier": "1.0", "steps": 1},
     ],
 )  # fmt: skip
 def test_an_unknown_claim_is_refused_and_never_guessed(claim: object) -> None:

@@ -209,7 +209,24 @@ def test_a_grant_under_which_something_set_out_cannot_be_freed(tmp_path: Path) -
     release = a.release("g")
     register.send(release, a.seal(release))
     with pytest.raises(InvalidEntry, match="cannot be freed"):
-        register.free("g", a.seal(Settlement("g", "site-a", "", "ksame", "declined", "x", 0)))
+        register.free("g", "unused", a.seal(Settlement("g", "site-a", "", "ksame", "declined", "unused", 0)))
+
+
+@pytest.mark.parametrize("why", ["refused", "unused"])
+@pytest.mark.parametrize("reason", ["coordinator", "unused"])
+def test_a_grant_is_freed_for_the_reason_that_the_site_has_signed(tmp_path: Path, why: str, reason: str) -> None:
+    a, key = Hospital("site-a"), Ed25519PrivateKey.generate()
+    register = open_register(tmp_path / "ledger.db", a, key=key)
+    reservation = a.reservation("g")
+    register.reserve("k", reservation, a.seal(reservation))
+    register.free("g", why, a.seal(Settlement("g", "site-a", "", "ksame", "declined", reason, 0)))
+    register.store.close()
+    raw = export_file(tmp_path / "ledger.db", "lazaret/test", key)
+    if (why, reason) in (("refused", "coordinator"), ("unused", "unused")):
+        verify(raw)
+    else:
+        with pytest.raises(Unsound, match="something else"):
+            verify(raw)
 
 
 def test_what_set_out_against_the_law_is_found_even_without_a_verdict(tmp_path: Path) -> None:

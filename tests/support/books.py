@@ -16,12 +16,13 @@ from policies.sqlite import open_sqlite
 from policies.statement import PAYLOAD_TYPE, Approval, Enrolment, Release, Reservation, Statement, encode, release_id
 from policies.store import Store
 from protos.envelope import seal
-from protos.identity import node_public
+from protos.identity import agent_name, node_public, request
 
 K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)
 COMPONENTS = {
     "ksame": {"encoder": "public", "generator": "public"},
     "federated": {"initial": "public", "centre": "public"},
+    "federated-masked": {"initial": "public", "centre": "public"},
 }
 DP = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=1.8, steps=60)
 
@@ -43,6 +44,10 @@ class Hospital:
     policy_text: str = field(default_factory=policy)
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     node_key: str = field(default_factory=lambda: node_public(ec.generate_private_key(ec.SECP384R1())).decode())
+    csr: str = ""  # of a key of its own, unless it is given
+
+    def __post_init__(self) -> None:
+        self.csr = self.csr or request(ec.generate_private_key(ec.SECP256R1()), agent_name(self.name)).decode()
 
     @property
     def public(self) -> bytes:
@@ -52,9 +57,8 @@ class Hospital:
         return seal(encode(statement), PAYLOAD_TYPE, self.key)
 
     def enrolment(self) -> tuple[Enrolment, bytes]:
-        statement = Enrolment(
-            self.name, base64.b64encode(self.public).decode(), "csr", self.node_key, self.policy_text
-        )
+        key = base64.b64encode(self.public).decode()
+        statement = Enrolment(self.name, key, self.csr, self.node_key, self.policy_text)
         return statement, self.seal(statement)
 
     def reservation(self, grant: str, claim: Claim = K5, mechanism: str = "ksame", run: str = "") -> Reservation:
@@ -79,6 +83,7 @@ class Hospital:
             "vetted_against": "nothing",
             "reid_rate": None,
             "approvals": {},
+            "reader": "",
             **changes,
         }
         return Release(**values)  # type: ignore[arg-type]
