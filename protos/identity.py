@@ -1,43 +1,55 @@
-"""Who is who on the wire: key files, SPIFFE names, certificates, and what makes a peer acceptable.
+"""Who is who on the wire: SPIFFE names, the certificates that bear them, and the fingerprints that people compare.
 
-Keys are born where they are used and never travel; a certificate carries exactly one URI name. Certificates are
-made with ``cryptography``'s own builders; a CA product (step-ca, cfssl) would be a second server at every
-federation, and enrolment by ledger entry is ours to define.
+Keys are born where they are used and never travel; a certificate carries exactly one URI name. The root signs once a
+year, off line; the intermediate, bound by a name constraint to this trust domain, signs leaves that live a day.
+Certificates are made with ``cryptography``'s own builders; a CA product (step-ca, cfssl) would be a second server at
+every federation, and enrolment by ledger entry is ours to define.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
+import hmac
 import ipaddress
-import os
 import re
-from pathlib import Path
 from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from protos.keyfile import BadKeyFile, pem, read_private, signing_key, write_private
+
+__all__ = ["BadKeyFile", "pem", "read_private", "signing_key", "write_private"]  # who needs a name needs its key
 DOMAIN: Final = "lazaret"
 COORDINATOR: Final = f"spiffe://{DOMAIN}/coordinator"
 OPERATOR: Final = f"spiffe://{DOMAIN}/person/operator"
-_SITE: Final = re.compile(rf"spiffe://{DOMAIN}/hospital/([a-z0-9][a-z0-9-]{{0,62}})/agent")
 SITE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-LEAF_DAYS: Final = 90
-CA_DAYS: Final = 3650
+_AGENT: Final = re.compile(rf"spiffe://{DOMAIN}/hospital/({SITE_NAME.pattern})/agent")
+_JOINING: Final = re.compile(rf"spiffe://{DOMAIN}/joining/({SITE_NAME.pattern})")
+ROOT_LIFE: Final = dt.timedelta(days=3650)
+INTERMEDIATE_LIFE: Final = dt.timedelta(days=365)
+LEAF_LIFE: Final = dt.timedelta(hours=24)
+BACKDATE: Final = dt.timedelta(minutes=5)  # for clocks that are a little behind
+_UNREADABLE: Final = (  # what reading a certificate or a request from a stranger can raise
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
+_CURVES: Final = ("secp256r1", "secp384r1")
+CA = tuple[bytes, bytes]  # private key PEM, certificate PEM
 
 
-class BadKeyFile(ValueError):
-    """A private key is missing, readable by others, or of another kind."""
+class BadCertificate(ValueError):
+    """A certificate, a chain or a signing request is not what it has to be; the text says in which way."""
 
 
 def agent_name(site: str) -> str:
@@ -47,56 +59,40 @@ def agent_name(site: str) -> str:
 
 def site_of(name: str) -> str | None:
     """The site whose agent bears this name, or None."""
-    match = _SITE.fullmatch(name)
+    match = _AGENT.fullmatch(name)
     return match.group(1) if match else None
 
 
-def write_private(path: Path, body: bytes) -> None:
-    """Create a private file, 0600, never over an existing one.
+def joining_name(site: str) -> str:
+    """The name under which a site that is not enrolled yet may hand in its request, and ask; nothing else."""
+    return f"spiffe://{DOMAIN}/joining/{site}"
+
+
+def joining_site_of(name: str) -> str | None:
+    """The site that wants to join under this name, or None."""
+    match = _JOINING.fullmatch(name)
+    return match.group(1) if match else None
+
+
+def fingerprint(body: bytes) -> str:
+    """128 bits of SHA-256, in eight groups of four, to be read aloud over the telephone."""
+    digits = hashlib.sha256(body).hexdigest()[:32]
+    return " ".join(digits[i : i + 4] for i in range(0, 32, 4))
+
+
+def root_fingerprint(crt_pem: bytes) -> str:
+    """The fingerprint of a whole certificate (its DER), so that nothing in it can be exchanged.
 
     Raises:
-        FileExistsError: there is one already.
+        BadCertificate: it cannot be read.
     """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as out:
-        out.write(body)
-        out.flush()
-        os.fsync(out.fileno())
+    return fingerprint(_certificate(crt_pem).public_bytes(Encoding.DER))
 
 
-def read_private(path: Path) -> bytes:
-    """The bytes of a private file that nobody else can read.
-
-    Raises:
-        BadKeyFile: missing, or open to group or others.
-    """
-    try:
-        mode = path.stat().st_mode
-        if mode & 0o077:
-            raise BadKeyFile(f"{path.name} can be read by others: chmod 600 it")
-        return path.read_bytes()
-    except OSError:
-        raise BadKeyFile(f"{path.name} is missing or unreadable") from None
-
-
-def pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
-    """A private key as PKCS#8 PEM."""
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def signing_key(path: Path) -> Ed25519PrivateKey:
-    """The Ed25519 key in a private PEM file.
-
-    Raises:
-        BadKeyFile: missing, readable by others, or of another kind.
-    """
-    try:
-        key = load_pem_private_key(read_private(path), None)
-    except ValueError as error:
-        raise BadKeyFile(str(error) if isinstance(error, BadKeyFile) else f"{path.name} is no key") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise BadKeyFile(f"{path.name} is not an Ed25519 key")
-    return key
+def same_fingerprint(one: str, other: str) -> bool:
+    """Are these the same fingerprint, as people type it? All of it, in any grouping and case."""
+    typed = [re.sub(r"[\s:.-]", "", text).lower() for text in (one, other)]
+    return bool(re.fullmatch(r"[0-9a-f]{32}", typed[0])) and hmac.compare_digest(typed[0], typed[1])
 
 
 def request(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
@@ -108,27 +104,213 @@ def request(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
-def make_ca(now: dt.datetime) -> tuple[bytes, bytes]:
-    """A federation's own CA: (private key PEM, certificate PEM)."""
+def requested_key(csr_pem: bytes, name: str) -> ec.EllipticCurvePublicKey:
+    """The key that a signing request proves possession of.
+
+    Raises:
+        BadCertificate: it is malformed, not signed by an EC key of its own, or not for ``name`` alone.
+    """
+    try:
+        csr = x509.load_pem_x509_csr(csr_pem)
+        public, valid = csr.public_key(), csr.is_signature_valid
+        asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except _UNREADABLE:
+        raise BadCertificate("the signing request cannot be read") from None
+    if not valid or not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name not in _CURVES:
+        raise BadCertificate("the signing request does not prove possession of a P-256 or P-384 key")
+    if [(type(n), n.value) for n in asked] != [(x509.UniformResourceIdentifier, name)]:
+        raise BadCertificate(f"the signing request is not for {name} alone")
+    return public
+
+
+def make_root(now: dt.datetime) -> CA:
+    """A federation's root, for ten years; it signs intermediates and is kept off line."""
     key = ec.generate_private_key(ec.SECP384R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Lazaret federation CA")])
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-    certificate = (
-        _builder(name, name, key.public_key(), now, CA_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA384())
+    name = _name("Lazaret federation root")
+    builder = _builder(name, name, key.public_key(), now, now + ROOT_LIFE)
+    return pem(key), _authority(builder, key, 1).sign(key, hashes.SHA384()).public_bytes(Encoding.PEM)
+
+
+def make_intermediate(root: CA, now: dt.datetime) -> CA:
+    """The authority that issues leaves, for a year: no further authority below it, no name outside this domain.
+
+    The critical URI name constraint (RFC 5280, section 4.2.1.10: the host part) is enforced by BoringSSL, which is
+    gRPC's, and by OpenSSL.
+
+    Raises:
+        BadCertificate: the root cannot be used, or has ended.
+    """
+    root_key, root_crt = _signer(root, now)
+    key = ec.generate_private_key(ec.SECP384R1())
+    end = min(now + INTERMEDIATE_LIFE, root_crt.not_valid_after_utc)
+    builder = _builder(_name("Lazaret federation CA"), root_crt.subject, key.public_key(), now, end)
+    builder = _authority(builder, key, 0).add_extension(
+        x509.NameConstraints([x509.UniformResourceIdentifier(DOMAIN)], None), critical=True
     )
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root_key.public_key())
+    certificate = builder.add_extension(issuer, critical=False).sign(root_key, hashes.SHA384())
     return pem(key), certificate.public_bytes(Encoding.PEM)
 
 
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    public: ec.EllipticCurvePublicKey,
+def issue(
+    csr_pem: bytes,
+    name: str,
+    ca: CA,
     now: dt.datetime,
-    days: int,
+    hosts: tuple[str, ...] = (),
+    life: dt.timedelta = LEAF_LIFE,
+) -> bytes:
+    """The chain for the key of a signing request: leaf and intermediate, PEM; see :func:`certify`.
+
+    Args:
+        csr_pem: signed by the key it asks for; the name it asks for must be ``name``.
+        name: the one URI name the certificate carries.
+        ca: the intermediate.
+        now: the time of issue, UTC.
+        hosts: DNS names and addresses, for a server.
+        life: how long it is valid.
+    Raises:
+        BadCertificate: the request is malformed, not self-signed, or for another name; or the intermediate has ended.
+    """
+    return certify(requested_key(csr_pem, name), name, ca, now, hosts, life)
+
+
+def certify(
+    public: ec.EllipticCurvePublicKey,
+    name: str,
+    ca: CA,
+    now: dt.datetime,
+    hosts: tuple[str, ...] = (),
+    life: dt.timedelta = LEAF_LIFE,
+) -> bytes:
+    """The chain for a key whose possession is proved already: valid from five minutes ago, never longer than its CA.
+
+    Raises:
+        BadCertificate: the intermediate cannot be used, or has ended.
+    """
+    ca_key, ca_crt = _signer(ca, now)
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(name), *map(_host, hosts)]
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    leaf = (
+        _builder(x509.Name([]), ca_crt.subject, public, now, min(now + life, ca_crt.not_valid_after_utc))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(sign=True), critical=True)
+        .add_extension(x509.SubjectAlternativeName(names), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(ca_key, hashes.SHA384())
+    )
+    return leaf.public_bytes(Encoding.PEM) + ca_crt.public_bytes(Encoding.PEM)
+
+
+def leaf_of(chain_pem: bytes) -> x509.Certificate:
+    """The first certificate of a chain.
+
+    Raises:
+        BadCertificate: there is none.
+    """
+    return _certificates(chain_pem)[0]
+
+
+def number_of(leaf: x509.Certificate) -> str:
+    """A certificate's serial number as the ledger writes it: hexadecimal, lower case."""
+    return f"{leaf.serial_number:x}"
+
+
+def checked_chain(
+    chain_pem: bytes, root_pem: bytes, name: str, public: ec.EllipticCurvePublicKey, now: dt.datetime
+) -> x509.Certificate:
+    """The leaf of a chain that leads to the root at this moment, and is for this name and key.
+
+    Checked by hand, since ``cryptography.x509.verification`` (50.0) refuses every chain with a URI name constraint.
+
+    Args:
+        chain_pem: leaf and intermediate, in this order.
+        root_pem: the trust anchor.
+        name: the one URI name that the leaf must bear.
+        public: the key it must be for.
+        now: UTC.
+    Raises:
+        BadCertificate: it is anything else; the text says what.
+    """
+    found, root = _certificates(chain_pem), _certificate(root_pem)
+    if len(found) != 2:
+        raise BadCertificate("a chain is a leaf and the intermediate that issued it")
+    leaf, intermediate = found
+    try:
+        for below, above in ((leaf, intermediate), (intermediate, root), (root, root)):
+            below.verify_directly_issued_by(above)
+        lengths = [_path_length(c) for c in (leaf, intermediate, root)]
+    except (*_UNREADABLE, InvalidSignature):
+        raise BadCertificate("the chain does not lead to the root") from None
+    if lengths[0] is not None or lengths[1] != 0 or lengths[2] is None:
+        raise BadCertificate("the chain is not leaf, intermediate and root")
+    if not all(c.not_valid_before_utc <= now <= c.not_valid_after_utc for c in (leaf, intermediate, root)):
+        raise BadCertificate("a certificate of the chain is not valid now; is the clock right?")
+    if uri_of(leaf) != name:
+        raise BadCertificate(f"the certificate is not for {name} alone")
+    if leaf.public_key() != public:
+        raise BadCertificate("the certificate is for another key")
+    return leaf
+
+
+def uri_of(leaf: x509.Certificate) -> str:
+    """The one URI name that a certificate bears.
+
+    Raises:
+        BadCertificate: none, or several.
+    """
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except _UNREADABLE:
+        raise BadCertificate("the certificate bears no name") from None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) != 1:
+        raise BadCertificate("the certificate must bear exactly one URI name")
+    return uris[0]
+
+
+def _path_length(certificate: x509.Certificate) -> int | None:
+    """How many authorities may follow below this one; None: it is none that may sign."""
+    constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+    usage = certificate.extensions.get_extension_for_class(x509.KeyUsage).value
+    return constraints.path_length if constraints.ca and usage.key_cert_sign else None
+
+
+def _certificates(chain_pem: bytes) -> list[x509.Certificate]:
+    try:
+        found = x509.load_pem_x509_certificates(chain_pem)
+        for certificate in found:
+            certificate.extensions  # noqa: B018 - parsed late, and only here may it fail
+    except _UNREADABLE:
+        raise BadCertificate("a certificate cannot be read") from None
+    return found
+
+
+def _certificate(crt_pem: bytes) -> x509.Certificate:
+    found = _certificates(crt_pem)
+    if len(found) != 1:
+        raise BadCertificate("one certificate is wanted, and no chain")
+    return found[0]
+
+
+def _signer(ca: CA, now: dt.datetime) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """An authority's key and certificate, which belong together and are valid."""
+    try:
+        key = load_pem_private_key(ca[0], None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise BadCertificate("the authority's key cannot be read") from None
+    certificate = _certificate(ca[1])
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise BadCertificate("the authority's key and certificate do not belong together")
+    if not certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc:
+        raise BadCertificate("the authority's certificate is not valid now: renew it with the root's key")
+    return key, certificate
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, now: dt.datetime, end: dt.datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -136,43 +318,28 @@ def _builder(
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(minutes=5))
-        .not_valid_after(now + dt.timedelta(days=days))
+        .not_valid_before(now - BACKDATE)
+        .not_valid_after(end)
     )
 
 
-def issue(csr_pem: bytes, name: str, ca: tuple[bytes, bytes], now: dt.datetime, hosts: tuple[str, ...] = ()) -> bytes:
-    """A leaf certificate for the key of a signing request, PEM.
-
-    Args:
-        csr_pem: signed by the key it asks for; the name it asks for must be ``name``.
-        name: the one URI name the certificate carries.
-        ca: (private key PEM, certificate PEM).
-        now: the time of issue, UTC.
-        hosts: DNS names and addresses, for a server.
-    Raises:
-        ValueError: the request is malformed, not self-signed, or for another name.
-    """
-    csr = x509.load_pem_x509_csr(csr_pem)
-    public = csr.public_key()
-    asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    if not csr.is_signature_valid or not isinstance(public, ec.EllipticCurvePublicKey):
-        raise ValueError("the signing request does not prove possession of an EC key")
-    if [n.value for n in asked] != [name]:
-        raise ValueError(f"the signing request is not for {name} alone")
-    ca_key, ca_crt = load_pem_private_key(ca[0], None), x509.load_pem_x509_certificate(ca[1])
-    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(name), *map(_host, hosts)]
-    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
-    certificate = (
-        _builder(x509.Name([]), ca_crt.subject, public, now, LEAF_DAYS)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(names), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA384())
+def _authority(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, below: int
+) -> x509.CertificateBuilder:
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=below), critical=True)
+        .add_extension(_usage(sign=False), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-    return certificate.public_bytes(Encoding.PEM)
+
+
+def _usage(*, sign: bool) -> x509.KeyUsage:
+    """Of a leaf: to sign handshakes; of an authority: to sign certificates."""
+    return x509.KeyUsage(sign, False, False, False, False, not sign, not sign, False, False)
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -1,20 +1,26 @@
-"""What the two ends of a federated round agree on: message types, records, keys, codes, the stub.
+"""What the two ends of a federated round agree on: messages, records, keys, codes, the stub, the tunnel.
 
-Agent and coordinator never import each other; both import this. A run has two kinds of message, as
+Agent and coordinator never import each other; both import this. A run has three kinds of message, as
 `flwr.app.Message`. Records and keys are exact: anything missing or extra is refused by the receiver.
 
 ``query.price``, coordinator to site: one ConfigRecord ``order`` {run: str, round: int, config: bytes}
-    reply: one ConfigRecord ``answer`` {envelope: bytes}, or an Error
+    reply: one ConfigRecord ``answer`` {envelope: bytes}, or an Error; at the price, the site's sealed reservation
+``query.secure``, coordinator to site: ``order`` {run, round, config, step: str} and one ArrayRecord
+``payload`` {data: (n,) uint8}
+    reply: one ArrayRecord ``payload`` {data: (m,) uint8}, or an Error. What the bytes mean is protos/secagg.py's
 ``train``, coordinator to site: the same ``order`` and one ArrayRecord ``parameters`` {flat: (n,) float32}
     reply: the same ``answer`` and one ArrayRecord ``parameters`` {flat: (n,) float32}, or an Error
 
 ``run`` is Lazaret's run id (not Flower's), ``round`` counts from 0 (always 0 in ``query.price``),
 ``config`` is the mechanism's public configuration, opaque here. Parameters travel as one flat tensor,
-because Flower's cost is per tensor. An Error carries a code of `CODES` and that code's name as its
-reason, never other text.
+because Flower's cost is per tensor; bytes as an array, because Flower cuts only arrays into pieces that fit
+a call. An Error carries a code of `CODES` and that code's name as its reason, never other text.
 
 Flower starts a run from an app bundle. Lazaret runs no received code, so the bundle is a stub: it is
 built here, byte for byte the same everywhere, both sides know its SHA-256, and nobody unpacks it.
+
+Flower's own calls (protobuf over ``POST /v1/fleet/...``) go through the gRPC method ``Fleet``: the first part of
+a request carries path and headers, the first of a reply the HTTP status; the bodies follow in parts.
 """
 
 from __future__ import annotations
@@ -27,21 +33,59 @@ from typing import Final
 
 PRICE: Final = "query.price"
 TRAIN: Final = "train"
+SECURE: Final = "query.secure"
+KINDS: Final = frozenset({PRICE, TRAIN, SECURE})
 
 ORDER: Final = "order"
 RUN: Final = "run"
 ROUND: Final = "round"
 CONFIG: Final = "config"
+STEP: Final = "step"
 
 ANSWER: Final = "answer"
 ENVELOPE: Final = "envelope"
 
 PARAMETERS: Final = "parameters"
 FLAT: Final = "flat"
+PAYLOAD: Final = "payload"
+DATA: Final = "data"
 
 MAX_RUN: Final = 128  # characters of a run id
 MAX_CONFIG: Final = 1 << 20  # bytes
 MAX_ENVELOPE: Final = 1 << 20  # bytes
+MAX_STEP: Final = 64  # characters
+MAX_PARAMETERS: Final = 100_000_000
+MAX_PAYLOAD: Final = 8 * MAX_PARAMETERS + (1 << 20)  # bytes: one ring element for each parameter, and some more
+MAX_OBJECTS: Final = 64  # of one message: its records, and arrays in pieces of 20 MB
+
+# The calls of Flower's Fleet API that a site makes: not among them are registering a node and fetching a bundle.
+FLEET_CALLS: Final = frozenset(
+    f"/v1/fleet/{call}"
+    for call in (
+        "activate-node",
+        "deactivate-node",
+        "send-node-heartbeat",
+        "pull-messages",
+        "push-messages",
+        "get-run",
+        "pull-object",
+        "push-object",
+        "confirm-message-received",
+    )
+)
+FLEET_HEADERS: Final = frozenset(
+    {
+        "content-type",
+        "flwr-public-key",
+        "flwr-timestamp",
+        "flwr-signature",
+        "flwr-package-name",
+        "flwr-package-version",
+        "flwr-component-name",
+    }
+)
+FLEET_PART: Final = 1 << 20  # bytes of a body in one part
+FLEET_BODY: Final = 32 << 20  # bytes of one body; Flower cuts arrays into objects of 20 MB
 
 # Why a site declines. Codes below 1000 are Flower's own. A cause that depends on patients (too few of
 # them, none at all, data that cannot be read) has one code only, "unavailable": the coordinator's side

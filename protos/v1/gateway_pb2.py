@@ -24,31 +24,79 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/gateway.proto\x12\nlazaret.v1\".\n\x0cHelloRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\x12\x10\n\x08\x63osigned\x18\x02 \x01(\t\"\xa1\x01\n\nHelloReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\nledger_key\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x03(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x10\n\x08restored\x18\x06 \x01(\x0c\x12\x13\n\x0brestored_at\x18\x07 \x01(\x03\x12\x16\n\x0erestored_proof\x18\x08 \x03(\x0c\"<\n\rSealedRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65nvelope\x18\x02 \x01(\x0c\x12\x0c\n\x04seen\x18\x03 \x01(\x03\"Q\n\nSubmitPart\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.lazaret.v1.SealedRequestH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\'\n\x07\x46inding\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xb7\x01\n\x0cVerdictReply\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12%\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x13.lazaret.v1.Finding\x12\r\n\x05level\x18\x03 \x01(\t\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\r\n\x05known\x18\x06 \x01(\x08\x12\r\n\x05proof\x18\x07 \x03(\x0c\x12\r\n\x05\x65ntry\x18\x08 \x01(\x0c\x12\x11\n\tinclusion\x18\t \x03(\x0c\"+\n\x0eOutcomeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x03\"\x85\x01\n\rLaunchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tmechanism\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\x12\x12\n\nparameters\x18\x04 \x01(\x03\x12\r\n\x05sites\x18\x05 \x03(\t\x12\x0e\n\x06rounds\x18\x06 \x01(\x05\x12\x11\n\tmin_sites\x18\x07 \x01(\x05\"V\n\nRoundEvent\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05sites\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t2\xff\x03\n\x07Gateway\x12\x39\n\x05Hello\x12\x18.lazaret.v1.HelloRequest\x1a\x16.lazaret.v1.HelloReply\x12>\n\x07Reserve\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x06Submit\x12\x16.lazaret.v1.SubmitPart\x1a\x18.lazaret.v1.VerdictReply(\x01\x12=\n\x06Settle\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12?\n\x07Outcome\x12\x1a.lazaret.v1.OutcomeRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x05\x41mend\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12>\n\x07Present\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Launch\x12\x19.lazaret.v1.LaunchRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/gateway.proto\x12\nlazaret.v1\".\n\x0cHelloRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\x12\x10\n\x08\x63osigned\x18\x02 \x01(\t\"\xa1\x01\n\nHelloReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\nledger_key\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x03(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x10\n\x08restored\x18\x06 \x01(\x0c\x12\x13\n\x0brestored_at\x18\x07 \x01(\x03\x12\x16\n\x0erestored_proof\x18\x08 \x03(\x0c\"<\n\rSealedRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65nvelope\x18\x02 \x01(\x0c\x12\x0c\n\x04seen\x18\x03 \x01(\x03\"I\n\x0cOfferRequest\x12)\n\x06sealed\x18\x01 \x01(\x0b\x32\x19.lazaret.v1.SealedRequest\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\x0c\"X\n\nOfferReply\x12\x0e\n\x06upload\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x01(\x0c\x12)\n\x07\x64\x65\x63ided\x18\x03 \x01(\x0b\x32\x18.lazaret.v1.VerdictReply\"J\n\nUploadPart\x12\x10\n\x06upload\x18\x01 \x01(\tH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.lazaret.v1.ChunkH\x00\x42\x06\n\x04part\"$\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1f\n\x0bUploadReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x03\"!\n\x0eSessionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"#\n\x06Notice\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\"\x9c\x01\n\tFleetPart\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x33\n\x07headers\x18\x02 \x03(\x0b\x32\".lazaret.v1.FleetPart.HeadersEntry\x12\x0e\n\x06status\x18\x03 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x0bJoinRequest\x12\x10\n\x08\x65nvelope\x18\x01 \x01(\x0c\"\x85\x01\n\tJoinReply\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x1b\n\x13waiting_certificate\x18\x03 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x04 \x01(\x0c\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x12\n\nledger_key\x18\x06 \x01(\x0c\"\x1b\n\x0cRenewRequest\x12\x0b\n\x03\x63sr\x18\x01 \x01(\x0c\"!\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\'\n\x07\x46inding\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xb7\x01\n\x0cVerdictReply\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12%\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x13.lazaret.v1.Finding\x12\r\n\x05level\x18\x03 \x01(\t\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\r\n\x05known\x18\x06 \x01(\x08\x12\r\n\x05proof\x18\x07 \x03(\x0c\x12\r\n\x05\x65ntry\x18\x08 \x01(\x0c\x12\x11\n\tinclusion\x18\t \x03(\x0c\"+\n\x0eOutcomeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x03\"\xbc\x01\n\rLaunchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tmechanism\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\x12\x12\n\nparameters\x18\x04 \x01(\x03\x12\r\n\x05sites\x18\x05 \x03(\t\x12\x0e\n\x06rounds\x18\x06 \x01(\x05\x12\x11\n\tmin_sites\x18\x07 \x01(\x05\x12\x10\n\x08strategy\x18\x08 \x01(\t\x12\x13\n\x0b\x61ll_or_none\x18\t \x01(\x08\x12\x0e\n\x06secure\x18\n \x01(\x08\"\x19\n\nRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x1a\n\tStopReply\x12\r\n\x05state\x18\x01 \x01(\t\"A\n\tPlanReply\x12#\n\x05sites\x18\x01 \x03(\x0b\x32\x14.lazaret.v1.SiteCost\x12\x0f\n\x07refused\x18\x02 \x01(\t\"t\n\x08SiteCost\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0c\n\x04\x66its\x18\x02 \x01(\x08\x12\x0f\n\x07\x65psilon\x18\x03 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x04 \x01(\t\x12\x0e\n\x06\x61mount\x18\x05 \x01(\x03\x12\x0c\n\x04left\x18\x06 \x01(\x03\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x1d\n\rInviteRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\"E\n\x0bInviteReply\x12\x12\n\ninvitation\x18\x01 \x01(\x0c\x12\r\n\x05token\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\x13\n\x11\x45nrolmentsRequest\"7\n\x0f\x45nrolmentsReply\x12$\n\x07pending\x18\x01 \x03(\x0b\x32\x13.lazaret.v1.Pending\"Z\n\x07Pending\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05until\x18\x05 \x01(\x03\"A\n\x0e\x41pproveRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0e\n\x06serial\x18\x02 \x01(\t\x12\x11\n\tapprovals\x18\x03 \x03(\x0c\"B\n\rRevokeRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"V\n\nRoundEvent\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05sites\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t2\xd3\n\n\x07Gateway\x12\x39\n\x05Hello\x12\x18.lazaret.v1.HelloRequest\x1a\x16.lazaret.v1.HelloReply\x12>\n\x07Reserve\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12\x39\n\x05Offer\x12\x18.lazaret.v1.OfferRequest\x1a\x16.lazaret.v1.OfferReply\x12;\n\x06Upload\x12\x16.lazaret.v1.UploadPart\x1a\x17.lazaret.v1.UploadReply(\x01\x12=\n\x06Submit\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Settle\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12?\n\x07Outcome\x12\x1a.lazaret.v1.OutcomeRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x05\x41mend\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12>\n\x07Present\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12;\n\x07Session\x12\x1a.lazaret.v1.SessionRequest\x1a\x12.lazaret.v1.Notice0\x01\x12\x39\n\x05\x46leet\x12\x15.lazaret.v1.FleetPart\x1a\x15.lazaret.v1.FleetPart(\x01\x30\x01\x12\x36\n\x04Join\x12\x17.lazaret.v1.JoinRequest\x1a\x15.lazaret.v1.JoinReply\x12\x39\n\x05Renew\x12\x18.lazaret.v1.RenewRequest\x1a\x16.lazaret.v1.RenewReply\x12=\n\x06Launch\x12\x19.lazaret.v1.LaunchRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12\x38\n\x04Plan\x12\x19.lazaret.v1.LaunchRequest\x1a\x15.lazaret.v1.PlanReply\x12\x39\n\x05Watch\x12\x16.lazaret.v1.RunRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12:\n\x06Resume\x12\x16.lazaret.v1.RunRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12\x35\n\x04Stop\x12\x16.lazaret.v1.RunRequest\x1a\x15.lazaret.v1.StopReply\x12<\n\x06Invite\x12\x19.lazaret.v1.InviteRequest\x1a\x17.lazaret.v1.InviteReply\x12H\n\nEnrolments\x12\x1d.lazaret.v1.EnrolmentsRequest\x1a\x1b.lazaret.v1.EnrolmentsReply\x12?\n\x07\x41pprove\x12\x1a.lazaret.v1.ApproveRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Revoke\x12\x19.lazaret.v1.RevokeRequest\x1a\x18.lazaret.v1.VerdictReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_FLEETPART_HEADERSENTRY']._loaded_options = None
+  _globals['_FLEETPART_HEADERSENTRY']._serialized_options = b'8\001'
   _globals['_HELLOREQUEST']._serialized_start=39
   _globals['_HELLOREQUEST']._serialized_end=85
   _globals['_HELLOREPLY']._serialized_start=88
   _globals['_HELLOREPLY']._serialized_end=249
   _globals['_SEALEDREQUEST']._serialized_start=251
   _globals['_SEALEDREQUEST']._serialized_end=311
-  _globals['_SUBMITPART']._serialized_start=313
-  _globals['_SUBMITPART']._serialized_end=394
-  _globals['_FINDING']._serialized_start=396
-  _globals['_FINDING']._serialized_end=435
-  _globals['_VERDICTREPLY']._serialized_start=438
-  _globals['_VERDICTREPLY']._serialized_end=621
-  _globals['_OUTCOMEREQUEST']._serialized_start=623
-  _globals['_OUTCOMEREQUEST']._serialized_end=666
-  _globals['_LAUNCHREQUEST']._serialized_start=669
-  _globals['_LAUNCHREQUEST']._serialized_end=802
-  _globals['_ROUNDEVENT']._serialized_start=804
-  _globals['_ROUNDEVENT']._serialized_end=890
-  _globals['_GATEWAY']._serialized_start=893
-  _globals['_GATEWAY']._serialized_end=1404
+  _globals['_OFFERREQUEST']._serialized_start=313
+  _globals['_OFFERREQUEST']._serialized_end=386
+  _globals['_OFFERREPLY']._serialized_start=388
+  _globals['_OFFERREPLY']._serialized_end=476
+  _globals['_UPLOADPART']._serialized_start=478
+  _globals['_UPLOADPART']._serialized_end=552
+  _globals['_CHUNK']._serialized_start=554
+  _globals['_CHUNK']._serialized_end=590
+  _globals['_UPLOADREPLY']._serialized_start=592
+  _globals['_UPLOADREPLY']._serialized_end=623
+  _globals['_SESSIONREQUEST']._serialized_start=625
+  _globals['_SESSIONREQUEST']._serialized_end=658
+  _globals['_NOTICE']._serialized_start=660
+  _globals['_NOTICE']._serialized_end=695
+  _globals['_FLEETPART']._serialized_start=698
+  _globals['_FLEETPART']._serialized_end=854
+  _globals['_FLEETPART_HEADERSENTRY']._serialized_start=808
+  _globals['_FLEETPART_HEADERSENTRY']._serialized_end=854
+  _globals['_JOINREQUEST']._serialized_start=856
+  _globals['_JOINREQUEST']._serialized_end=887
+  _globals['_JOINREPLY']._serialized_start=890
+  _globals['_JOINREPLY']._serialized_end=1023
+  _globals['_RENEWREQUEST']._serialized_start=1025
+  _globals['_RENEWREQUEST']._serialized_end=1052
+  _globals['_RENEWREPLY']._serialized_start=1054
+  _globals['_RENEWREPLY']._serialized_end=1087
+  _globals['_FINDING']._serialized_start=1089
+  _globals['_FINDING']._serialized_end=1128
+  _globals['_VERDICTREPLY']._serialized_start=1131
+  _globals['_VERDICTREPLY']._serialized_end=1314
+  _globals['_OUTCOMEREQUEST']._serialized_start=1316
+  _globals['_OUTCOMEREQUEST']._serialized_end=1359
+  _globals['_LAUNCHREQUEST']._serialized_start=1362
+  _globals['_LAUNCHREQUEST']._serialized_end=1550
+  _globals['_RUNREQUEST']._serialized_start=1552
+  _globals['_RUNREQUEST']._serialized_end=1577
+  _globals['_STOPREPLY']._serialized_start=1579
+  _globals['_STOPREPLY']._serialized_end=1605
+  _globals['_PLANREPLY']._serialized_start=1607
+  _globals['_PLANREPLY']._serialized_end=1672
+  _globals['_SITECOST']._serialized_start=1674
+  _globals['_SITECOST']._serialized_end=1790
+  _globals['_INVITEREQUEST']._serialized_start=1792
+  _globals['_INVITEREQUEST']._serialized_end=1821
+  _globals['_INVITEREPLY']._serialized_start=1823
+  _globals['_INVITEREPLY']._serialized_end=1892
+  _globals['_ENROLMENTSREQUEST']._serialized_start=1894
+  _globals['_ENROLMENTSREQUEST']._serialized_end=1913
+  _globals['_ENROLMENTSREPLY']._serialized_start=1915
+  _globals['_ENROLMENTSREPLY']._serialized_end=1970
+  _globals['_PENDING']._serialized_start=1972
+  _globals['_PENDING']._serialized_end=2062
+  _globals['_APPROVEREQUEST']._serialized_start=2064
+  _globals['_APPROVEREQUEST']._serialized_end=2129
+  _globals['_REVOKEREQUEST']._serialized_start=2131
+  _globals['_REVOKEREQUEST']._serialized_end=2197
+  _globals['_ROUNDEVENT']._serialized_start=2199
+  _globals['_ROUNDEVENT']._serialized_end=2285
+  _globals['_GATEWAY']._serialized_start=2288
+  _globals['_GATEWAY']._serialized_end=3651
 # @@protoc_insertion_point(module_scope)

@@ -44,13 +44,112 @@ class SealedRequest(_message.Message):
     seen: int
     def __init__(self, key: _Optional[str] = ..., envelope: _Optional[bytes] = ..., seen: _Optional[int] = ...) -> None: ...
 
-class SubmitPart(_message.Message):
-    __slots__ = ("header", "data")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
+class OfferRequest(_message.Message):
+    __slots__ = ("sealed", "chunks")
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    sealed: SealedRequest
+    chunks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, sealed: _Optional[_Union[SealedRequest, _Mapping]] = ..., chunks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class OfferReply(_message.Message):
+    __slots__ = ("upload", "missing", "decided")
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    upload: str
+    missing: bytes
+    decided: VerdictReply
+    def __init__(self, upload: _Optional[str] = ..., missing: _Optional[bytes] = ..., decided: _Optional[_Union[VerdictReply, _Mapping]] = ...) -> None: ...
+
+class UploadPart(_message.Message):
+    __slots__ = ("upload", "chunk")
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    upload: str
+    chunk: Chunk
+    def __init__(self, upload: _Optional[str] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("index", "data")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    header: SealedRequest
+    index: int
     data: bytes
-    def __init__(self, header: _Optional[_Union[SealedRequest, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class UploadReply(_message.Message):
+    __slots__ = ("accepted",)
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    accepted: int
+    def __init__(self, accepted: _Optional[int] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("kind", "run")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    run: str
+    def __init__(self, kind: _Optional[str] = ..., run: _Optional[str] = ...) -> None: ...
+
+class FleetPart(_message.Message):
+    __slots__ = ("path", "headers", "status", "data")
+    class HeadersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    headers: _containers.ScalarMap[str, str]
+    status: int
+    data: bytes
+    def __init__(self, path: _Optional[str] = ..., headers: _Optional[_Mapping[str, str]] = ..., status: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("envelope",)
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    envelope: bytes
+    def __init__(self, envelope: _Optional[bytes] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("state", "fingerprint", "waiting_certificate", "certificate", "policy", "ledger_key")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_KEY_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    fingerprint: str
+    waiting_certificate: bytes
+    certificate: bytes
+    policy: str
+    ledger_key: bytes
+    def __init__(self, state: _Optional[str] = ..., fingerprint: _Optional[str] = ..., waiting_certificate: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., policy: _Optional[str] = ..., ledger_key: _Optional[bytes] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("csr",)
+    CSR_FIELD_NUMBER: _ClassVar[int]
+    csr: bytes
+    def __init__(self, csr: _Optional[bytes] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("certificate",)
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    certificate: bytes
+    def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class Finding(_message.Message):
     __slots__ = ("rule", "detail")
@@ -91,7 +190,7 @@ class OutcomeRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites")
+    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites", "strategy", "all_or_none", "secure")
     RUN_FIELD_NUMBER: _ClassVar[int]
     MECHANISM_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +198,9 @@ class LaunchRequest(_message.Message):
     SITES_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     MIN_SITES_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    ALL_OR_NONE_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
     run: str
     mechanism: str
     config: bytes
@@ -106,7 +208,108 @@ class LaunchRequest(_message.Message):
     sites: _containers.RepeatedScalarFieldContainer[str]
     rounds: int
     min_sites: int
-    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ...) -> None: ...
+    strategy: str
+    all_or_none: bool
+    secure: bool
+    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ..., strategy: _Optional[str] = ..., all_or_none: _Optional[bool] = ..., secure: _Optional[bool] = ...) -> None: ...
+
+class RunRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    def __init__(self, state: _Optional[str] = ...) -> None: ...
+
+class PlanReply(_message.Message):
+    __slots__ = ("sites", "refused")
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    sites: _containers.RepeatedCompositeFieldContainer[SiteCost]
+    refused: str
+    def __init__(self, sites: _Optional[_Iterable[_Union[SiteCost, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class SiteCost(_message.Message):
+    __slots__ = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    FITS_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    site: str
+    fits: bool
+    epsilon: str
+    delta: str
+    amount: int
+    left: int
+    reason: str
+    def __init__(self, site: _Optional[str] = ..., fits: _Optional[bool] = ..., epsilon: _Optional[str] = ..., delta: _Optional[str] = ..., amount: _Optional[int] = ..., left: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class InviteRequest(_message.Message):
+    __slots__ = ("site",)
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    site: str
+    def __init__(self, site: _Optional[str] = ...) -> None: ...
+
+class InviteReply(_message.Message):
+    __slots__ = ("invitation", "token", "fingerprint")
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    invitation: bytes
+    token: str
+    fingerprint: str
+    def __init__(self, invitation: _Optional[bytes] = ..., token: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class EnrolmentsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EnrolmentsReply(_message.Message):
+    __slots__ = ("pending",)
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    pending: _containers.RepeatedCompositeFieldContainer[Pending]
+    def __init__(self, pending: _Optional[_Iterable[_Union[Pending, _Mapping]]] = ...) -> None: ...
+
+class Pending(_message.Message):
+    __slots__ = ("site", "state", "fingerprint", "digest", "until")
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    site: str
+    state: str
+    fingerprint: str
+    digest: str
+    until: int
+    def __init__(self, site: _Optional[str] = ..., state: _Optional[str] = ..., fingerprint: _Optional[str] = ..., digest: _Optional[str] = ..., until: _Optional[int] = ...) -> None: ...
+
+class ApproveRequest(_message.Message):
+    __slots__ = ("site", "serial", "approvals")
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    APPROVALS_FIELD_NUMBER: _ClassVar[int]
+    site: str
+    serial: str
+    approvals: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, site: _Optional[str] = ..., serial: _Optional[str] = ..., approvals: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class RevokeRequest(_message.Message):
+    __slots__ = ("site", "certificate", "reason")
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    site: str
+    certificate: str
+    reason: str
+    def __init__(self, site: _Optional[str] = ..., certificate: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundEvent(_message.Message):
     __slots__ = ("run", "round", "state", "sites", "reason")

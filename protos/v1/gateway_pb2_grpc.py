@@ -44,9 +44,19 @@ class GatewayStub:
                 request_serializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
                 _registered_method=True)
-        self.Submit = channel.stream_unary(
+        self.Offer = channel.unary_unary(
+                '/lazaret.v1.Gateway/Offer',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.OfferRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.OfferReply.FromString,
+                _registered_method=True)
+        self.Upload = channel.stream_unary(
+                '/lazaret.v1.Gateway/Upload',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.UploadPart.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.UploadReply.FromString,
+                _registered_method=True)
+        self.Submit = channel.unary_unary(
                 '/lazaret.v1.Gateway/Submit',
-                request_serializer=protos_dot_v1_dot_gateway__pb2.SubmitPart.SerializeToString,
+                request_serializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
                 _registered_method=True)
         self.Settle = channel.unary_unary(
@@ -69,10 +79,70 @@ class GatewayStub:
                 request_serializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
                 _registered_method=True)
+        self.Session = channel.unary_stream(
+                '/lazaret.v1.Gateway/Session',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.SessionRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.Notice.FromString,
+                _registered_method=True)
+        self.Fleet = channel.stream_stream(
+                '/lazaret.v1.Gateway/Fleet',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.FleetPart.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.FleetPart.FromString,
+                _registered_method=True)
+        self.Join = channel.unary_unary(
+                '/lazaret.v1.Gateway/Join',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.JoinRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.JoinReply.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/lazaret.v1.Gateway/Renew',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.RenewRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.RenewReply.FromString,
+                _registered_method=True)
         self.Launch = channel.unary_stream(
                 '/lazaret.v1.Gateway/Launch',
                 request_serializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_gateway__pb2.RoundEvent.FromString,
+                _registered_method=True)
+        self.Plan = channel.unary_unary(
+                '/lazaret.v1.Gateway/Plan',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.PlanReply.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/lazaret.v1.Gateway/Watch',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.RunRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.RoundEvent.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/lazaret.v1.Gateway/Resume',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.RunRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.RoundEvent.FromString,
+                _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/lazaret.v1.Gateway/Stop',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.RunRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.StopReply.FromString,
+                _registered_method=True)
+        self.Invite = channel.unary_unary(
+                '/lazaret.v1.Gateway/Invite',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.InviteRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.InviteReply.FromString,
+                _registered_method=True)
+        self.Enrolments = channel.unary_unary(
+                '/lazaret.v1.Gateway/Enrolments',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.EnrolmentsRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.EnrolmentsReply.FromString,
+                _registered_method=True)
+        self.Approve = channel.unary_unary(
+                '/lazaret.v1.Gateway/Approve',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.ApproveRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
+                _registered_method=True)
+        self.Revoke = channel.unary_unary(
+                '/lazaret.v1.Gateway/Revoke',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.RevokeRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
                 _registered_method=True)
 
 
@@ -93,8 +163,23 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Submit(self, request_iterator, context):
-        """One artifact with its sealed release statement; the first part is the header, the others bytes in order.
+    def Offer(self, request, context):
+        """Before a byte of an artifact: its sealed release statement and the digests of its chunks; the reply says which
+        chunks are missing, so that an interrupted upload goes on where it stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Upload(self, request_iterator, context):
+        """Chunks of what was offered, in any order; each is checked on arrival and durable before the reply.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Submit(self, request, context):
+        """All chunks are there: review the release.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,9 +213,91 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Launch(self, request, context):
-        """Operators only: start, or resume, a federated run and watch it.
+    def Session(self, request, context):
+        """One long-lived stream for each site: what the coordinator has to say without being asked.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fleet(self, request_iterator, context):
+        """One call of Flower's Fleet API, so that the site needs one port, and every call is checked like any other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Join(self, request, context):
+        """Joining sites only: hand in the sealed request to take part, and ask again until it is decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """A fresh certificate before the old one ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Launch(self, request, context):
+        """Operators only, from here on.
+        start a run, and watch it
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Plan(self, request, context):
+        """what a run would cost each site
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """a run that is known
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """go on with a run that was stopped, and watch it
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stop(self, request, context):
+        """after the round in progress
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Invite(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Enrolments(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Approve(self, request, context):
+        """persons' sealed approvals; then the site is enrolled
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Revoke(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -148,9 +315,19 @@ def add_GatewayServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.FromString,
                     response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
             ),
-            'Submit': grpc.stream_unary_rpc_method_handler(
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.OfferRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.OfferReply.SerializeToString,
+            ),
+            'Upload': grpc.stream_unary_rpc_method_handler(
+                    servicer.Upload,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.UploadPart.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.UploadReply.SerializeToString,
+            ),
+            'Submit': grpc.unary_unary_rpc_method_handler(
                     servicer.Submit,
-                    request_deserializer=protos_dot_v1_dot_gateway__pb2.SubmitPart.FromString,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.FromString,
                     response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
             ),
             'Settle': grpc.unary_unary_rpc_method_handler(
@@ -173,10 +350,70 @@ def add_GatewayServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_v1_dot_gateway__pb2.SealedRequest.FromString,
                     response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
             ),
+            'Session': grpc.unary_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.SessionRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.Notice.SerializeToString,
+            ),
+            'Fleet': grpc.stream_stream_rpc_method_handler(
+                    servicer.Fleet,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.FleetPart.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.FleetPart.SerializeToString,
+            ),
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.JoinRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.JoinReply.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.RenewRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.RenewReply.SerializeToString,
+            ),
             'Launch': grpc.unary_stream_rpc_method_handler(
                     servicer.Launch,
                     request_deserializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.FromString,
                     response_serializer=protos_dot_v1_dot_gateway__pb2.RoundEvent.SerializeToString,
+            ),
+            'Plan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.PlanReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.RunRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.RoundEvent.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.RunRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.RoundEvent.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.RunRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.StopReply.SerializeToString,
+            ),
+            'Invite': grpc.unary_unary_rpc_method_handler(
+                    servicer.Invite,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.InviteRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.InviteReply.SerializeToString,
+            ),
+            'Enrolments': grpc.unary_unary_rpc_method_handler(
+                    servicer.Enrolments,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.EnrolmentsRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.EnrolmentsReply.SerializeToString,
+            ),
+            'Approve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Approve,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.ApproveRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
+            ),
+            'Revoke': grpc.unary_unary_rpc_method_handler(
+                    servicer.Revoke,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.RevokeRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.VerdictReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -244,7 +481,34 @@ class Gateway:
             _registered_method=True)
 
     @staticmethod
-    def Submit(request_iterator,
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Offer',
+            protos_dot_v1_dot_gateway__pb2.OfferRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.OfferReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upload(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -257,8 +521,35 @@ class Gateway:
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
+            '/lazaret.v1.Gateway/Upload',
+            protos_dot_v1_dot_gateway__pb2.UploadPart.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.UploadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Submit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
             '/lazaret.v1.Gateway/Submit',
-            protos_dot_v1_dot_gateway__pb2.SubmitPart.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.SealedRequest.SerializeToString,
             protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
             options,
             channel_credentials,
@@ -379,6 +670,114 @@ class Gateway:
             _registered_method=True)
 
     @staticmethod
+    def Session(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Session',
+            protos_dot_v1_dot_gateway__pb2.SessionRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.Notice.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fleet(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/lazaret.v1.Gateway/Fleet',
+            protos_dot_v1_dot_gateway__pb2.FleetPart.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.FleetPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Join',
+            protos_dot_v1_dot_gateway__pb2.JoinRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Renew',
+            protos_dot_v1_dot_gateway__pb2.RenewRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Launch(request,
             target,
             options=(),
@@ -395,6 +794,222 @@ class Gateway:
             '/lazaret.v1.Gateway/Launch',
             protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
             protos_dot_v1_dot_gateway__pb2.RoundEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Plan',
+            protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.PlanReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Watch',
+            protos_dot_v1_dot_gateway__pb2.RunRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.RoundEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Resume',
+            protos_dot_v1_dot_gateway__pb2.RunRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.RoundEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Stop',
+            protos_dot_v1_dot_gateway__pb2.RunRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.StopReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Invite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Invite',
+            protos_dot_v1_dot_gateway__pb2.InviteRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.InviteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Enrolments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Enrolments',
+            protos_dot_v1_dot_gateway__pb2.EnrolmentsRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.EnrolmentsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Approve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Approve',
+            protos_dot_v1_dot_gateway__pb2.ApproveRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Revoke(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Revoke',
+            protos_dot_v1_dot_gateway__pb2.RevokeRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.VerdictReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,86 @@
+"""One door to the readers of artifacts: a type, what is expected, and a file go in; plain facts come out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from protos.blocks import BadArtifact, Source
+from protos.shards import Contents, check_shard
+from protos.weights import Architecture, check_ring, check_vector, check_weights
+
+MAX_KINDS: Final = 256  # of labels in a set: more would be room for a text beside every image
+
+
+def check(source: Source, artifact_type: str, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse a file that is not an artifact of its type, in its one form; returns what it holds.
+
+    ======== =============== ===================================== ==========================================
+    type                     expected                              facts
+    ======================== ===================================== ==========================================
+    ``image-set``            nothing                               form, count, shape, labels: {label: count}
+    ``volume-set``           nothing                               the same
+    ``update``               ``size``: int, or nothing             size
+    ``masked-update``        ``size``, ``dtype``, or nothing       size, dtype
+    ``model``                ``architecture``: canonical JSON      digest, size (bytes of values)
+    ======================== ===================================== ==========================================
+
+    Raises:
+        BadArtifact: with the first reason found; also for an unknown type, or an expectation that is not one.
+    """
+    if artifact_type not in _READERS:
+        raise BadArtifact("no such type of artifact")
+    read, keys = _READERS[artifact_type]
+    if not set(expected) <= keys:
+        raise BadArtifact(f"of a {artifact_type} can be expected: {', '.join(sorted(keys)) or 'nothing'}")
+    return read(source, expected)
+
+
+def _images(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+    contents = check_shard(source)
+    if len(contents.shape) - (contents.form == "png-rgb") != 2:
+        raise BadArtifact("an image set holds images, not volumes")
+    return _facts(contents)
+
+
+def _volumes(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+    contents = check_shard(source)
+    if contents.form == "png-rgb" or len(contents.shape) != 3:
+        raise BadArtifact("a volume set holds volumes, not images")
+    return _facts(contents)
+
+
+def _facts(contents: Contents) -> dict[str, Any]:
+    labels = Counter(contents.labels)
+    if len(labels) > MAX_KINDS:
+        raise BadArtifact(f"a set has at most {MAX_KINDS} different labels")
+    return {"form": contents.form, "count": contents.count, "shape": list(contents.shape), "labels": dict(labels)}
+
+
+def _update(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+    return {"size": check_vector(source, expected.get("size"))}
+
+
+def _masked(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+    dtype, size = check_ring(source, expected.get("size"))
+    if expected.get("dtype", dtype) != dtype:
+        raise BadArtifact(f"the ring must be {expected['dtype']}, not {dtype}")
+    return {"size": size, "dtype": dtype}
+
+
+def _model(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+    if type(expected.get("architecture")) is not str:
+        raise BadArtifact("no architecture was approved for this model")
+    architecture = Architecture.parse(expected["architecture"])
+    check_weights(source, architecture)
+    return {"digest": architecture.digest(), "size": architecture.nbytes}
+
+
+_READERS: Final[dict[str, tuple[Callable[[Source, Mapping[str, Any]], dict[str, Any]], frozenset[str]]]] = {
+    "image-set": (_images, frozenset()),
+    "volume-set": (_volumes, frozenset()),
+    "update": (_update, frozenset({"size"})),
+    "masked-update": (_masked, frozenset({"size", "dtype"})),
+    "model": (_model, frozenset({"architecture"})),
+}

@@ -1,0 +1,121 @@
+"""What both ends of a round with secure aggregation build from the same facts: the session, the framing, the ring.
+
+`protos.secagg` is the protocol; here is what Lazaret puts into it. Every fact that members must have alike (start
+parameters, strategy, mechanism and its configuration) goes into the session's context, so that a coordinator that
+shows different sites different models gets nothing it can unmask (Pasquini et al. 2022).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.secagg_ring import Ring, Words
+from protos.secagg_session import Params, Quorum, Session, start_context
+from protos.secagg_wire import Step, open_message
+
+CORRUPT: Final = 1  # sites that may work with the coordinator against the others
+MOST_SETUP: Final = 1 << 16
+_LENGTH: Final = struct.Struct(">Q")
+
+
+class BadSetup(ValueError):
+    """What a round begins with is not in its one form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """One round of one run, and its public configuration."""
+
+    run: str
+    round_index: int  # from 0
+    config: bytes  # the mechanism's, JSON
+    strategy: str  # the coordinator's, JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a site is told before it advertises its keys."""
+
+    roster: Mapping[str, bytes]  # site -> Ed25519 key, raw
+    strategy: str
+    start: bytes  # safetensors of the start parameters
+
+    def encode(self) -> bytes:
+        """The one byte form: the length of a canonical JSON text, the text, the start parameters."""
+        keys = {site: base64.b64encode(key).decode() for site, key in sorted(self.roster.items())}
+        text = json.dumps({"roster": keys, "strategy": self.strategy}, sort_keys=True, separators=(",", ":")).encode()
+        return frame(text, self.start)
+
+    @staticmethod
+    def decode(raw: bytes) -> Setup:
+        """The setup of :meth:`encode`.
+
+        Raises:
+            BadSetup: anything else.
+        """
+        text, start = unframe(raw)
+        try:
+            table: Any = json.loads(text) if len(text) <= MOST_SETUP else None
+            roster = {str(s): base64.b64decode(k, validate=True) for s, k in table["roster"].items()}
+            setup = Setup(roster, str(table["strategy"]), start)
+        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error, RecursionError):
+            raise BadSetup("the setup is not one") from None
+        if setup.encode() != raw:
+            raise BadSetup("the setup is not in its one form")
+        return setup
+
+
+def frame(head: bytes, body: bytes) -> bytes:
+    """Two byte strings as one."""
+    return _LENGTH.pack(len(head)) + head + body
+
+
+def unframe(raw: bytes) -> tuple[bytes, bytes]:
+    """The two byte strings of :func:`frame`.
+
+    Raises:
+        BadSetup: not two.
+    """
+    if not len(raw) >= _LENGTH.size:
+        raise BadSetup("too short")
+    (length,) = _LENGTH.unpack_from(raw)
+    if not length <= len(raw) - _LENGTH.size:
+        raise BadSetup("too short")
+    at = _LENGTH.size + length
+    return bytes(raw[_LENGTH.size : at]), bytes(raw[at:])
+
+
+def ring_of(config: Mapping[str, Any], parameters: int) -> Ring:
+    """The ring that a mechanism's public configuration names, for vectors of so many parameters."""
+    return Ring(parameters, config["ring_bits"], config["value_bound"], config["scale"])
+
+
+def session(terms: Terms, start: NDArray[np.float32], roster: Mapping[str, bytes], quorum: Quorum) -> Session:
+    """The session as one side sees it: equal on both sides, or nothing can be unmasked.
+
+    Raises:
+        ValueError: a configuration under which a sum could wrap, or a site be unmasked.
+    """
+    config = json.loads(terms.config)
+    ring = ring_of(config, int(start.size))
+    context = start_context(start, (terms.strategy.encode(), terms.config))
+    return Session(terms.run, terms.round_index, Params(ring, quorum), context, roster)
+
+
+def masked_vector(of: Session, message: bytes) -> Words:
+    """The masked vector in a member's answer to `Step.MASK`: what the site seals as its artifact.
+
+    Raises:
+        ValueError: not such an answer, or not signed by its sender.
+    """
+    _, body = open_message(of, Step.MASK, message, of.params.ring.size)
+    return of.params.ring.read(body)

@@ -1,0 +1,231 @@
+"""A set of synthetic images or volumes: one plain USTAR shard of at most 256 MiB that WebDataset streams as it is.
+
+Sample ``i`` is two members with one key: ``00000.png`` (or ``.nii``, ``.dcm``) and ``00000.txt``, its label (not
+``.cls``, which WebDataset reads as a whole number: it fails on a word). Every header field follows from the name
+and the length, the end is two blocks of zeros and the padding of POSIX to 10 KiB; a reader regenerates all that and
+compares. So there are no links, no other owners or times, no extended headers, no paths, nothing behind the end. All
+samples have one form, shape and geometry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.blocks import BadArtifact, Source, Window
+from protos.dicomset import check_dicom, pack_dicom
+from protos.niftiset import check_nifti, pack_nifti
+from protos.pngset import pack_png, read_png
+
+MAX_SHARD: Final = 256 << 20  # bytes
+MAX_SAMPLES: Final = 100_000  # what five digits can number
+MAX_LABEL: Final = 32  # characters
+_RECORD: Final = 10_240  # POSIX.1-1988: 20 blocks of 512 bytes
+_BLOCK: Final = 512
+_OCTAL: Final = re.compile(rb"[0-7]{11}\0")
+_LABEL: Final = re.compile(rb"[ -~]{0,32}")
+_LINKS: Final = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
+_EXTENDED: Final = (b"x", b"g", b"L", b"K", b"X", b"S", b"V")  # pax, GNU long names, sparse files, volume labels
+
+
+@dataclass(frozen=True, slots=True)
+class Png:
+    """8-bit grey (h, w), or RGB (h, w, 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nifti:
+    """(x, y, z) of int16 or float32; ``affine`` as in :class:`protos.niftiset.Volume`."""
+
+    affine: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dicom:
+    """(rows, columns) or (frames, rows, columns) of uint8 or uint16; see :class:`protos.dicomset.Picture`."""
+
+    modality: str
+    spacing_um: tuple[int, ...]
+
+
+Form = Png | Nifti | Dicom
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a shard holds: ``count`` samples of one ``form`` and ``shape``, and their labels in order.
+
+    ``form`` is one of png, png-rgb, nifti-int16, nifti-float32, dicom-uint8, dicom-uint16.
+    """
+
+    form: str
+    count: int
+    shape: tuple[int, ...]
+    labels: tuple[str, ...]
+
+
+def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: Form) -> bytes:
+    """Samples with one label each, as a shard.
+
+    Raises:
+        BadArtifact: no sample, too many, a label too long or not plain, different shapes, a sample that its form
+            cannot hold, or more than 256 MiB in all.
+    """
+    if not len(samples) or len(samples) > MAX_SAMPLES or len(labels) != len(samples):
+        raise BadArtifact("a set has 1 to 100000 samples, with one label each")
+    if len({(sample.shape, sample.dtype.str) for sample in samples}) != 1:
+        raise BadArtifact("the samples must have one shape and type")
+    if not all(_LABEL.fullmatch(label.encode("utf-8", "replace")) for label in labels):
+        raise BadArtifact(f"a label is at most {MAX_LABEL} plain characters")
+    parts: list[bytes] = []
+    size = 0
+    for index, (sample, label) in enumerate(zip(samples, labels, strict=True)):
+        suffix, body = _packed(sample, index, form)
+        parts += [*_member(f"{index:05d}.{suffix}", body), *_member(f"{index:05d}.txt", label.encode())]
+        size += sum(len(part) for part in parts[-6:])
+        if size + _RECORD > MAX_SHARD:
+            raise BadArtifact("a shard is at most 256 MiB")
+    parts.append(bytes(_end(size) - size))
+    return b"".join(parts)
+
+
+def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
+    """Refuse everything that :func:`pack_shard` would not write; one member at most is held at once.
+
+    ``taken`` is given every sample, once it is known to be sound.
+
+    Raises:
+        BadArtifact: with the first reason found.
+    """
+    if source.size > MAX_SHARD:
+        raise BadArtifact("a shard is at most 256 MiB")
+    labels: list[str] = []
+    suffix, at, known = "", 0, None
+    while (head := source.read(at, _BLOCK)) != bytes(_BLOCK):
+        index = len(labels)
+        if index == MAX_SAMPLES:
+            raise BadArtifact(f"a set has at most {MAX_SAMPLES} samples")
+        suffix = suffix or head[5:9].decode("ascii", "replace")
+        if suffix not in _CHECKS:
+            raise BadArtifact(_odd(head))
+        sample, at = _enter(source, at, head, f"{index:05d}{suffix}")
+        found = _CHECKS[suffix](sample, index)
+        known = known or found
+        if found != known:
+            raise BadArtifact("the samples must have one form, shape and geometry")
+        label, at = _enter(source, at, source.read(at, _BLOCK), f"{index:05d}.txt")
+        labels.append(_label(label))
+        if taken is not None:
+            taken(sample)
+    if known is None:
+        raise BadArtifact("a set has one sample or more")
+    if source.size != _end(at) or any(source.read(at, source.size - at)):
+        raise BadArtifact("something follows the end of the archive, or the padding is not exact")
+    return Contents(known[0], len(labels), known[1], tuple(labels))
+
+
+def _packed(sample: NDArray[Any], index: int, form: Form) -> tuple[str, bytes]:
+    match form:
+        case Png():
+            return "png", pack_png(sample)
+        case Nifti(affine):
+            return "nii", pack_nifti(sample, affine)
+        case Dicom(modality, spacing_um):
+            return "dcm", pack_dicom(sample, modality, spacing_um, index)
+
+
+def _png(source: Source, index: int) -> tuple[str, tuple[int, ...], object]:
+    image = read_png(source)
+    return "png" if image.ndim == 2 else "png-rgb", image.shape, None
+
+
+def _nifti(source: Source, index: int) -> tuple[str, tuple[int, ...], object]:
+    volume = check_nifti(source)
+    return f"nifti-{volume.dtype}", volume.shape, volume
+
+
+def _dicom(source: Source, index: int) -> tuple[str, tuple[int, ...], object]:
+    picture = check_dicom(source, index)
+    return f"dicom-{picture.dtype}", picture.shape, picture
+
+
+# Of each suffix: a check that returns the form's name, the shape, and whatever else all samples must share.
+_CHECKS: Final = {".png": _png, ".nii": _nifti, ".dcm": _dicom}
+
+
+def _header(name: str, size: int) -> bytes:
+    """The one header of a member: regular, mode 0644, all else zero (POSIX.1-1988 ustar)."""
+    parts = [name.encode().ljust(100, b"\0"), b"0000644\0", b"0000000\0", b"0000000\0", b"%011o\0" % size]
+    parts += [b"00000000000\0", b" " * 8, b"0", bytes(100), b"ustar\00000", bytes(64), bytes(16), bytes(155 + 12)]
+    raw = b"".join(parts)
+    return raw[:148] + b"%06o\0 " % sum(raw) + raw[156:]
+
+
+def _member(name: str, body: bytes) -> tuple[bytes, bytes, bytes]:
+    return _header(name, len(body)), body, bytes(-len(body) % _BLOCK)
+
+
+def _end(at: int) -> int:
+    """Where an archive ends whose members end at ``at``: two blocks of zeros, then up to a whole record."""
+    return -(-(at + 2 * _BLOCK) // _RECORD) * _RECORD
+
+
+def _enter(source: Source, at: int, head: bytes, name: str) -> tuple[Window, int]:
+    """The body of the member whose header stands at ``at``, and where the next one starts."""
+    digits = head[124:136]
+    size = int(digits[:11], 8) if _OCTAL.fullmatch(digits) else -1
+    if size < 0 or head != _header(name, size):
+        raise BadArtifact(_odd(head))
+    start, padding = at + _BLOCK, -size % _BLOCK
+    if start + size + padding > source.size:
+        raise BadArtifact("a member is longer than the archive")
+    if any(source.read(start + size, padding)):
+        raise BadArtifact("the padding of a member is not zero")
+    return Window(source, start, size), start + size + padding
+
+
+def _odd(head: bytes) -> str:
+    """Why a member's header is not the expected one, without quoting it."""
+    kind, name = head[156:157], head[:100].rstrip(b"\0")
+    if kind in _LINKS:
+        return f"a member is {_LINKS[kind]}"
+    if kind in _EXTENDED:
+        return "a member is an extended header"
+    if b"/" in name or b".." in name or b"\\" in name or any(head[345:500]):
+        return "a member's name is a path"
+    if head[257:265] != b"ustar\00000":
+        return "not a USTAR archive"
+    return "a member is out of place, or its header has more than a name and a length"
+
+
+def _label(source: Source) -> str:
+    raw = source.read(0, source.size) if source.size <= MAX_LABEL else b"\0"
+    if not _LABEL.fullmatch(raw):
+        raise BadArtifact(f"a label is at most {MAX_LABEL} plain characters")
+    return raw.decode()
+
+
+def read_images(source: Source, max_pixels: int) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """All images of a shard of grey PNG, (n, h, w), and their labels.
+
+    Raises:
+        BadArtifact: see :func:`check_shard`; other samples; or more than ``max_pixels`` in all, which is known before
+            the next image is held.
+    """
+    images: list[NDArray[np.uint8]] = []
+
+    def take(sample: Window) -> None:
+        if sample.read(0, 4) != b"\x89PNG" or sample.read(25, 1) != b"\0":
+            raise BadArtifact("the set holds other samples than grey images")
+        image = read_png(sample)
+        if (len(images) + 1) * image.size > max_pixels:
+            raise BadArtifact("the set has too many pixels")
+        images.append(image)
+
+    contents = check_shard(source, take)
+    return np.stack(images), contents.labels

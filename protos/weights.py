@@ -1,0 +1,342 @@
+"""The strict safetensors profile: a file of tensors whose every byte but the values is known before it is read.
+
+An approved :class:`Architecture` fixes names, types and shapes, and with them the header byte for byte, as
+safetensors' own writer makes it (tensors by falling alignment, then by name; no metadata; padded to 8 bytes). A file
+is accepted when its header is that one, its length is the one that follows, and every real number in it is finite.
+So ``save(load(x)) == x`` holds without a second parser's opinion: duplicate keys, metadata, renamed or additional
+tensors, holes, overlaps and trailing bytes have no place to be. What is parsed of a wrong header serves the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.blocks import BadArtifact, Held, Source, blocks
+
+# In the order of the format's own type list, which its writer uses for alignment; bytes for each element.
+WIDTHS: Final = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+_RANK: Final = {name: i for i, name in enumerate(WIDTHS)}
+_NUMPY: Final = {
+    "BOOL": "?",
+    "U8": "<u1",
+    "I8": "<i1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "F16": "<f2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "F32": "<f4",
+    "F64": "<f8",
+    "I64": "<i8",
+    "U64": "<u8",
+}
+_DTYPES: Final = {np.dtype(code): name for name, code in _NUMPY.items()}
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,200}")
+MAX_HEADER: Final = 1 << 22  # bytes
+MAX_BYTES: Final = 1 << 40  # of all tensors
+MAX_RANK: Final = 8
+MAX_TENSORS: Final = 20_000
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tensor:
+    """Name, type (a key of :data:`WIDTHS`) and shape of one tensor; never empty.
+
+    Raises:
+        BadArtifact: any of them is out of bounds.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Only what safetensors can write, with names that JSON need not escape."""
+        if type(self.name) is not str or not _NAME.fullmatch(self.name) or self.name == "__metadata__":
+            raise BadArtifact("a tensor's name is 1 to 200 of letters, digits and _.:/-")
+        if type(self.dtype) is not str or self.dtype not in WIDTHS:
+            raise BadArtifact(f"a tensor's type is one of {', '.join(WIDTHS)}")
+        if len(self.shape) > MAX_RANK or not all(type(n) is int and 1 <= n <= MAX_BYTES for n in self.shape):
+            raise BadArtifact("a tensor's shape is at most 8 numbers of 1 or more")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return WIDTHS[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a model's file must hold: these tensors and nothing else, sorted by name.
+
+    Raises:
+        BadArtifact: no tensor, too many, two of one name, or too large.
+    """
+
+    tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        """Check what the tensors are together."""
+        names = [t.name for t in self.tensors]
+        if not names or len(names) > MAX_TENSORS or names != sorted(set(names)):
+            raise BadArtifact("an architecture has 1 to 20000 tensors, sorted by name, each once")
+        if not self.nbytes <= MAX_BYTES:
+            raise BadArtifact("an architecture has at most 2^40 bytes")
+
+    @staticmethod
+    def of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Architecture:
+        """From name -> (type, shape)."""
+        return Architecture(tuple(sorted(Tensor(name, *tensor) for name, tensor in tensors.items())))
+
+    @staticmethod
+    def parse(raw: bytes | str) -> Architecture:
+        """From :meth:`encode`'s JSON, in that form alone.
+
+        Raises:
+            BadArtifact: anything else.
+        """
+        try:
+            value = json.loads(raw)
+            shaped = {name: (dtype, tuple(shape)) for name, (dtype, shape) in value["tensors"].items()}
+            found = Architecture.of(shaped)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise BadArtifact("not an architecture") from None
+        if found.encode() != (raw.encode() if isinstance(raw, str) else raw):
+            raise BadArtifact("the architecture is not in its canonical form")
+        return found
+
+    def encode(self) -> bytes:
+        """Canonical JSON: ``{"tensors":{name:[dtype,[shape]],...}}``, sorted, without spaces."""
+        listed = {t.name: [t.dtype, list(t.shape)] for t in self.tensors}
+        return json.dumps({"tensors": listed}, sort_keys=True, separators=(",", ":")).encode()
+
+    def digest(self) -> str:
+        """SHA-256 of :meth:`encode`, hexadecimal: what an approval or a statement names."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def placed(self) -> tuple[tuple[Tensor, int], ...]:
+        """The tensors in the order of the file, each with the offset of its first byte behind the header."""
+        found, offset = [], 0
+        for tensor in sorted(self.tensors, key=lambda t: (-_RANK[t.dtype], t.name)):
+            found.append((tensor, offset))
+            offset += tensor.nbytes
+        return tuple(found)
+
+    def header(self) -> bytes:
+        """The head of the file, with its length in front, as safetensors' writer makes it."""
+        listed = {
+            t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+            for t, at in self.placed()
+        }
+        text = json.dumps(listed, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def vector_architecture(size: int, name: str = "flat", dtype: str = "F32") -> Architecture:
+    """One tensor with one axis."""
+    return Architecture.of({name: (dtype, (size,))})
+
+
+def check_weights(source: Source, architecture: Architecture) -> None:
+    """Refuse everything but finite values for this architecture, in the one form; 4 MiB are held at once.
+
+    Raises:
+        BadArtifact: with the first reason found.
+    """
+    expected = architecture.header()
+    if _head(source) != expected:
+        raise BadArtifact(_difference(_head(source)[8:], architecture))
+    surplus = source.size - len(expected) - architecture.nbytes
+    if surplus:
+        raise BadArtifact("bytes follow the last tensor" if surplus > 0 else "the file ends early")
+    for tensor, at in architecture.placed():
+        start = len(expected) + at
+        for block in blocks(source, start, start + tensor.nbytes):
+            _check_values(block, tensor.dtype)
+
+
+def check_vector(source: Source, size: int | None = None) -> int:
+    """Refuse everything but one finite float32 vector named ``flat``; returns its length p.
+
+    Raises:
+        BadArtifact: with the first reason found; also when ``size`` is given and p is another.
+    """
+    return _check_single(source, "flat", ("F32",), size)[1]
+
+
+def check_ring(source: Source, size: int | None = None) -> tuple[str, int]:
+    """Refuse everything but one vector named ``ring`` of uint32 or uint64; returns ("U32" or "U64", length).
+
+    A masked update (Bonawitz et al. 2017) is uniform over the ring, so that every value is admitted.
+
+    Raises:
+        BadArtifact: with the first reason found; also when ``size`` is given and the length is another.
+    """
+    return _check_single(source, "ring", ("U32", "U64"), size)
+
+
+def pack_weights(tensors: Mapping[str, NDArray[Any]]) -> bytes:
+    """Arrays by name as a file of their architecture; types as in :data:`WIDTHS`, without BF16.
+
+    Raises:
+        BadArtifact: a name, a type or a shape is out of bounds, or a value is not finite.
+    """
+    shaped: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, array in tensors.items():
+        if array.dtype.newbyteorder("<") not in _DTYPES:
+            raise BadArtifact("no such type of tensor")
+        shaped[name] = (_DTYPES[array.dtype.newbyteorder("<")], array.shape)
+    architecture = Architecture.of(shaped)
+    parts = [np.ascontiguousarray(tensors[t.name], _NUMPY[t.dtype]).tobytes() for t, _ in architecture.placed()]
+    raw = b"".join([architecture.header(), *parts])
+    check_weights(Held(raw), architecture)
+    return raw
+
+
+def unpack_weights(raw: bytes, architecture: Architecture) -> dict[str, NDArray[Any]]:
+    """The arrays of :func:`pack_weights`, read-only views of ``raw``; BF16 as its uint16 bit patterns.
+
+    Raises:
+        BadArtifact: see :func:`check_weights`.
+    """
+    check_weights(Held(raw), architecture)
+    start = len(architecture.header())
+    return {
+        t.name: np.frombuffer(raw, _NUMPY.get(t.dtype, "<u2"), math.prod(t.shape), start + at).reshape(t.shape)
+        for t, at in architecture.placed()
+    }
+
+
+def pack_ring(vector: NDArray[np.uint32] | NDArray[np.uint64]) -> bytes:
+    """A (p,) vector of uint32 or uint64 as the one tensor ``ring``.
+
+    Raises:
+        BadArtifact: another type or shape, or p = 0.
+    """
+    if vector.ndim != 1 or vector.dtype not in (np.uint32, np.uint64):
+        raise BadArtifact("a ring vector is one axis of uint32 or uint64")
+    return pack_weights({"ring": vector})
+
+
+def unpack_ring(raw: bytes) -> NDArray[np.uint32] | NDArray[np.uint64]:
+    """The (p,) vector of :func:`pack_ring`, a read-only view of ``raw``.
+
+    Raises:
+        BadArtifact: see :func:`check_ring`.
+    """
+    dtype, size = check_ring(Held(raw))
+    return unpack_weights(raw, vector_architecture(size, "ring", dtype))["ring"]
+
+
+def _check_single(source: Source, name: str, dtypes: tuple[str, ...], size: int | None) -> tuple[str, int]:
+    """The header of one vector follows from its type and the file's length."""
+    head = _head(source)
+    for dtype in dtypes:
+        length, rest = divmod(source.size - len(head), WIDTHS[dtype])
+        if rest or not 1 <= length <= MAX_BYTES // 8 or vector_architecture(length, name, dtype).header() != head:
+            continue
+        if size is not None and length != size:
+            raise BadArtifact(f"the vector must have {size} values, not {length}")
+        check_weights(source, vector_architecture(length, name, dtype))
+        return dtype, length
+    raise BadArtifact(f"the file must hold one vector named {name} of type {' or '.join(dtypes)}, and no more")
+
+
+def _head(source: Source) -> bytes:
+    length = int.from_bytes(source.read(0, 8), "little")
+    if not 2 <= length <= MAX_HEADER:
+        raise BadArtifact("the header's length is out of bounds")
+    return source.read(0, 8 + length)
+
+
+def _check_values(block: bytes, dtype: str) -> None:
+    """A real must be finite: the payload of a NaN is room for a message. A truth value must be 0 or 1."""
+    if dtype == "BF16":
+        bits = np.frombuffer(block, "<u2")
+        sound = bool(((bits & 0x7F80) != 0x7F80).all())  # an exponent of ones: infinite, or not a number
+    elif dtype == "BOOL":
+        sound = bool((np.frombuffer(block, "<u1") <= 1).all())
+    elif dtype.startswith("F"):
+        sound = bool(np.isfinite(np.frombuffer(block, _NUMPY[dtype])).all())
+    else:
+        return
+    if not sound:
+        raise BadArtifact("a value is not finite" if dtype != "BOOL" else "a truth value is neither 0 nor 1")
+
+
+class _Twice(ValueError):
+    """A JSON object has one key twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Twice
+    return found
+
+
+def _difference(text: bytes, architecture: Architecture) -> str:
+    """Why a header is not this architecture's. Names come from the architecture, never from the file."""
+    try:
+        found = json.loads(text, object_pairs_hook=_once)
+    except _Twice:
+        return "the header has a key twice"
+    except (ValueError, RecursionError):
+        return "the header is not JSON"
+    if not isinstance(found, dict):
+        return "the header is not a JSON object"
+    if "__metadata__" in found:
+        return "the header carries metadata"
+    return _other_names(set(found), architecture) or _other_entry(found, architecture)
+
+
+def _other_names(found: set[str], architecture: Architecture) -> str:
+    known = {t.name for t in architecture.tensors}
+    missing, extra = sorted(known - found), found - known
+    if missing:
+        return f"{len(missing)} tensors are missing, {missing[0]} first; {len(extra)} have other names"
+    return f"{len(extra)} tensors more than the architecture has" if extra else ""
+
+
+def _other_entry(found: dict[str, Any], architecture: Architecture) -> str:
+    for tensor in architecture.tensors:
+        entry = found[tensor.name]
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            return f"the entry of {tensor.name} is malformed"
+        if entry["dtype"] != tensor.dtype:
+            return f"{tensor.name} must have the type {tensor.dtype}"
+        if entry["shape"] != list(tensor.shape):
+            return f"{tensor.name} must have the shape {list(tensor.shape)}"
+    for tensor, at in architecture.placed():
+        if found[tensor.name]["data_offsets"] != [at, at + tensor.nbytes]:
+            return f"{tensor.name} is out of place: an overlap, a hole, or another order"
+    return "the header is not written in its one form"
