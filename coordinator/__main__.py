@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import datetime as dt
 import json
@@ -19,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.edges import home as homes
+from coordinator.edges import remote, simulation_commands
 from coordinator.edges.witnesses import Witnesses
-from coordinator.intake import Intake
 from coordinator.report import render, views
 from policies import governance
 from policies.entries import InvalidEntry, Record
@@ -33,15 +32,15 @@ from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, export, lin
 from policies.view import as_json, rows
 from protos import quiet
 from protos.envelope import BadEnvelope, seal
-from protos.identity import BadKeyFile, agent_name, issue, pem, read_private, signing_key, write_private
-from protos.v1 import gateway_pb2 as pb
-from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.identity import BadCertificate
+from protos.keyfile import BadKeyFile, pem, signing_key, write_private
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
 EXPECTED = (
     homes.BadCoordinator,
     PolicyError,
+    BadCertificate,
     BadKeyFile,
     BadEnvelope,
     MalformedStatement,
@@ -57,37 +56,24 @@ def _policy(name: str) -> str:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    settings = f'listen = "{arguments.listen}"\nsuperlink = "{arguments.superlink}"\n'
+    settings = f"listen = {json.dumps(arguments.listen)}\n"
+    for name in ("superlink", "address"):
+        value = getattr(arguments, name)
+        settings += f"{name} = {json.dumps(value)}\n" if value else ""
     settings += f"ledger = {json.dumps(arguments.ledger)}\n" if arguments.ledger else ""
     home = homes.create(arguments.home, settings, _policy(arguments.policy), dt.datetime.now(dt.UTC))
     with homes.open_ledger(home):
         pass
-    OUT.print(f"made {home.root.name}: keys, CA, operator's certificate, an empty ledger")
+    OUT.print(f"made {home.root.name}: keys, an intermediate CA, an empty ledger")
+    OUT.print("move offline/ to a medium that is locked away: it holds the root's key, which serving never needs")
     return 0
 
 
-def _approve(arguments: argparse.Namespace) -> int:
-    """Write the site into the ledger and issue its certificate."""
+def _renew_ca(arguments: argparse.Namespace) -> int:
+    """With the root's medium at hand: a new intermediate CA. Sites need not do anything."""
     home = homes.Home(arguments.home)
-    envelope = arguments.request.read_bytes()
-    with homes.open_ledger(home) as store:
-        intake = Intake.over(store, home.policy())
-        statement = intake.read_enrolment(envelope)
-        name = agent_name(statement.site)
-        try:
-            certificate = issue(statement.csr.encode(), name, home.ca(), dt.datetime.now(dt.UTC))
-        except ValueError as error:
-            raise BadEnvelope(f"the signing request cannot be used: {error}") from None
-        intake.enrol(envelope)
-        bundle = {
-            "ca": home.ca()[1].decode(),
-            "certificate": certificate.decode(),
-            "ledger_key": base64.b64encode(store.public).decode(),
-            "policy": home.policy_text(),
-            "site": statement.site,
-        }
-    arguments.out.write_text(json.dumps(bundle, indent=2) + "\n")
-    OUT.print(f"enrolled {statement.site}; give it {arguments.out.name}")
+    homes.renew_intermediate(home, arguments.root, dt.datetime.now(dt.UTC))
+    OUT.print(f"the intermediate CA is good until {home.ca_ends():%Y-%m-%d}; lock the root away again")
     return 0
 
 
@@ -98,60 +84,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     from coordinator.edges.server import serve  # noqa: PLC0415 - Flower reads its environment while it is imported
 
     return serve(home, OUT.print)
-
-
-def _job(path: Path) -> dict[str, Any]:
-    """A job file's content; what it means is the mechanism's business.
-
-    Raises:
-        BadCoordinator: not JSON, or without exactly its keys.
-    """
-    kinds = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
-    try:
-        job = json.loads(path.read_text())
-    except ValueError:
-        raise homes.BadCoordinator(f"{path.name}: not JSON") from None
-    if not isinstance(job, dict) or {k: type(v) for k, v in job.items()} != kinds:
-        wanted = ", ".join(f"{k} ({t.__name__})" for k, t in kinds.items())
-        raise homes.BadCoordinator(f"{path.name}: the keys are {wanted}")
-    return job
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    """Start or follow a run; exit 1 when it failed."""
-    home = homes.Home(arguments.home)
-    job = _job(arguments.job)
-    credentials = grpc.ssl_channel_credentials(
-        (home.keys / "ca.crt").read_bytes(),
-        read_private(home.keys / "operator.key"),
-        (home.keys / "operator.crt").read_bytes(),
-    )
-    request = pb.LaunchRequest(
-        run=arguments.run,
-        mechanism=job["mechanism"],
-        config=json.dumps(job["config"]).encode(),
-        parameters=job["parameters"],
-        sites=job["sites"],
-        rounds=job["rounds"],
-        min_sites=job["min_sites"],
-    )
-    state = "failed"
-    with grpc.secure_channel(home.settings().listen, credentials, [("grpc.enable_http_proxy", 0)]) as channel:
-        for event in GatewayStub(channel).Launch(request):
-            state = event.state
-            _print_event(event, arguments.json, job["rounds"])
-    return 0 if state == "finished" else 1
-
-
-def _print_event(event: Any, as_lines: bool, rounds: int) -> None:
-    if as_lines:
-        line = {"round": event.round, "state": event.state, "sites": list(event.sites), "reason": event.reason}
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
-        return
-    where = f"round {event.round} of {rounds}" if event.round else "price"
-    reason = f" ({event.reason})" if event.reason else ""
-    OUT.print(f"{where}: {event.state} {', '.join(event.sites)}{reason}")
 
 
 def _records(home: homes.Home) -> list[Record]:
@@ -240,6 +172,40 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _pool(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command of :mod:`coordinator.edges.pool_commands`, which is imported only when one of them is typed."""
+
+    def act(arguments: argparse.Namespace) -> int:
+        from coordinator.edges import pool_commands  # noqa: PLC0415 - a second that the others need not wait
+
+        return pool_commands.run(name, arguments)
+
+    return act
+
+
+def _add_pool(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
+    pool = commands.add_parser("pool", help="what was admitted, for training").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    listing = add(pool, "list", _pool("list"), "what lies on the shelf, and what of it a pool can hold")
+    export = add(pool, "export", _pool("export"), "WebDataset shards, a Croissant description and a datasheet")
+    average = add(pool, "average", _pool("average"), "merge the models of finished runs")
+    for one in (export, average):
+        one.add_argument("out", type=Path, help="a directory that does not exist yet")
+    for one in (listing, export, average):
+        one.add_argument("--json", action="store_true")
+    for name in ("site", "mechanism", "modality", "without"):
+        export.add_argument(f"--{name}", action="append", default=[], help="may be repeated")
+    export.add_argument("--level", choices=("A", "A*", "B", "C"), default="C", help="the weakest one that is let in")
+    export.add_argument("--k", type=int, help="of k-anonymous releases, at least")
+    export.add_argument("--epsilon", type=float, help="of differentially private releases, at most")
+    export.add_argument("--mixed", action="append", default=[], choices=("modality", "shape"))
+    export.add_argument("--seed", type=int, default=0, help="of the shuffle; public")
+    export.add_argument("--license", default="", help="of the pool, for its description")
+    average.add_argument("runs", nargs="+")
+    average.add_argument("--weights", default="", help="one for each, such as 2,1; left out: equal")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lazaret-coordinator", description=__doc__)
     parser.add_argument("--home", type=Path, required=True, help="the coordinator's directory")
@@ -251,19 +217,16 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     init = add(commands, "init", _init, "make the directory, keys, CA and an empty ledger")
-    init.add_argument("--listen", default="127.0.0.1:7443", help="host:port for agents (gRPC)")
-    init.add_argument("--superlink", default="127.0.0.1:7444", help="host:port for Flower's fleet")
+    init.add_argument("--listen", default="127.0.0.1:7443", help="host:port for agents: the one port they need")
+    init.add_argument("--address", default="", help="host:port at which sites reach it, where that is another one")
+    init.add_argument("--superlink", default="", help="host:port of a second listener, for stock Flower supernodes")
     init.add_argument("--ledger", default="", help="PostgreSQL's address (see `ledger install`); else a file here")
     init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
-    approve = add(commands, "approve", _approve, "enrol a site from its sealed request")
-    approve.add_argument("request", type=Path)
-    approve.add_argument("--out", type=Path, required=True, help="the bundle to give to the site")
     add(commands, "serve", _serve, "serve agents and conduct runs; resumes what a crash left")
-    rounds = commands.add_parser("round", help="federated runs").add_subparsers(required=True, metavar="WHAT")
-    launch = add(rounds, "launch", _launch, "start a run, or follow the one of that name")
-    launch.add_argument("job", type=Path, help="JSON: mechanism, parameters, sites, rounds, min_sites, config")
-    launch.add_argument("--run", required=True, help="the run's name")
-    launch.add_argument("--json", action="store_true", help="one JSON object per line")
+    renew = add(commands, "renew-ca", _renew_ca, "once a year, with the offline root: a new intermediate CA")
+    renew.add_argument("root", type=Path, help="the folder of the medium that holds root.key and root.crt")
+    simulation_commands.add_command(remote.add_commands(commands, add), add)
+    _add_pool(commands, add)
     ledger = commands.add_parser("ledger", help="the ledger").add_subparsers(required=True, metavar="WHAT")
     show = add(ledger, "show", _ledger_show, "print the ledger")
     show.add_argument("--json", action="store_true")

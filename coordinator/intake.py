@@ -9,9 +9,9 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -37,11 +37,12 @@ from policies.statement import (
     parse,
 )
 from policies.store import Draft, Store
-from protos.artifact import BadArtifact, unpack_images, unpack_vector
-from protos.envelope import BadEnvelope, open_sealed
-from protos.identity import SITE_NAME
+from protos.envelope import MAX_BYTES, BadEnvelope, open_sealed
+from protos.identity import SITE_NAME, agent_name, requested_key
 
 KEY: Final = re.compile(r"[a-z0-9_-]{1,200}")
+_REUSED: Final = Finding("key_reused", "this idempotency key was used for something else")
+HUB: Final = "coordinator"  # the idempotency keys of the coordinator's own doing; no site may bear that name
 
 
 class RolledBack(Exception):
@@ -55,6 +56,22 @@ class Unwelcome(Exception):
         """Keep the finding."""
         super().__init__(finding.rule)
         self.finding = finding
+
+
+class Goods(Protocol):
+    """An artifact at hand: its digest and size as found, and a look into it."""
+
+    @property
+    def sha256(self) -> str:
+        """Of the bytes that are there, hexadecimal."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def look(self) -> Callable[[], Sequence[Finding]]:
+        """What is wrong inside; called only when the release could be admitted otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +98,7 @@ class Intake:
 
         Raises:
             BadEnvelope: the request is not sealed by the key that it carries, or a key in it cannot be used.
+            BadCertificate: its signing request proves possession of no key, or asks for another name.
             MalformedStatement, PolicyError: its content cannot be used.
         """
         statement = _unverified(envelope)
@@ -89,7 +107,8 @@ class Intake:
             node = load_ssh_public_key(statement.node_key.encode())
         except (ValueError, UnsupportedAlgorithm):
             raise BadEnvelope("a key in the request cannot be read") from None
-        taken = {tuple(known.split()[:2]) for known in self.node_keys.values()}  # without the comment
+        others = (known for site, known in self.node_keys.items() if site != statement.site)
+        taken = {tuple(known.split()[:2]) for known in others}  # without the comment
         if not isinstance(node, ec.EllipticCurvePublicKey) or node.curve.name != "secp384r1" or len(key) != 32:
             raise BadEnvelope("the node key must be EC P-384, the signing key Ed25519")
         if statement.site == "coordinator":
@@ -98,20 +117,26 @@ class Intake:
             raise BadEnvelope("the site's name is not one, or its node key is another site's")
         open_sealed(envelope, PAYLOAD_TYPE, {statement.site: key})
         parse_policy(statement.policy, f"policy of {statement.site}")
+        requested_key(statement.csr.encode(), agent_name(statement.site))
         return statement
 
-    def enrol(self, envelope: bytes) -> Enrolment:
+    def enrol(self, envelope: bytes, serial: str = "") -> Enrolment:
         """Approve a site's sealed request: its key, its policy and its accounts enter the ledger.
 
-        The account's limits are the stricter of both policies (P12).
+        The account's limits are the stricter of both policies (P12). A site that was revoked comes back in the same
+        way, to the accounts it had.
 
+        Args:
+            envelope: the request.
+            serial: of the proposal that persons approved; nothing only where nobody may approve yet.
         Raises:
-            BadEnvelope, MalformedStatement, PolicyError: see :meth:`read_enrolment`.
-            InvalidEntry: the site is enrolled already, or its signing key is another's.
+            BadEnvelope, BadCertificate, MalformedStatement, PolicyError: see :meth:`read_enrolment`.
+            InvalidEntry: the site is enrolled already, or was with this request; its signing key is another's, or
+                approvals are missing.
         """
         statement = self.read_enrolment(envelope)
         own = parse_policy(statement.policy, f"policy of {statement.site}")
-        self.register.enrol(statement, envelope, strictest(own, self.federation))
+        self.register.enrol(statement, envelope, strictest(own, self.federation), serial)
         self.node_keys[statement.site] = statement.node_key
         return statement
 
@@ -122,22 +147,23 @@ class Intake:
             Unwelcome: unknown peer, bad signature, malformed statement, or one that speaks for another site.
         """
         if not KEY.fullmatch(key):
-            raise self._unwelcome(peer, "malformed", Finding("bad_key", "a key is 1 to 200 of a-z, 0-9, - and _"))
+            raise self.unwelcome(peer, "malformed", Finding("bad_key", "a key is 1 to 200 of a-z, 0-9, - and _"))
         enrolled = self.register.store.state.sites.get(peer)
         if enrolled is None:
-            raise self._unwelcome(peer, key, Finding("unknown_site", "this site is not enrolled"))
+            raise self.unwelcome(peer, key, Finding("unknown_site", "this site is not enrolled"))
         try:
             sealed = open_sealed(envelope, PAYLOAD_TYPE, {peer: enrolled.sign_key})
             statement = parse(sealed.payload)
         except BadEnvelope as error:
-            raise self._unwelcome(peer, key, Finding("bad_envelope", str(error))) from None
+            raise self.unwelcome(peer, key, Finding("bad_envelope", str(error))) from None
         except ValueError as error:
-            raise self._unwelcome(peer, key, Finding("bad_statement", str(error))) from None
+            raise self.unwelcome(peer, key, Finding("bad_statement", str(error))) from None
         if isinstance(statement, Approval) or statement.site != peer:
-            raise self._unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
+            raise self.unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
         return statement
 
-    def _unwelcome(self, peer: str, key: str, finding: Finding) -> Unwelcome:
+    def unwelcome(self, peer: str, key: str, finding: Finding) -> Unwelcome:
+        """Write down why a peer's call is refused before any review, and give the exception that says so."""
         self.register.store.append(
             _key(peer, f"{key}-unwelcome-{self.register.store.state.size}"),
             _refusal(peer, finding),
@@ -148,36 +174,39 @@ class Intake:
         """Price first: hold the claim's cost, or say why not."""
         statement = self.opened(peer, key, envelope)
         if not isinstance(statement, Reservation):
-            raise self._unwelcome(peer, key, Finding("bad_statement", "not a reservation"))
+            raise self.unwelcome(peer, key, Finding("bad_statement", "not a reservation"))
         return self._once(peer, key, lambda k: self.register.reserve(k, statement, envelope))
 
     def settle(self, peer: str, key: str, envelope: bytes) -> Verdict:
         """A site's word on a grant."""
         statement = self.opened(peer, key, envelope)
         if not isinstance(statement, Settlement) or statement.outcome not in ("declined", "expired"):
-            raise self._unwelcome(peer, key, Finding("bad_statement", "not a settlement"))
+            raise self.unwelcome(peer, key, Finding("bad_statement", "not a settlement"))
         return self._once(peer, key, lambda k: self.register.settle(k, statement, envelope))
 
     def amend(self, peer: str, key: str, envelope: bytes) -> Verdict:
         """A site's new policy: on the books, and in force from here on."""
         statement = self.opened(peer, key, envelope)
         if not isinstance(statement, Amendment):
-            raise self._unwelcome(peer, key, Finding("bad_statement", "not an amendment"))
+            raise self.unwelcome(peer, key, Finding("bad_statement", "not an amendment"))
         try:
             parse_policy(statement.policy, f"policy of {peer}")
             return self._once(peer, key, lambda k: self.register.amend(k, statement, envelope))
         except (PolicyError, InvalidEntry) as error:
-            raise self._unwelcome(peer, key, Finding("bad_statement", str(error))) from None
+            raise self.unwelcome(peer, key, Finding("bad_statement", str(error))) from None
 
     def present(self, peer: str, key: str, envelope: bytes) -> Verdict:
-        """After a restore: a sealed reservation that was lost, or the word that all were shown."""
+        """After a restore: a sealed reservation that was lost, or the word that all were shown.
+
+        A grant that the books hold is a no with the rule ``known``: nothing is written, and nothing was lost.
+        """
         statement = self.opened(peer, key, envelope)
         if not isinstance(statement, Reservation | Receipts):
-            raise self._unwelcome(peer, key, Finding("bad_statement", "neither a reservation nor a word on receipts"))
+            raise self.unwelcome(peer, key, Finding("bad_statement", "neither a reservation nor a word on receipts"))
         try:
             return self._once(peer, key, lambda k: self.register.present(k, statement, envelope))
         except InvalidEntry as error:
-            raise self._unwelcome(peer, key, Finding(self._why_not(peer, statement, envelope), str(error))) from None
+            raise self.unwelcome(peer, key, Finding(self._why_not(peer, statement, envelope), str(error))) from None
 
     def _why_not(self, peer: str, statement: Reservation | Receipts, envelope: bytes) -> str:
         """The rule by which a receipt is not taken."""
@@ -213,29 +242,87 @@ class Intake:
         """The statement of a release, before its artifact is accepted: its size is the quota."""
         statement = self.opened(peer, key, envelope)
         if not isinstance(statement, Release):
-            raise self._unwelcome(peer, key, Finding("bad_statement", "not a release"))
+            raise self.unwelcome(peer, key, Finding("bad_statement", "not a release"))
         return statement
 
-    def admit(self, peer: str, key: str, envelope: bytes, release: Release, artifact: bytes) -> Verdict:
-        """Review a release with its artifact in hand; only what has a grant is worth decoding."""
-        facts = tuple(_changed(release, artifact))
+    def report(self, peer: str, rule: str) -> None:
+        """Write down that a call of an enrolled site was turned away before it was read."""
+        store = self.register.store
+        if peer in store.state.sites:
+            store.append(_key(peer, f"turned-{store.state.size}"), _refusal(peer, Finding(rule, "")))
+
+    def answered(self, peer: str, key: str, envelope: bytes) -> Verdict | None:
+        """What this key has led to, if it came with this envelope before; another one under it is unwelcome."""
+        try:
+            return self.register.answered(_key(peer, key), envelope)
+        except KeyReused:
+            raise self.unwelcome(peer, key, _REUSED) from None
+
+    def foresee(self, peer: str, key: str, envelope: bytes, release: Release) -> Verdict:
+        """Before a byte of the artifact is accepted: a release that cannot be admitted gets its verdict now."""
+        verdict = self.register.examine(release, envelope)
+        if verdict.admitted:
+            return verdict
+        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, Facts((), verdict.findings)))
+
+    def admit(self, peer: str, key: str, envelope: bytes, release: Release, goods: Goods) -> Verdict:
+        """Review a release with its artifact at hand; only what has a grant is worth looking into."""
+        facts = tuple(_changed(release, goods))
         early = () if facts else self.register.examine(release, envelope).findings
         if not facts and not early:
-            facts = tuple(_malformed(release, artifact))
+            facts = tuple(goods.look())
         return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, Facts(facts, early)))
 
+    def reserve_run(self, run: str, sealed: Mapping[str, bytes], least: int) -> dict[str, Verdict]:
+        """The budgets of a run's sites, in one append: of those that can be granted, if ``least`` are; or of none.
+
+        Args:
+            run: its name.
+            sealed: each site's own reservation, as it came with its answer to the price.
+            least: how many must be granted.
+        Returns:
+            A verdict for each site; what could not be read is refused, and written down by itself.
+        """
+        asked: list[tuple[Reservation, bytes]] = []
+        verdicts: dict[str, Verdict] = {}
+        for site, envelope in sorted(sealed.items()):
+            try:
+                statement = self.opened(site, f"run-{run}", envelope)
+                if not isinstance(statement, Reservation) or statement.run != run:
+                    raise self.unwelcome(
+                        site, f"run-{run}", Finding("bad_statement", "not a reservation for this run")
+                    )
+                asked.append((statement, envelope))
+            except Unwelcome as refusal:
+                verdicts[site] = Verdict((refusal.finding,))
+        if asked:
+            given = self.register.reserve_all(_key(HUB, f"run-{run}"), asked, least)
+            verdicts |= {r.site: verdict for (r, _), verdict in zip(asked, given, strict=True)}
+        return verdicts
+
+    def reserved_run(self, run: str) -> bool:
+        """Has the run's reservation been decided?"""
+        return bool(self.register.store.answer(_key(HUB, f"run-{run}")))
+
+    def parted(self, peer: str) -> str:
+        """The newest run for which a site was granted, if the books have closed its grant; "": none, or open."""
+        with self.register.store.exclusive() as state:
+            mine = [g for g in state.grants.values() if g.reserved.site == peer and g.reserved.run]
+        return mine[-1].reserved.run if mine and mine[-1].state != "held" else ""
+
     def outcome(self, peer: str, key: str) -> tuple[Verdict, int] | None:
-        """What a peer's key has led to, and where in the ledger."""
+        """What a peer's key has led to, and where in the ledger; ``run-<run>``: the run's reservation for it."""
         lines = self.register.store.answer(_key(peer, key))
+        if not lines and key.startswith("run-"):
+            lines = self.register.store.answer(_key(HUB, key))
+            lines = [line for line in lines or () if getattr(line.record.entry, "site", "") == peer]
         return (verdict_of(lines[0]), lines[0].seq) if lines else None
 
     def _once(self, peer: str, key: str, act: Callable[[str], Verdict]) -> Verdict:
         try:
             return act(_key(peer, key))
         except KeyReused:
-            raise self._unwelcome(
-                peer, key, Finding("key_reused", "this idempotency key was used for something else")
-            ) from None
+            raise self.unwelcome(peer, key, _REUSED) from None
 
 
 def _sealed_by(store: Store, site: str, digest: bytes) -> Statement:
@@ -266,9 +353,11 @@ def _refusal(peer: str, finding: Finding) -> Draft:
 
 def _unverified(envelope: bytes) -> Enrolment:
     """The enrolment inside an envelope whose key is still to be taken from it."""
+    if not len(envelope) <= MAX_BYTES:
+        raise BadEnvelope("too large")
     try:
         payload = base64.b64decode(json.loads(envelope)["payload"], validate=True)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise BadEnvelope("not a DSSE envelope") from None
     statement = parse(payload)
     if not isinstance(statement, Enrolment):
@@ -276,20 +365,7 @@ def _unverified(envelope: bytes) -> Enrolment:
     return statement
 
 
-def _changed(release: Release, artifact: bytes) -> Iterator[Finding]:
+def _changed(release: Release, goods: Goods) -> Iterator[Finding]:
     """Are these the bytes of the statement?"""
-    if hashlib.sha256(artifact).hexdigest() != release.artifact_sha256 or len(artifact) != release.artifact_bytes:
+    if goods.sha256 != release.artifact_sha256 or goods.size != release.artifact_bytes:
         yield Finding("artifact_changed", "the artifact is not the one in the statement")
-
-
-def _malformed(release: Release, artifact: bytes) -> Iterator[Finding]:
-    """Are they an artifact of their type, in its one form?"""
-    try:
-        if release.artifact_type == "image-set":
-            unpack_images(artifact)
-        elif release.artifact_type == "update":
-            unpack_vector(artifact)
-        else:
-            yield Finding("artifact_type", "no such type of artifact")
-    except BadArtifact as error:
-        yield Finding("artifact_malformed", str(error))

@@ -45,7 +45,7 @@ from policies.entries import Record, decode
 from policies.merkle import CompactRange, leaf_hash
 from policies.statement import canonical, claim_from
 from policies.view import as_json
-from protos.artifact import unpack_images
+from protos.artifact import BadArtifact, unpack_images
 
 SHOWN: Final = 60  # thumbnails of one release; the rest is counted
 THUMBNAIL: Final = 96  # pixels; larger images are made smaller
@@ -81,6 +81,27 @@ class ReleaseView:
             raise UnsoundReport(f"release {self.id}: one label for each image")
 
 
+ARTIFACTS: Final = (
+    "images.tar",
+    "volumes.tar",
+    "model.safetensors",
+    "artifact.hpke",
+)  # what a release's folder holds
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as raw:
+        return hashlib.file_digest(raw, "sha256").hexdigest()
+
+
+def _pictures(archive: Path) -> tuple[NDArray[np.uint8] | None, tuple[str, ...]]:
+    """The images of a set of grey PNG; of another form, or too many to show at once: none."""
+    try:
+        return unpack_images(archive.read_bytes())
+    except BadArtifact:
+        return None, ()
+
+
 def views(shelf: Path) -> list[ReleaseView]:
     """The releases in a shelf's directory, by name.
 
@@ -91,11 +112,11 @@ def views(shelf: Path) -> list[ReleaseView]:
     out = []
     for path in sorted(shelf.glob("[!.]*/certificate.json")):
         facts = json.loads(path.read_bytes())
-        archive, model = path.with_name("images.tar"), path.with_name("model.safetensors")
-        body = (archive if archive.exists() else model).read_bytes()
-        if hashlib.sha256(body).hexdigest() != facts["artifact_sha256"]:
+        there = [path.with_name(name) for name in ARTIFACTS if path.with_name(name).exists()]
+        if len(there) != 1 or _sha256(there[0]) != facts["artifact_sha256"]:
             raise UnsoundReport(f"release {path.parent.name}: the artifact is not the one in its certificate")
-        images, labels = unpack_images(body) if archive.exists() else (None, ())
+        shown = there[0].name == ARTIFACTS[0]  # not those that are encrypted, nor volumes, nor models
+        images, labels = _pictures(there[0]) if shown else (None, ())
         out.append(ReleaseView(path.parent.name, facts, images, labels))
     return out
 

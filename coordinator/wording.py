@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from policies.claims import UnsupportedClaim, assumption
+from policies.statement import claim_from
+
 # What to do, by who has to do it.
 _POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
 _LARGER: Final = "Choose larger groups (or a larger cohort) and ask again; nothing was read for this request."
@@ -42,8 +45,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "together": ("Another part of the same request was refused, so all of it was.", _POLICY),
         "finished": ("The work is done, and what was not needed was given back.", _NOTHING),
+        "unused": ("The hospital left a run before it had read an image for it.", _NOTHING),
         "wrong_receipts": ("The receipts are for another restore, or their number is not the one shown.", _SITE),
         "was_refused": ("The request had been refused before the restore; nothing was lost.", _NOTHING),
+        "known": ("The books hold the grant; the restore had not lost it.", _NOTHING),
         "not_recovered": ("A receipt could not be taken into the books.", _SITE),
         "not_awaited": ("Receipts were shown that nobody waits for.", _NOTHING),
         "budget": ("What is left of the hospital's budget does not cover the request.", _BUDGET),
@@ -63,6 +68,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "run": ("A run is named where none belongs, or its name is not a proper one.", _AGENT),
         "release_id": ("The release bears another name than the one that follows from its grant.", _INQUIRE),
         "bad_key": ("The request's key is not in its permitted form.", _AGENT),
+        "revoked": (
+            "The hospital, or the certificate that it called with, was revoked.",
+            "If the hospital is to take part again, invite it anew; the roles in office approve its request.",
+        ),
         # the declared loss
         "epsilon_of_k": ("An epsilon was declared for a release that has none.", _AGENT),
         "delta": ("Delta is not the account's, or too large for the number of patients.", _AGENT),
@@ -73,6 +82,34 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "artifact_size": ("The file is empty, or larger than the policy admits.", _POLICY),
         "artifact_changed": ("The file that arrived is not the one that the hospital signed.", _INQUIRE),
         "artifact_malformed": ("The file is not in its one permitted form.", _AGENT),
+        "reader": (
+            "The file is encrypted to a reader whom the hospital's policy does not name.",
+            "Put the reader's fingerprint into both policies, or make the release again without a reader.",
+        ),
+        "not_sealed": (
+            "The file was declared as encrypted to a reader, and has not the form of one that is.",
+            _AGENT,
+        ),
+        "one_step": (
+            "Noise that hospitals share protects one step in each round, and more steps were claimed.",
+            "Plan one step a round, or let every hospital add the whole noise (honest = 1).",
+        ),
+        "architecture": (
+            "The model's tensors are not the ones of the approved network: names, shapes, kinds or order.",
+            _AGENT,
+        ),
+        "sandbox": (
+            "The file could not be examined: its reader was stopped at its limits of time or memory.",
+            "Treat the file as hostile until the site's IT has found out how it was made.",
+        ),
+        "masked": (
+            "A masked update is not of the form, or not from the group, that the round agreed on.",
+            "Launch the round again; if it happens twice at the same hospital, call the site.",
+        ),
+        "cohort_of_sites": (
+            "Too few hospitals are left in the round for their sum to hide each of them.",
+            "Wait until more hospitals take part, and launch the round again.",
+        ),
         "components": ("The list of networks and data that made the release is not complete.", _AGENT),
         "provenance": ("A part that made the release was trained on private data.", "Use a publicly trained part."),
         "vetting": ("The statement does not say what the release was tested against.", _AGENT),
@@ -92,6 +129,59 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "bad_statement": ("The signed statement is not in its one permitted form.", _AGENT),
         "another_site": ("A hospital spoke for another hospital.", _INQUIRE),
         "key_reused": ("One request number was used for two different requests.", _AGENT),
+        "not_uploaded": (
+            "The file was not sent whole before its review was asked for.",
+            "Let the agent send it again.",
+        ),
+        "upload_refused": ("The file was not accepted: not what was offered, or more than the quota.", _INQUIRE),
+        "busy": (
+            "The coordinator had no room for another call or file at that moment.",
+            "Nothing: the agent tries again.",
+        ),
+        "bad_manifest": ("The list of the file's pieces does not fit its size.", _AGENT),
+        "chunk_index": ("A piece of the file was sent that the file does not have.", _AGENT),
+        "chunk_size": ("A piece of the file had another length than announced.", _AGENT),
+        "chunk_moved": ("A piece of the file arrived in another one's place.", _INQUIRE),
+        "chunk_foreign": ("A piece arrived that does not belong to the file.", _INQUIRE),
+        "incomplete": ("Pieces of the file are missing.", "Let the agent send it again: what arrived is kept."),
+        "unknown_upload": ("Pieces were sent of a file that nobody had announced.", _AGENT),
+        "too_many_uploads": ("The hospital sends too many files at once.", "Nothing: the agent tries again."),
+        "disk_full": ("The coordinator's disk is full.", "Make room on the coordinator; the agent tries again."),
+        "storage": ("The coordinator could not keep the file.", "See the coordinator's log; the agent tries again."),
+        "bad_upload": ("The stream of pieces did not say what it belongs to.", _AGENT),
+        "too_large": ("A message was larger than any that an agent sends.", _INQUIRE),
+        "rate": ("The hospital called too often, or was refused too often.", "Nothing: the agent slows down."),
+        "old_tls": ("The caller spoke an older protocol than TLS 1.3.", _AGENT),
+        "no_name": ("The caller's certificate bears no name.", _INQUIRE),
+        "several_names": ("The caller's certificate bears more than one name.", _INQUIRE),
+        "no_role": ("The caller's certificate is for nobody here.", _INQUIRE),
+        "wrong_role": ("The caller asked for something that is not its business.", _INQUIRE),
+        "expired": ("The caller's certificate is not valid at this time.", "Check both clocks; else enrol it anew."),
+        "rolled_back": (
+            "The hospital has seen a head that this ledger signed and does not hold: this is an older copy.",
+            "Stop the coordinator, bring back the newest copy, and open a new epoch with `ledger restore`.",
+        ),
+        "node_key": ("The hospital's training link spoke with another key than the enrolled one.", _INQUIRE),
+        "node": ("The hospital's training link spoke in another hospital's name.", _INQUIRE),
+        "source": ("The hospital's training link sent a message in another hospital's name.", _INQUIRE),
+        "message": ("The hospital's training link answered a message that was sent to another.", _INQUIRE),
+        "object": ("The hospital's training link asked for data that was sent to another hospital.", _INQUIRE),
+        "session": ("The hospital's training link went on with a delivery that another had begun.", _INQUIRE),
+        "not_granted": ("The coordinator's ledger does not show this hospital's part in the run.", _NOTHING),
+        # joining
+        "join": ("The hospital's request could not be used.", "Read what the agent said, and invite it again."),
+        "renew": ("The certificate could not be renewed.", "Read the agent's log; else invite the hospital again."),
+        "managed": ("The enrolment or revocation could not be done as asked.", "Read what the command said."),
+        "bad_reason": ("The reason of a revocation was not one short word.", "Give one: lost, stolen, left."),
+        "invitation_used": ("The invitation was used for another request.", "Invite the hospital again."),
+        "fingerprint": (
+            "The fingerprint is not the one that was compared, so the two sides do not see the same request.",
+            _INQUIRE,
+        ),
+        "token": (
+            "The invitation's token is wrong, was used, or is older than its thirty minutes.",
+            "Invite the hospital again; a token is told once and works once.",
+        ),
         # the site's own word on its grant
         "coordinator": ("The coordinator had refused the price.", "See the coordinator's own refusal."),
         "no_reason": ("The coordinator refused without a reason.", "Ask the coordinator's operator for its log."),
@@ -108,6 +198,11 @@ LEVELS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
             "Mathematical guarantee for each patient",
             "(epsilon, delta)-differential privacy for each patient",
             "Whether one patient took part changes what can be learned by no more than the stated epsilon allows.",
+        ),
+        "A*": (
+            "Mathematical guarantee for each patient, if enough hospitals are honest",
+            "(epsilon, delta)-differential privacy for each patient, if the stated number of sites are honest",
+            "As the first kind, as long as the stated number of hospitals add their noise and keep it to themselves.",
         ),
         "B": (
             "A crowd behind each image",
@@ -126,11 +221,14 @@ MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "ksame": "Synthetic images, each averaged over a group of patients",
         "federated": "Federated training with noise",
+        "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",
     }
 )
 KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enrolled": "Hospital enrolled",
+        "issued": "Certificate issued",
+        "revoked": "Revoked",
         "amended": "Policy changed",
         "opened": "Budget opened",
         "appointed": "Person appointed",
@@ -154,7 +252,7 @@ STAGES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "reservation": "when asked for its price, before anything was made from an image",
         "release": "at the door, with the file in hand",
-        "declined": "by the hospital's own books, before the coordinator was asked",
+        "declined": "by the hospital itself, before anything was made from an image",
         "call": "as a call, before any review",
         "expired": "given up by the hospital; its budget is spent",
     }
@@ -201,12 +299,22 @@ def promise(claim: object) -> str:
             f"at least {claim.get('k')} different patients behind every image, with {claim.get('l_diversity')} or "
             f"more different labels; each patient in at most {claim.get('releases_per_patient')} image set(s)"
         )
-    if claim.get("kind") == "subsampled-gaussian":
-        return (
+    if claim.get("kind") in ("subsampled-gaussian", "distributed-gaussian"):
+        steps = (
             f"{claim.get('steps')} steps, each with Gaussian noise of {claim.get('noise_multiplier')} times "
             f"the bound on one patient's part; a patient is in a step with probability {claim.get('sampling_rate')}"
         )
+        return steps if claim["kind"] == "subsampled-gaussian" else f"{steps}; {_shared(claim)}"
     return "no promise that this report knows"
+
+
+def _shared(claim: Mapping[str, Any]) -> str:
+    """Whose noise it is in a sum over sites, and on what the promise stands."""
+    try:
+        given = assumption(claim_from(dict(claim)))
+    except UnsupportedClaim:
+        return "no promise that this report knows"
+    return given or "every site adds the whole noise to its own part"
 
 
 def rounded_up(value: float, places: int) -> float:
@@ -230,7 +338,8 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
     elif account is not None:
         price = f"{count(hold['amount'], 'image set')} per patient"
     if kind == "enrolled":
-        return site, f"signing key {e['sign_key'][:12]}…, own policy {e['policy'][:12]}…"
+        by = f", approved as {e['serial']}" if e["serial"] else ""
+        return site, f"signing key {e['sign_key'][:12]}…, own policy {e['policy'][:12]}…{by}"
     if kind == "opened" and e["order"]:
         return site, f"epsilon {float(e['epsilon']):g} at delta {float(e['delta']):g} per patient, order {e['order']}"
     if kind == "opened":
@@ -241,7 +350,8 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
         return site or e.get("person") or ", ".join(e.get("sites", ())), _TOLD[kind](e)
     if kind == "admitted":
         which = f"{e['mechanism']}, round {e['round']}" if e["run"] else e["mechanism"]
-        return site, f"{which}: level {e['level']}, artifact {e['artifact'][:12]}…"
+        read = f", declared as encrypted to the reader {e['reader'][:12]}…, content unseen" if e["reader"] else ""
+        return site, f"{which}: level {e['level']}, artifact {e['artifact'][:12]}…{read}"
     return site, f"{hold['mechanism']}: {price}" + (f", {e['why']}" if "why" in e else "")
 
 
@@ -254,6 +364,10 @@ _TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyTyp
             f"{e['account']}: {'epsilon ' + e['epsilon'] if e['epsilon'] else e['limit']}, approved as {e['serial']}"
         ),
         "restored": lambda e: f"epoch {e['epoch']}, from a backup of {count(e['size'], 'entry', 'entries')}",
+        "issued": lambda e: f"certificate {e['number'][:12]}… until {utc(e['not_after'])}",
+        "revoked": lambda e: (
+            f"certificate {e['number'][:12]}…: {e['why']}" if e["number"] else f"the hospital itself: {e['why']}"
+        ),
         "presented": lambda e: f"{count(e['grants'], 'lost grant')} shown",
         "round-closed": lambda e: f"{e['run']}, round {e['round']}: model {e['model'][:12]}…",
         "waived": lambda e: f"approved as {e['serial']}; its budgets are spent",

@@ -1,15 +1,18 @@
-"""Flower at the coordinator: the embedded SuperLink and one run at a time over it.
+"""Flower at the coordinator: the embedded SuperLink, and runs over it, each in a process of its own.
 
 All use of Flower's private interfaces at this side is here and in grid.py (agent/edges/federation.py is
 the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them to it. What
 travels is documented in protos/rounds.py.
 
-One SuperLink state, two listeners:
+One SuperLink state, and three ways to it:
 
-- *public*: TLS 1.3, client certificate required, and only the Fleet calls that an agent makes (and
-  /health). Registering a node and fetching an app bundle are not among them.
+- *fleet*: what agents say. It comes through the coordinator's one gRPC port, is bound to the enrolled site by
+  coordinator/edges/fleet.py, and handed over in process: no socket.
 - *private*: loopback, everything, but only with this process's random secret in a header: Flower's
-  Control API has no login of its own, so without it any local user could register nodes or start runs.
+  Control API has no login of its own, so without it any local user could register nodes or start runs. The process
+  of a run has a secret of its own, which opens a task's calls only.
+- *public*, only if it is asked for: TLS 1.3, client certificate required, and only the Fleet calls of a node, for
+  stock ``flower-supernode`` processes. Flower's own checks alone bind a node there, not ours.
 
 Flower's own log is switched off: it holds addresses and exception texts. Callers hear of progress and
 results as values, and log what their own allow-list permits.
@@ -19,22 +22,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
 import uvicorn
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.common.serde import fab_to_proto
 from flwr.proto.control_pb2 import (
     ListNodesRequest,
@@ -50,24 +50,26 @@ from flwr.supercore.constant import NodeStatus
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
+from coordinator.edges.conducting import Child, Desk, RunLost
+from coordinator.edges.fleet import flower_key
 from coordinator.edges.grid import PrivateWay, PromptGrid, direct
-from coordinator.edges.listeners import PrivateGate, PublicGate, listen, server_tls
-from coordinator.edges.strategy import (
-    Gate,
-    GatedStrategy,
-    Progress,
-    Result,
-    RoundFailed,
-    RoundPlan,
-    pack,
+from coordinator.edges.listeners import (
+    HostConfig,
+    PrivateGate,
+    PublicConfig,
+    PublicGate,
+    exchange,
+    listen,
+    server_tls,
 )
+from coordinator.edges.runframes import Order
+from coordinator.edges.strategy import Gate, Model, Progress, Result, RoundFailed, RoundPlan
 from protos import quiet
 from protos.rounds import STUB_BUNDLE, STUB_DIGEST
 
@@ -77,11 +79,14 @@ __all__ = [
     "Gate",
     "HostConfig",
     "HostFailed",
+    "Model",
     "Progress",
+    "PublicConfig",
     "Result",
     "RoundFailed",
     "RoundPlan",
     "RunInProgress",
+    "RunLost",
     "conduct",
 ]
 
@@ -91,8 +96,6 @@ for _name in ("flwr", "httpx", "httpcore", "uvicorn"):
 _POLL_S: Final = 0.2
 _START_S: Final = 60.0
 _CLAIM_S: Final = 30.0
-# Flower keeps "which task am I" in a class attribute of the process, so two runs would mix.
-_CONDUCTING: Final = threading.Lock()
 
 
 class HostFailed(RuntimeError):
@@ -100,24 +103,7 @@ class HostFailed(RuntimeError):
 
 
 class RunInProgress(RuntimeError):
-    """This process is already conducting a run; Flower's task identity is one per process."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostConfig:
-    """Where the SuperLink listens and what it shows. Port 0 picks a free one (`FlowerHost.public`)."""
-
-    state: Path  # a directory, made with mode 0700; updates lie in it in clear while a round is open
-    ca: Path  # PEM; issues the agents' client certificates
-    cert: Path  # PEM, of the public listener
-    key: Path  # PEM
-    public: tuple[str, int]
-    private: tuple[str, int]
-
-    def __post_init__(self) -> None:
-        """The private listener must not be reachable from another machine."""
-        if not ipaddress.ip_address(self.private[0]).is_loopback:
-            raise ValueError("private: must be a loopback address such as 127.0.0.1")
+    """A site of this run takes part in another one."""
 
 
 class FlowerHost:
@@ -133,11 +119,15 @@ class FlowerHost:
         quiet.require()
         self.config = config
         self.stopping = threading.Event()
-        self._tls = server_tls(config.ca, config.cert, config.key)
+        self._tls = server_tls(config.public.ca, config.public.cert, config.public.key) if config.public else None
         self._secret = secrets.token_bytes(32)
         self._key = secrets.token_hex(32)
         self._servers: list[uvicorn.Server] = []
         self._sockets: list[socket.socket] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task_keys: set[str] = set()
+        self._mutex, self._starting = threading.Lock(), threading.Lock()
+        self._busy: set[str] = set()  # sites that take part in a run
         self._thread = threading.Thread(target=self._serve, name="superlink", daemon=True)
 
     def __enter__(self) -> Self:
@@ -149,7 +139,7 @@ class FlowerHost:
         """
         self.config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.config.state.chmod(0o700)  # Flower's files in it are readable by all
-        for address in (self.config.private, self.config.public):
+        for address in (self.config.private, *([self.config.public.address] if self.config.public else [])):
             self._sockets.append(listen(address))
         self._servers = self._make_servers()
         self._thread.start()
@@ -176,9 +166,9 @@ class FlowerHost:
             listener.close()
 
     @property
-    def public(self) -> tuple[str, int]:
-        """Address and port of the public listener."""
-        return _address(self._sockets[1])
+    def public(self) -> tuple[str, int] | None:
+        """Address and port of the public listener, if there is one."""
+        return _address(self._sockets[1]) if self.config.public else None
 
     @property
     def private(self) -> tuple[str, int]:
@@ -195,12 +185,9 @@ class FlowerHost:
         Raises:
             ValueError: no such key, or another site already has it.
         """
-        key = load_ssh_public_key(node_key)
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
-            raise ValueError(f"the node key of {site} must be EC P-384 in OpenSSH format")
+        wanted = flower_key(node_key)
         if not site:
             raise ValueError("a site needs a name")
-        wanted = public_key_to_bytes(key)
         nodes = self._nodes()
         if any(node.public_key == wanted and node.name != site for node in nodes):
             raise ValueError(f"the node key of {site} belongs to another site already")
@@ -214,13 +201,41 @@ class FlowerHost:
         """The sites whose agents are connected now (or were within the last two heartbeats)."""
         return {node.name for node in self._nodes() if node.status == NodeStatus.ONLINE}
 
+    def node_id(self, public_key: bytes) -> int | None:
+        """The node id under which Flower knows a key, as `flower_key` gives it; None: it does not."""
+        found: int | None = self._app.state.linkstate_factory.state().get_node_id_by_public_key(public_key)
+        return found
+
+    def fleet(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> tuple[int, bytes]:
+        """Hand one Fleet call to the SuperLink in this process. Any thread but its own.
+
+        Returns:
+            HTTP status and body; 503 when it is stopping or did not answer in time.
+        """
+        if self._loop is None or self.stopping.is_set():
+            return 503, b""
+        coroutine = exchange(self._app, path, headers, body)
+        try:
+            call = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop has ended
+            coroutine.close()
+            return 503, b""
+        try:
+            return call.result(seconds)
+        except (TimeoutError, CancelledError):
+            call.cancel()
+            return 503, b""
+        except Exception:  # noqa: BLE001 - Flower's texts must not reach the site
+            return 500, b""
+
     def _nodes(self) -> list[NodeInfo]:
         listed = self._control.ListNodes(ListNodesRequest()).nodes_info
         return [node for node in listed if node.status != NodeStatus.UNREGISTERED]
 
-    def _end_open_runs(self) -> None:
+    def _end_open_runs(self, only: int | None = None) -> None:
         """A run of a process that is gone is never resumed by Flower: its caller starts a new one."""
-        for run_id, run in self._control.ListRuns(ListRunsRequest(limit=1000)).run_dict.items():
+        asked = ListRunsRequest(limit=1000) if only is None else ListRunsRequest(run_id=only)
+        for run_id, run in self._control.ListRuns(asked).run_dict.items():
             if run.status.status != "finished":
                 self._control.StopRun(StopRunRequest(run_id=run_id))
                 self._purge(run_id)
@@ -231,7 +246,7 @@ class FlowerHost:
 
     def _make_servers(self) -> list[uvicorn.Server]:
         host, port = self.private
-        app = create_app(
+        self._app: Any = create_app(
             SuperLinkLifespanConfig(
                 control_address="",
                 health_server_address=None,
@@ -266,45 +281,66 @@ class FlowerHost:
             "ws": "none",
             "timeout_graceful_shutdown": 3,
         }
-        private = uvicorn.Config(PrivateGate(app, self._key), lifespan="on", **common)
+        private = uvicorn.Config(PrivateGate(self._app, self._key, self._task_keys), lifespan="on", **common)
+        tls = self._tls
+        if tls is None:
+            return [uvicorn.Server(private)]
         public = uvicorn.Config(
-            PublicGate(app), lifespan="off", ssl_context_factory=lambda _config, _default: self._tls, **common
+            PublicGate(self._app), lifespan="off", ssl_context_factory=lambda _config, _default: tls, **common
         )
         return [uvicorn.Server(private), uvicorn.Server(public)]
 
     def _serve(self) -> None:
-        async def both() -> None:
+        async def all_of_them() -> None:
+            self._loop = asyncio.get_running_loop()
             pairs = zip(self._servers, self._sockets, strict=True)
             await asyncio.gather(*(server.serve(sockets=[listener]) for server, listener in pairs))
 
         with contextlib.suppress(SystemExit):  # uvicorn's way to say that it could not start
-            asyncio.run(both())
+            asyncio.run(all_of_them())
 
     @contextlib.contextmanager
-    def grid(self) -> Iterator[PromptGrid]:
-        """Start a run with the stub bundle and stand in for the ServerApp that Flower would execute.
+    def engaged(self, sites: Collection[str]) -> Iterator[None]:
+        """A site takes part in one run at a time: it would leave the one for the other.
 
         Raises:
-            RunInProgress: another run is being conducted in this process.
+            RunInProgress: one of them takes part in a run.
         """
-        if not _CONDUCTING.acquire(blocking=False):
-            raise RunInProgress("one federated run at a time in one process")
+        with self._mutex:
+            if not self._busy.isdisjoint(sites):
+                raise RunInProgress("a site of this run takes part in another one")
+            self._busy.update(sites)
         try:
-            run_id = self._control.StartRun(
-                StartRunRequest(fab=fab_to_proto(Fab(STUB_DIGEST, STUB_BUNDLE, {})), federation="")
-            ).run_id
-            grid = PromptGrid(self._way(), self._claim(run_id), self.stopping)
-            try:
-                yield grid.begin()
-            except BaseException:
-                grid.end("failed")
-                raise
-            else:
-                grid.end("completed")
-            finally:
-                self._purge(run_id)
+            yield
         finally:
-            _CONDUCTING.release()
+            with self._mutex:
+                self._busy.difference_update(sites)
+
+    @contextlib.contextmanager
+    def task(self) -> Iterator[tuple[PrivateWay, str]]:
+        """Start a run with the stub bundle; for whoever stands in for the ServerApp that Flower would execute.
+
+        Yields:
+            The way to that task's calls, open as long as this lasts, and the task's token.
+        Raises:
+            HostFailed: the SuperLink gives no task.
+        """
+        way = replace(self._way(), key=secrets.token_hex(32))
+        with self._starting:  # the one task that nobody has claimed is ours
+            fab = fab_to_proto(Fab(STUB_DIGEST, STUB_BUNDLE, {}))
+            run_id = self._control.StartRun(StartRunRequest(fab=fab, federation="")).run_id
+            token = self._claim(run_id)
+        self._task_keys.add(way.key)
+        try:
+            yield way, token
+        finally:
+            self._task_keys.discard(way.key)
+            self._drop(run_id)
+
+    def _drop(self, run_id: int) -> None:
+        """A run is over, also when its process did not say so; nothing that was sent in it stays."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            self._end_open_runs(run_id)
 
     def _purge(self, run_id: int) -> None:
         """Make Flower drop what is left of a finished run, unread messages too: listing it does that."""
@@ -333,27 +369,24 @@ class FlowerHost:
 def conduct(host: FlowerHost, plan: RoundPlan, gate: Gate, progress: Callable[[Progress], None]) -> Result:
     """Conduct one federated run to its end: price, then the rounds from ``plan.first_round`` on.
 
-    Blocks. ``gate.round_done`` is called after each round, before the next begins, so that an
-    interrupted run goes on as a new call with the last durable vector and round.
+    Blocks; Flower's part is done by a process of this run's own. ``gate`` and ``progress`` are called in this thread,
+    ``gate.round_done`` after each round, before the next begins, so that an interrupted run goes on as a new call
+    with the last durable vector and round.
 
     Raises:
         RoundFailed: too few usable sites at the price or in a round, or the host is stopping.
-        RunInProgress: this process conducts another run.
+        RunInProgress: a site takes part in another run.
+        RunLost: the run's process is gone; what it had closed is closed.
         HostFailed: the SuperLink does not answer.
     """
-    strategy = GatedStrategy(plan, gate, progress, host.stopping)
     try:
-        with host.grid() as grid:
-            strategy.price(grid)
-            strategy.start(
-                grid=grid,
-                initial_arrays=pack(plan.vector),
-                num_rounds=plan.rounds - plan.first_round,
-                timeout=plan.round_timeout_s,
-            )
+        with host.engaged(plan.sites), Child(plan) as child, host.task() as (way, token):
+            try:
+                return child.conduct(Order(plan, way, token), Desk(plan, gate, progress), host.stopping)
+            finally:
+                child.end()
     except httpx.HTTPError:  # its text may quote what came over the wire
         raise HostFailed("the SuperLink does not answer") from None
-    return strategy.result()
 
 
 def _address(listener: socket.socket) -> tuple[str, int]:

@@ -36,12 +36,12 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from coordinator.edges.listeners import KEY_HEADER
+from protos.rounds import MAX_OBJECTS
 
 _POLL_S: Final = 0.2
 _CALL_S: Final = 30.0  # one private call
 _BEAT_S: Final = 10.0  # Flower takes a task for dead after about a minute without
 _UNREADABLE: Final = 2001  # our own Error number: the strategy calls it "failed"
-_FEW_OBJECTS: Final = 64  # message, records, array and its pieces: 1.2 GB of parameters
 
 
 class _Key:
@@ -154,7 +154,7 @@ class PromptGrid(HttpGrid):
     def _inflate(self, proto: ProtoMessage, tree: ObjectTree, until: float) -> Message:
         run_id, name = proto.metadata.run_id, proto.metadata.message_id
         objects = [branch.object_id for branch in iterate_object_tree(tree)]
-        if not len(objects) <= _FEW_OBJECTS:
+        if not len(objects) <= MAX_OBJECTS:
             raise ValueError("too many objects in a reply")
         contents = pull_objects(
             objects,

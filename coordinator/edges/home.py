@@ -19,18 +19,26 @@ from policies.policy import parse as parse_policy
 from policies.sqlite import look, open_sqlite
 from policies.store import Disk, Store
 from protos.identity import (
+    CA,
     COORDINATOR,
     OPERATOR,
+    BadCertificate,
     issue,
-    make_ca,
-    pem,
-    read_private,
+    leaf_of,
+    make_intermediate,
+    make_root,
     request,
-    signing_key,
-    write_private,
 )
+from protos.keyfile import BadKeyFile, ec_key, pem, read_private, replace_private, signing_key, write_private
 
 ORIGIN = "lazaret/coordinator"
+_RENEW_AT = 1 / 3  # of a leaf's life, when so much of it remains
+_OFFLINE = """The federation's root key. Move this folder to an offline medium now, and keep it locked away.
+
+The coordinator serves without it. It is needed once a year, to renew the intermediate authority:
+`lazaret-coordinator --home DIR renew-ca FOLDER`, with this folder at hand; then take it away again.
+Whoever holds root.key can be anybody in this federation. If it is lost, every site has to be enrolled anew.
+"""
 
 
 class BadCoordinator(ValueError):
@@ -41,9 +49,15 @@ class BadCoordinator(ValueError):
 class Settings:
     """``coordinator.toml``, checked."""
 
-    listen: str  # host:port of the gRPC service
-    superlink: str  # host:port of Flower's public listener
+    listen: str  # host:port of the gRPC service, the one port that sites need
+    superlink: str = ""  # host:port of a second listener, for stock Flower supernodes; nothing: there is none
     ledger: str = ""  # a PostgreSQL address; nothing: the file ledger.db
+    address: str = ""  # host:port at which sites reach `listen`, where that is another one
+
+    @property
+    def reached_at(self) -> str:
+        """host:port that sites dial."""
+        return self.address or self.listen
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,11 @@ class Home:
         return self.root / "releases"
 
     @property
+    def enrolments(self) -> Path:
+        """Invitations and requests to take part, a file for each site."""
+        return self.root / "enrolments"
+
+    @property
     def witnesses(self) -> Path:
         """Heads that sites have cosigned."""
         return self.root / "witnesses"
@@ -84,12 +103,14 @@ class Home:
             raise BadCoordinator("coordinator.toml is missing: run `lazaret-coordinator --home DIR init`") from None
         except tomllib.TOMLDecodeError as error:
             raise BadCoordinator(f"coordinator.toml: not TOML: {error}") from None
-        address = table.pop("ledger", "")
-        if set(table) != {"listen", "superlink"} or not all(_address(v) for v in table.values()):
-            raise BadCoordinator("coordinator.toml: the keys are listen and superlink, each host:port, and ledger")
-        if type(address) is not str or not address.isprintable():
+        ledger = table.pop("ledger", "")
+        known = {"listen"} <= set(table) <= {"listen", "superlink", "address"}
+        if not known or not all(_address(v) for v in table.values()):
+            keys = "listen, and if need be superlink and address, each host:port, and ledger"
+            raise BadCoordinator(f"coordinator.toml: the keys are {keys}")
+        if type(ledger) is not str or not ledger.isprintable():
             raise BadCoordinator("coordinator.toml: ledger is the address of a PostgreSQL database, or is left out")
-        return Settings(table["listen"], table["superlink"], address)
+        return Settings(**table, ledger=ledger)
 
     def policy_text(self) -> str:
         """The federation's policy, as written."""
@@ -106,9 +127,35 @@ class Home:
         """The key that signs checkpoints."""
         return signing_key(self.keys / "ledger.key")
 
-    def ca(self) -> tuple[bytes, bytes]:
-        """The federation's CA: (private key PEM, certificate PEM)."""
-        return read_private(self.keys / "ca.key"), (self.keys / "ca.crt").read_bytes()
+    def root_crt(self) -> bytes:
+        """The trust anchor of the federation, PEM.
+
+        Raises:
+            BadCoordinator: it is missing.
+        """
+        return self._public("root.crt")
+
+    def ca(self) -> CA:
+        """The intermediate authority: (private key PEM, certificate PEM).
+
+        Raises:
+            BadCoordinator, BadKeyFile: a file is missing, or open to others.
+        """
+        return read_private(self.keys / "intermediate.key"), self._public("intermediate.crt")
+
+    def ca_ends(self) -> dt.datetime:
+        """When the intermediate ends, UTC: before that the root has to sign another one."""
+        return leaf_of(self._public("intermediate.crt")).not_valid_after_utc
+
+    def tls(self) -> tuple[bytes, bytes]:
+        """The service's own credentials: (private key PEM, chain PEM); see :func:`own_certificate`."""
+        return read_private(self.keys / "tls.key"), self._public("tls.crt")
+
+    def _public(self, name: str) -> bytes:
+        try:
+            return (self.keys / name).read_bytes()
+        except OSError:
+            raise BadCoordinator(f"keys/{name} is missing: restore it from a backup") from None
 
 
 def _address(value: object) -> bool:
@@ -119,7 +166,9 @@ def _address(value: object) -> bool:
 
 
 def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Home:
-    """Make the coordinator's directory, its CA, its own and the operator's certificate; nothing is overwritten.
+    """Make the coordinator's directory, its root and intermediate, its own and the operator's certificate.
+
+    The root's key is written to ``offline/``, to be taken away. Nothing is overwritten.
 
     Raises:
         BadCoordinator: the directory holds something, or a text is not valid.
@@ -134,16 +183,89 @@ def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Home:
     (root / "policy.toml").write_text(policy)
     home.keys.mkdir(mode=0o700)
     write_private(home.keys / "ledger.key", pem(Ed25519PrivateKey.generate()))
-    ca = make_ca(now)
-    write_private(home.keys / "ca.key", ca[0])
-    (home.keys / "ca.crt").write_bytes(ca[1])
-    host = home.settings().listen.rpartition(":")[0]
-    for stem, name, hosts in (("tls", COORDINATOR, ("localhost", "127.0.0.1", host)), ("operator", OPERATOR, ())):
-        key = ec.generate_private_key(ec.SECP256R1())
-        write_private(home.keys / f"{stem}.key", pem(key))
-        certificate = issue(request(key, name), name, ca, now, tuple(dict.fromkeys(hosts)))
-        (home.keys / f"{stem}.crt").write_bytes(certificate)
+    root_ca = make_root(now)
+    offline = root / "offline"
+    offline.mkdir(mode=0o700)
+    write_private(offline / "root.key", root_ca[0])
+    (offline / "root.crt").write_bytes(root_ca[1])
+    (offline / "README").write_text(_OFFLINE)
+    (home.keys / "root.crt").write_bytes(root_ca[1])
+    renew_intermediate(home, offline, now)
+    for stem in ("tls", "operator"):
+        write_private(home.keys / f"{stem}.key", pem(ec.generate_private_key(ec.SECP256R1())))
+    own_certificate(home, now)
+    operator_certificate(home, now)
+    home.enrolments.mkdir(mode=0o700)
     return home
+
+
+def renew_intermediate(home: Home, folder: Path, now: dt.datetime) -> None:
+    """The ceremony of the year: the root, brought in ``folder``, signs a fresh intermediate.
+
+    Certificates that were issued before stay good: a chain brings its own intermediate along. After a crash in the
+    middle nothing is issued any more, and the ceremony is repeated.
+
+    Raises:
+        BadCoordinator: the folder holds another federation's root, or one that has ended.
+        BadKeyFile: the root's key is missing, or open to others.
+    """
+    try:
+        root = read_private(folder / "root.key"), (folder / "root.crt").read_bytes()
+        if root[1] != home.root_crt():
+            raise BadCoordinator("that folder holds another federation's root")
+        key, certificate = make_intermediate(root, now)
+    except OSError:
+        raise BadCoordinator("root.crt is missing beside root.key") from None
+    except BadCertificate as error:
+        raise BadCoordinator(f"the root cannot sign: {error}") from None
+    replace_private(home.keys / "intermediate.key", key)
+    replace_private(home.keys / "intermediate.crt", certificate)
+
+
+def own_certificate(home: Home, now: dt.datetime) -> tuple[bytes, bytes]:
+    """The service's credentials, re-issued when less than a third of their life remains.
+
+    Its key stays: whoever could copy it could copy the intermediate's, which lies beside it.
+
+    Returns:
+        Private key and chain, PEM.
+    Raises:
+        BadCoordinator: the intermediate has ended, and so has the certificate.
+        BadKeyFile: a key is missing, or open to others.
+    """
+    settings = home.settings()
+    hosts = ["localhost", "127.0.0.1", *(a.rpartition(":")[0] for a in (settings.listen, settings.reached_at))]
+    return _fresh(home, "tls", COORDINATOR, now, tuple(dict.fromkeys(hosts)))
+
+
+def operator_certificate(home: Home, now: dt.datetime) -> tuple[bytes, bytes]:
+    """The operator's credentials for calls from this machine; re-issued like the service's own."""
+    return _fresh(home, "operator", OPERATOR, now)
+
+
+def _fresh(home: Home, stem: str, name: str, now: dt.datetime, hosts: tuple[str, ...] = ()) -> tuple[bytes, bytes]:
+    """A leaf of the coordinator's own, and its key; renewed while it is still good."""
+    key, path = ec_key(home.keys / f"{stem}.key"), home.keys / f"{stem}.crt"
+    chain = path.read_bytes() if path.exists() else b""
+    left = _left(chain, key, now)
+    if not left > _RENEW_AT:
+        try:
+            chain = issue(request(key, name), name, home.ca(), now, hosts)
+            replace_private(path, chain)
+        except (BadCertificate, BadKeyFile, BadCoordinator) as error:
+            if not left > 0:
+                raise BadCoordinator(f"no certificate for {stem}: {error}") from None
+    return pem(key), chain
+
+
+def _left(chain: bytes, key: ec.EllipticCurvePrivateKey, now: dt.datetime) -> float:
+    """How much of a leaf's life remains, of 1; 0 for one that is over, unreadable or another key's."""
+    try:
+        leaf = leaf_of(chain)
+    except BadCertificate:
+        return 0.0
+    start, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
+    return (end - now) / (end - start) if leaf.public_key() == key.public_key() and start <= now < end else 0.0
 
 
 def open_ledger(home: Home) -> Store:

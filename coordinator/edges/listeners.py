@@ -1,38 +1,68 @@
-"""The two listeners in front of the embedded SuperLink: sockets, TLS and what may pass. No Flower here."""
+"""What is in front of the embedded SuperLink: two listeners, a way in without one, what may pass. No Flower here."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import ipaddress
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from protos.rounds import FLEET_BODY, FLEET_CALLS
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[..., Awaitable[Any]], Callable[..., Awaitable[Any]]], Awaitable[None]]
 
 KEY_HEADER: Final = "x-lazaret-private"
-_MAX_BODY: Final = 32 << 20  # bytes of one public request; Flower cuts arrays into objects of 20 MB
-# What an agent calls. Not among them: registering a node, fetching an app bundle.
-_FLEET: Final = frozenset(
-    f"/v1/fleet/{call}"
+# Stock nodes fetch the app bundle too. It is the stub, which does nothing; our agents never ask for it.
+_PUBLIC: Final = FLEET_CALLS | {"/v1/fleet/get-fab"}
+# What the process of a run calls, as the task it stands in for: neither starting runs nor claiming tasks.
+_TASK: Final = frozenset(
+    f"/v1/runtime/{call}"
     for call in (
-        "activate-node",
-        "deactivate-node",
-        "send-node-heartbeat",
-        "pull-messages",
+        "pull-task-input",
+        "push-task-output",
+        "send-task-heartbeat",
+        "get-nodes",
         "push-messages",
-        "get-run",
-        "pull-object",
         "push-object",
+        "pull-messages",
+        "pull-object",
         "confirm-message-received",
     )
 )
 
 
+@dataclass(frozen=True, slots=True)
+class PublicConfig:
+    """The listener for stock nodes. Port 0 picks a free one (`FlowerHost.public`)."""
+
+    address: tuple[str, int]
+    ca: Path  # PEM; issues the nodes' client certificates
+    cert: Path  # PEM, of the listener
+    key: Path  # PEM
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """Where the SuperLink keeps its state and listens. Port 0 picks a free one."""
+
+    state: Path  # a directory, made with mode 0700; updates lie in it in clear while a round is open
+    private: tuple[str, int] = ("127.0.0.1", 0)
+    public: PublicConfig | None = None  # None: agents come through the gRPC port only
+
+    def __post_init__(self) -> None:
+        """The private listener must not be reachable from another machine."""
+        if not ipaddress.ip_address(self.private[0]).is_loopback:
+            raise ValueError("private: must be a loopback address such as 127.0.0.1")
+
+
 class PublicGate:
-    """ASGI filter of the public listener: the agents' Fleet calls and /health, bodies of bounded size."""
+    """ASGI filter of the public listener: a node's Fleet calls and /health, bodies of bounded size."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -41,7 +71,7 @@ class PublicGate:
         """404 for every other path, 413 for a body of unknown or too great length."""
         path, method = scope.get("path"), scope.get("method")
         if scope["type"] != "http" or not (
-            (method == "POST" and path in _FLEET) or (method == "GET" and path == "/health")
+            (method == "POST" and path in _PUBLIC) or (method == "GET" and path == "/health")
         ):
             await _refuse(scope, send, 404)
         elif method == "POST" and not _body_fits(scope):
@@ -51,15 +81,17 @@ class PublicGate:
 
 
 class PrivateGate:
-    """ASGI filter of the private listener: this process only."""
+    """ASGI filter of the private listener: this process, and for a task's calls the processes of its runs."""
 
-    def __init__(self, app: App, key: str) -> None:
-        self.app, self.key = app, key.encode("ascii")
+    def __init__(self, app: App, key: str, task_keys: Collection[str]) -> None:
+        """``key`` opens everything, each of ``task_keys``, which come and go, a task's calls."""
+        self.app, self.key, self.task_keys = app, key, task_keys
 
     async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """404 without the secret; the lifespan protocol passes."""
         given = dict(scope.get("headers", ())).get(KEY_HEADER.encode("ascii"), b"")
-        if scope["type"] != "lifespan" and not hmac.compare_digest(given, self.key):
+        keys = {self.key, *self.task_keys} if scope.get("path") in _TASK else {self.key}
+        if scope["type"] != "lifespan" and not any(hmac.compare_digest(given, key.encode()) for key in keys):
             await _refuse(scope, send, 404)
         else:
             await self.app(scope, receive, send)
@@ -68,7 +100,7 @@ class PrivateGate:
 def _body_fits(scope: Scope) -> bool:
     """Whether the request states a body length, and one within bounds."""
     stated = dict(scope["headers"]).get(b"content-length", b"")
-    return stated.isdigit() and int(stated) <= _MAX_BODY
+    return stated.isdigit() and int(stated) <= FLEET_BODY
 
 
 async def _refuse(scope: Scope, send: Callable[..., Any], status: int) -> None:
@@ -78,6 +110,53 @@ async def _refuse(scope: Scope, send: Callable[..., Any], status: int) -> None:
         return
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
+
+
+async def exchange(app: App, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+    """One POST to ``app`` without a socket; runs on the application's event loop.
+
+    Returns:
+        HTTP status and body.
+    """
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode("ascii"),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [
+            *((name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()),
+            (b"content-length", str(len(body)).encode("ascii")),
+        ],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+    status, answer, asked, over = 500, bytearray(), False, asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        if not asked:
+            asked = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            answer.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                over.set()
+
+    await app(scope, receive, send)
+    return status, bytes(answer)
 
 
 def server_tls(ca: Path, cert: Path, key: Path) -> ssl.SSLContext:

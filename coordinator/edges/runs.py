@@ -1,152 +1,60 @@
-"""Federated runs: durable jobs, one conducted at a time, each round checkpointed before it is written down.
+"""Federated runs: durable jobs, those without a common site conducted side by side.
 
-A run is a job file, a model after each closed round, and the ledger's entries. A killed coordinator resumes it at
-start from the last round that the ledger says is closed.
+A run is a job file, a model (and the server optimiser's moments) after each closed round, and the ledger's entries.
+A killed coordinator resumes it at start from the last round that the ledger says is closed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from coordinator.edges.federation import FlowerHost, Progress, RoundFailed, RoundPlan, conduct
+from coordinator.edges.conductor import Conductor
+from coordinator.edges.federation import FlowerHost
+from coordinator.edges.feed import Event, Feed, Line
 from coordinator.edges.home import write_durably
-from coordinator.edges.shelf import WORDING, Shelf, certificate
-from coordinator.intake import Intake, Unwelcome
-from policies.entries import Admitted
+from coordinator.edges.shelf import Shelf
+from coordinator.intake import Intake
+from coordinator.plan import BadJob, Decision, Job, SiteCost, claim_of, decide, forecast, job_from
+from policies.review import Standing, account_name
 from policies.statement import ID
-from protos.artifact import pack_vector, unpack_vector
-
-ROUND_TIMEOUT_S = 150.0  # above the last of the agents' answering times below it, 128 s
-NODE_WAIT_S = 20.0
-
-
-class BadJob(ValueError):
-    """The job cannot be run; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One federated run, as the operator launched it."""
-
-    run: str
-    mechanism: str
-    config: str  # JSON of the mechanism's public configuration
-    parameters: int
-    sites: tuple[str, ...]
-    rounds: int
-    min_sites: int
-
-    def __post_init__(self) -> None:
-        """All problems at once."""
-        wrong = [
-            name
-            for name, right in {
-                "run: a short lower-case name that does not begin with release": bool(ID.fullmatch(self.run))
-                and not self.run.startswith("release"),
-                "mechanism: federated": self.mechanism == "federated",
-                "parameters: 1 to 100 million": 0 < self.parameters <= 100_000_000,
-                "sites: at least one, each once": 0 < len(self.sites) == len(set(self.sites)),
-                "rounds: 1 to 10,000": 0 < self.rounds <= 10_000,
-                "min_sites: 1 to the number of sites": 0 < self.min_sites <= len(self.sites),
-            }.items()
-            if not right
-        ]
-        if wrong:
-            raise BadJob("the job needs " + "; ".join(wrong))
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something happened in a run; ``round`` 0 is the pricing."""
-
-    run: str
-    round: int
-    state: str  # granted | declined | sent | refused | closed | finished | failed
-    sites: tuple[str, ...] = ()
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class _Feed:
-    """A run's events so far, and a way to wait for more."""
-
-    events: list[Event] = field(default_factory=list)
-    over: bool = False
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: threading.Event = field(default_factory=threading.Event)  # has its turn, or stands in line for it
-
-    def put(self, event: Event) -> None:
-        with self.changed:
-            self.events.append(event)
-            self.over = event.state in ("finished", "failed")
-            self.changed.notify_all()
-
-    def follow(self) -> Iterator[Event]:
-        seen = 0
-        while True:
-            with self.changed:
-                while seen == len(self.events) and not self.over:
-                    self.changed.wait(1.0)
-                fresh, over = self.events[seen:], self.over
-            yield from fresh
-            seen += len(fresh)
-            if over and seen == len(self.events):
-                return
-
-
-class _Line:
-    """First come, first served."""
-
-    def __init__(self) -> None:
-        self._people: list[object] = []
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def take(self, standing: threading.Event) -> Iterator[None]:
-        """Stand in line (``standing`` is set then), go on when it is one's turn."""
-        me = object()
-        with self._changed:
-            self._people.append(me)
-            standing.set()
-            self._changed.wait_for(lambda: self._people[0] is me)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._people.remove(me)
-                self._changed.notify_all()
 
 
 class Runs:
     """All runs of this coordinator."""
 
-    def __init__(self, root: Path, host: FlowerHost, intake: Intake, shelf: Shelf, log: Any) -> None:
-        """``root`` holds a directory for each run."""
-        self.root, self.host, self.intake, self.shelf, self.log = root, host, intake, shelf, log
+    def __init__(
+        self,
+        root: Path,
+        host: FlowerHost,
+        intake: Intake,
+        shelf: Shelf,
+        log: Any,
+        tell: Callable[[str, str, tuple[str, ...]], None] = lambda _kind, _run, _sites: None,
+    ) -> None:
+        """``root`` holds a directory for each run; ``tell`` says (kind, run, sites) to the sites' sessions."""
+        self.root, self.host, self.intake, self.shelf, self.log, self.tell = root, host, intake, shelf, log, tell
         self.root.mkdir(exist_ok=True)
-        self._feeds: dict[str, _Feed] = {}
+        self._feeds: dict[str, Feed] = {}
         self._mutex = threading.Lock()
-        self.turn = _Line()  # Flower conducts one run at a time in a process; others wait
-        for site, node_key in intake.node_keys.items():
-            try:
-                host.register(site, node_key.encode())
-            except ValueError:  # one site's bad key is that site's trouble
-                log.error("node_key_refused", site=site)
+        self.turn = Line()  # a site takes part in one run at a time; other runs of it wait
+        for site in intake.node_keys:
+            self.register_node(site)
 
-    def resume(self) -> None:
-        """Go on with every run that has a job and no end."""
-        jobs = [_job(path.read_text()) for path in sorted(self.root.glob("*/job.json"))]
-        open_jobs = [job for job in jobs if not (self.root / job.run / "end.json").exists()]
+    def register_node(self, site: str) -> None:
+        """Let a site's Flower node in; at start, and when a site is enrolled."""
+        try:
+            self.host.register(site, self.intake.node_keys[site].encode())
+        except ValueError:  # one site's bad key is that site's trouble
+            self.log.error("node_key_refused", site=site)
+
+    def resume_all(self) -> None:
+        """Go on with every run that has a job and no end, and was not stopped."""
+        jobs = [job_from(path.read_text()) for path in sorted(self.root.glob("*/job.json"))]
+        open_jobs = [job for job in jobs if not any((self.root / job.run / f).exists() for f in ("end.json", "stop"))]
         with self.intake.register.store.exclusive() as state:
             begun = {grant.reserved.run for grant in state.grants.values()}
         for job in sorted(open_jobs, key=lambda job: job.run not in begun):  # those that were granted come first
@@ -156,165 +64,118 @@ class Runs:
         """Start a run, or follow the one of that name, and yield its events from the first.
 
         Raises:
-            BadJob: unknown sites, or a run of that name with another content.
+            BadJob: unknown sites, a price that cannot be paid, or a run of that name with another content.
+        """
+        path = self.root / job.run / "job.json"
+        known = path.exists()
+        if known and job_from(path.read_text()) != job:
+            raise BadJob("a run of that name exists with another content")
+        if not known:
+            decision = self.plan(job)[1]
+            if not decision.go:
+                raise BadJob(f"the forecast refuses it: {decision.reason} (see `round plan`)")
+            with self._mutex:
+                path.parent.mkdir(exist_ok=True)
+                write_durably(path, job.to_json().encode())
+        return self._follow(job)
+
+    def plan(self, job: Job) -> tuple[list[SiteCost], Decision]:
+        """What a run would cost each site, by the same review that the reservation will get; nothing is held.
+
+        Raises:
+            BadJob: unknown sites, or a configuration that has no price.
         """
         unknown = [site for site in job.sites if site not in self.intake.node_keys]
         if unknown:
             raise BadJob(f"not enrolled: {', '.join(unknown)}")
-        path = self.root / job.run / "job.json"
+        claim = claim_of(job.mechanism, job.config)
+        register = self.intake.register
+        with register.store.exclusive() as state:
+            standings = {
+                site: Standing(
+                    state.accounts.get(account_name(site, job.mechanism)),
+                    frozen=state.frozen(site),
+                    revoked=site in state.barred,
+                )
+                for site in job.sites
+            }
+            costs = forecast(job, standings, {site: register.policy_of(site) for site in job.sites}, claim)
+        return costs, decide(job, costs)
+
+    def watch(self, run: str) -> Iterator[Event]:
+        """The events of a run that is known, from the first that this process has seen.
+
+        Raises:
+            BadJob: there is no such run.
+        """
+        return self._follow(self._known(run), start=False)
+
+    def resume(self, run: str) -> Iterator[Event]:
+        """Go on with a run that was stopped, where it was; its events from here on.
+
+        Raises:
+            BadJob: there is no such run.
+        """
+        job = self._known(run)
         with self._mutex:
-            if path.exists() and _job(path.read_text()) != job:
-                raise BadJob("a run of that name exists with another content")
-            path.parent.mkdir(exist_ok=True)
-            write_durably(path, json.dumps(asdict(job)).encode())
-        end = path.parent / "end.json"
-        if end.exists() and job.run not in self._feeds:
+            (self.root / run / "stop").unlink(missing_ok=True)
+            feed = self._feeds.get(run)
+            if feed is not None and feed.over and not (self.root / run / "end.json").exists():
+                del self._feeds[run]
+        return self._follow(job)
+
+    def stop(self, run: str) -> str:
+        """No further round; what is held stays held until the run is resumed.
+
+        Returns:
+            The state: stopping, finished, failed or unknown.
+        """
+        folder = self.root / run
+        if not ID.fullmatch(run) or not (folder / "job.json").exists():
+            return "unknown"
+        if (folder / "end.json").exists():
+            return str(json.loads((folder / "end.json").read_text())["state"])
+        write_durably(folder / "stop", b"")
+        return "stopping"
+
+    def close(self) -> None:
+        """Let go of all who follow a run: a thread that waits for an event would keep this process from ending."""
+        for feed in list(self._feeds.values()):
+            feed.close()
+
+    def known(self) -> list[tuple[Job, str]]:
+        """Every run and its state: finished, failed, stopped or open."""
+        found = []
+        for path in sorted(self.root.glob("*/job.json")):
+            end, state = path.parent / "end.json", "open"
+            if end.exists():
+                state = json.loads(end.read_text())["state"]
+            elif (path.parent / "stop").exists():
+                state = "stopped"
+            found.append((job_from(path.read_text()), state))
+        return found
+
+    def _known(self, run: str) -> Job:
+        path = self.root / run / "job.json"
+        if not ID.fullmatch(run) or not path.exists():
+            raise BadJob("there is no run of that name")
+        return job_from(path.read_text())
+
+    def _follow(self, job: Job, start: bool = True) -> Iterator[Event]:
+        end = self.root / job.run / "end.json"
+        feed = self._feeds.get(job.run)
+        if feed is None and end.exists():
             last = json.loads(end.read_text())
             return iter([Event(job.run, last["round"], last["state"], tuple(last["sites"]), last["reason"])])
-        return self._start(job).follow()
+        if feed is None and (not start or (self.root / job.run / "stop").exists()):
+            return iter([Event(job.run, 0, "stopped", (), "resume it with `round resume`")])
+        return (feed or self._start(job)).follow()
 
-    def _start(self, job: Job) -> _Feed:
+    def _start(self, job: Job) -> Feed:
         with self._mutex:
             feed = self._feeds.get(job.run)
             if feed is None:
-                feed = self._feeds[job.run] = _Feed()
-                conductor = _Conductor(self, job, feed)
+                feed = self._feeds[job.run] = Feed()
+                conductor = Conductor(self, job, feed)
                 threading.Thread(target=conductor.run, name=f"run-{job.run}", daemon=True).start()
         return feed
-
-
-def _job(text: str) -> Job:
-    raw = json.loads(text)
-    return Job(**{**raw, "sites": tuple(raw["sites"])})
-
-
-class _Conductor:
-    """One run from its first or its next round to its end: the gate that Flower's strategy asks."""
-
-    def __init__(self, runs: Runs, job: Job, feed: _Feed) -> None:
-        self.runs, self.job, self.feed = runs, job, feed
-        self.folder = runs.root / job.run
-        self.register = runs.intake.register
-
-    def run(self) -> None:
-        job = self.job
-        try:
-            with self.runs.turn.take(self.feed.waiting):
-                with self.register.store.exclusive() as state:
-                    done = state.rounds.get(job.run, 0)
-                end = self._conduct(done)
-        except RoundFailed as failure:
-            end = Event(job.run, failure.round_index + 1, "failed", tuple(sorted(failure.refused)), failure.reason)
-        except Exception as fault:  # noqa: BLE001 - a run that fails in an unknown way has failed; its grants are spent
-            self.runs.log.error("run_failed", run=job.run, fault=type(fault).__name__)
-            end = Event(job.run, 0, "failed", reason="internal")
-        try:
-            if not self.runs.host.stopping.is_set():  # a stopping coordinator leaves its runs to be resumed
-                self._close(end)
-        except Exception as fault:  # noqa: BLE001 - not closed, so the next start resumes it; whoever watches must hear
-            self.runs.log.error("run_not_closed", run=job.run, fault=type(fault).__name__)
-            end = Event(job.run, end.round, "failed", end.sites, "internal")
-        self.feed.put(end)
-
-    def _conduct(self, done: int) -> Event:
-        job = self.job
-        if done < job.rounds:
-            plan = RoundPlan(
-                run=job.run,
-                sites=self._sites(done),
-                rounds=job.rounds,
-                first_round=done,
-                vector=self._model(done),
-                config=job.config.encode(),
-                min_sites=job.min_sites,
-                round_timeout_s=ROUND_TIMEOUT_S,
-                node_wait_s=NODE_WAIT_S,
-            )
-            conduct(self.runs.host, plan, self, self._progress)
-        with self.register.store.exclusive() as state:
-            sites = sorted({site for run, _, site in state.aggregated if run == job.run})
-        return Event(job.run, job.rounds, "finished", tuple(sites))
-
-    def _sites(self, done: int) -> tuple[str, ...]:
-        """Whom to ask: all at first; after a restart those that were granted."""
-        if not done:
-            return self.job.sites
-        grants = self.register.store.state.grants.values()
-        granted = {g.reserved.site for g in grants if g.reserved.run == self.job.run and g.state == "held"}
-        return tuple(site for site in self.job.sites if site in granted)
-
-    def _model(self, done: int) -> NDArray[np.float32]:
-        if not done:
-            return np.zeros(self.job.parameters, np.float32)
-        return unpack_vector((self.folder / f"round-{done}.safetensors").read_bytes())
-
-    def _progress(self, progress: Progress) -> None:
-        job, index = self.job, progress.round_index + 1
-        for site, code in progress.refused.items():
-            stage = "declined" if progress.stage == "priced" else "refused"
-            self.feed.put(Event(job.run, 0 if progress.stage == "priced" else index, stage, (site,), code))
-        if progress.stage == "priced":
-            self.feed.put(Event(job.run, 0, "granted", progress.sites))
-        elif progress.stage == "sent":
-            self.feed.put(Event(job.run, index, "sent", progress.sites))
-
-    def admit(self, site: str, round_index: int, envelope: bytes, vector: NDArray[np.float32]) -> str | None:
-        """The gate: a valid envelope of this site for this round, under a grant, or it is not aggregated."""
-        intake, artifact = self.runs.intake, pack_vector(vector)
-        number = round_index + 1
-        try:
-            release = intake.release(site, f"round-{number}", envelope)
-            key = f"submit-{release.release}"
-            if (release.run, release.round) != (self.job.run, number):
-                return "another_round"
-            verdict = intake.admit(site, key, envelope, release, artifact)
-        except Unwelcome as refusal:
-            return refusal.finding.rule
-        return None if verdict.admitted else verdict.findings[0].rule
-
-    def round_done(
-        self,
-        round_index: int,
-        vector: NDArray[np.float32],
-        used: tuple[str, ...],
-        refused: Mapping[str, str],
-    ) -> None:
-        """The new parameters are durable before the ledger says that the round is closed."""
-        del refused  # each has its verdict in the ledger
-        number, body = round_index + 1, pack_vector(vector)
-        write_durably(self.folder / f"round-{number}.safetensors", body)
-        self.register.close_round(self.job.run, number, used, hashlib.sha256(body).digest())
-        self.feed.put(Event(self.job.run, number, "closed", used))
-        self.runs.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
-
-    def _close(self, end: Event) -> None:
-        """Every grant of the run is spent; a finished run's model goes on the shelf."""
-        with self.register.store.exclusive() as state:
-            mine = [(name, g.used) for name, g in state.grants.items() if g.reserved.run == self.job.run]
-        for name, used in mine:
-            self.register.close(name, "released" if used else "expired")
-        if end.state == "finished":
-            body = (self.folder / f"round-{self.job.rounds}.safetensors").read_bytes()
-            envelopes = {a.release: self.register.store.envelope(a.envelope) or b"" for a in self._updates()}
-            self.runs.shelf.place_model(self.job.run, body, self._certificate(end, body), envelopes)
-        write_durably(self.folder / "end.json", json.dumps(asdict(end)).encode())
-
-    def _updates(self) -> list[Admitted]:
-        """The updates that the model is made of: admitted, and counted by a closed round of this run."""
-        with self.register.store.exclusive() as state:
-            mine = [a for a in state.releases.values() if a.run == self.job.run]
-            return [a for a in mine if (a.run, a.round, a.site) in state.aggregated]
-
-    def _certificate(self, end: Event, body: bytes) -> dict[str, Any]:
-        mine = self._updates()
-        worst = max(mine, key=lambda a: a.used)
-        weakest = max(mine, key=lambda a: a.level).level  # A < B < C
-        return {
-            **certificate(worst, self.runs.shelf.account(worst)),
-            "release": self.job.run,
-            "site": ", ".join(end.sites),
-            "level": weakest,
-            "meaning": WORDING[weakest],
-            "artifact_sha256": hashlib.sha256(body).hexdigest(),
-            "updates": [a.release for a in mine],
-        }

@@ -1,204 +1,312 @@
-"""The coordinator's gRPC service: mutual TLS, and on every call the checks that Python gRPC does not make.
+"""The coordinator's gRPC service: one method for each call of ``protos/v1/gateway.proto``.
 
-After the handshake gRPC never looks at a certificate again, has no revocation lists, and sends exception texts
-to the peer. So every RPC passes through :class:`_Desk`: TLS 1.3, exactly one SPIFFE name, certificate still valid,
-the right role; and whatever goes wrong inside leaves as a code and an incident number.
+Who may call is :class:`coordinator.edges.guard.Guard`'s business, what they decide is
+:class:`coordinator.intake.Intake`'s. Here requests become calls, and verdicts become replies with their proofs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime as dt
-import hashlib
-import secrets
-import threading
-from collections import Counter
+import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import grpc
-from cryptography import x509
 
-from coordinator.edges.home import Home
-from coordinator.edges.shelf import Shelf
-from coordinator.edges.witnesses import Witnesses
-from coordinator.intake import Intake, RolledBack, Unwelcome
-from policies.review import Verdict
-from protos.identity import OPERATOR, read_private, site_of
+from coordinator.edges.counter import Counter
+from coordinator.edges.guard import Call, Guard, Turned
+from coordinator.edges.places import Patience, Places
+from coordinator.edges.sandbox import inspect
+from coordinator.edges.sessions import Sessions
+from coordinator.edges.uploads import UploadRefused
+from coordinator.intake import RolledBack, Unwelcome
+from policies.review import Finding, Verdict
+from policies.statement import ID, Release
+from protos.chunks import CHUNK
+from protos.hpke import BadSealed, check_form
 from protos.v1 import gateway_pb2 as pb
-from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
+from protos.v1.gateway_pb2_grpc import GatewayServicer
+from protos.weights import Architecture
 
-MAX_PART = (1 << 20) + 4096
-SUBMIT_S = 120.0  # for one artifact, of 16 MiB by the presets
-STREAMS = 2  # submissions of one site at once
-Launcher = Callable[[Any], Iterator[Any]]
-
-
-class Turned(Exception):
-    """The call is over: a status and a text that the peer may read."""
-
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code, self.text = code, text
-
-
-def peer_name(auth: dict[str, list[bytes]], now: dt.datetime) -> str:
-    """The one SPIFFE name of a peer whose connection is acceptable at this moment.
-
-    Raises:
-        Turned: older TLS, no or several names, or a certificate that is not valid now.
-    """
-    if auth.get("ssl_tls_version") != [b"TLSv1.3"]:
-        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is required")
-    try:
-        certificate = x509.load_pem_x509_certificate(auth["x509_pem_cert"][0])
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except (KeyError, ValueError, x509.ExtensionNotFound):
-        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "a client certificate with a name is required") from None
-    if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
-        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now")
-    if len(uris) != 1:
-        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name")
-    return uris[0]
+MAX_PART: Final = CHUNK + 4096
+MOST_UPLOADS: Final = 2  # streams of one site at once
+UPLOAD_S: Final = 120.0  # without a chunk, a stream gives its place back
+FLEET_S: Final = 60.0  # for one call of Flower's
 
 
 class Service(GatewayServicer):
-    """One method for each call; what they decide is :class:`coordinator.intake.Intake`'s."""
+    """One method for each call. In place of gRPC's context each gets the guard's :class:`Call`."""
 
-    def __init__(
-        self, intake: Intake, shelf: Shelf, witnesses: Witnesses, policy: str, log: Any, launcher: Launcher
-    ) -> None:
-        """``policy`` is the federation's TOML text; ``launcher`` conducts a run and yields its events."""
-        self.intake, self.shelf, self.policy, self.log, self.launcher = intake, shelf, policy, log, launcher
-        self.store, self.witnesses = intake.register.store, witnesses
-        self._mutex, self._streams = threading.Lock(), Counter[str]()
+    def __init__(self, counter: Counter, sessions: Sessions) -> None:
+        """Nothing is open yet."""
+        self.at, self.store = counter, counter.intake.register.store
+        self.guard = Guard(self._admits, counter.intake.report, counter.log)
+        self.sessions, self._patience, self._places = sessions, Patience(), Places(MOST_UPLOADS)
 
-    def Hello(self, request: Any, context: Any) -> Any:
+    def _admits(self, site: str, number: str) -> bool:
+        """By the books of this moment: the store may replace its state, so none is held on to."""
+        return self.store.state.admits(site, number)
+
+    def impostor(self, site: str, what: str) -> None:
+        """A site spoke in another's name within Flower: counted like every refusal, and written down."""
+        if self.guard.strike(site):
+            self.at.intake.report(site, what)
+
+    def Hello(self, request: Any, call: Call) -> Any:
         """The federation's policy and the ledger's head; and what the site has cosigned is kept."""
-        with self._call(context, "hello") as peer:
-            if request.cosigned:
-                self._witnessed(peer, request.cosigned)
-            shown = self.store.prove(request.seen)
-            return pb.HelloReply(
-                policy=self.policy,
-                checkpoint=shown.checkpoint,
-                ledger_key=self.store.public,
-                proof=shown.proof,
-                epoch=shown.epoch,
-                restored=shown.restored,
-                restored_at=shown.restored_at,
-                restored_proof=shown.restored_proof,
-            )
+        if request.cosigned:
+            self._witnessed(call.peer.site, request.cosigned)
+        shown = self.store.prove(request.seen)
+        return pb.HelloReply(
+            policy=self.at.policy,
+            checkpoint=shown.checkpoint,
+            ledger_key=self.store.public,
+            proof=shown.proof,
+            epoch=shown.epoch,
+            restored=shown.restored,
+            restored_at=shown.restored_at,
+            restored_proof=shown.restored_proof,
+        )
 
-    def _witnessed(self, peer: str, note: str) -> None:
+    def _witnessed(self, site: str, note: str) -> None:
         """Keep a head that a site cosigned; one that this ledger signed and does not hold proves a rollback."""
         try:
-            if self.intake.witness(peer, note):
-                self.witnesses.keep(peer, note)
+            if self.at.intake.witness(site, note):
+                self.at.witnesses.keep(site, note)
         except RolledBack:
             self.store.stop()
-            self.log.error("rolled_back", site=peer)
-            raise Turned(grpc.StatusCode.UNAVAILABLE, "the ledger is behind what this site has seen") from None
+            self.at.log.error("rolled_back", site=site)
+            raise Turned(
+                grpc.StatusCode.UNAVAILABLE, "the ledger is behind what this site has seen", "rolled_back"
+            ) from None
 
-    def Reserve(self, request: Any, context: Any) -> Any:
+    def Reserve(self, request: Any, call: Call) -> Any:
         """Price first."""
-        with self._call(context, "reserve") as peer:
-            verdict = self._decide(lambda: self.intake.reserve(peer, request.key, request.envelope))
-            return self._reply("reserve", peer, request, verdict)
+        return self._sealed("reserve", self.at.intake.reserve, request, call)
 
-    def Settle(self, request: Any, context: Any) -> Any:
+    def Settle(self, request: Any, call: Call) -> Any:
         """A grant that will see no release."""
-        with self._call(context, "settle") as peer:
-            verdict = self._decide(lambda: self.intake.settle(peer, request.key, request.envelope))
-            return self._reply("settle", peer, request, verdict)
+        return self._sealed("settle", self.at.intake.settle, request, call)
 
-    def Amend(self, request: Any, context: Any) -> Any:
-        """A site's new policy."""
-        with self._call(context, "amend") as peer:
-            verdict = self._decide(lambda: self.intake.amend(peer, request.key, request.envelope))
-            return self._reply("amend", peer, request, verdict)
+    def Amend(self, request: Any, call: Call) -> Any:
+        """A site's new policy; each is kept for ever, so they are counted like refusals."""
+        self.guard.strike(call.peer.site)
+        return self._sealed("amend", self.at.intake.amend, request, call)
 
-    def Present(self, request: Any, context: Any) -> Any:
+    def Present(self, request: Any, call: Call) -> Any:
         """After a restore: a receipt, or the word that these were all."""
-        with self._call(context, "present") as peer:
-            verdict = self._decide(lambda: self.intake.present(peer, request.key, request.envelope))
-            return self._reply("present", peer, request, verdict)
+        return self._sealed("present", self.at.intake.present, request, call)
 
-    def Outcome(self, request: Any, context: Any) -> Any:
+    def _sealed(self, name: str, act: Callable[[str, str, bytes], Verdict], request: Any, call: Call) -> Any:
+        site = call.peer.site
+        verdict = self._decide(site, lambda: act(site, request.key, request.envelope))
+        return self._reply(name, site, request, verdict)
+
+    def Outcome(self, request: Any, call: Call) -> Any:
         """What a key has led to."""
-        with self._call(context, "outcome") as peer:
-            found = self.intake.outcome(peer, request.key)
-            if found is None:
-                shown = self.store.prove(request.seen)
-                return pb.VerdictReply(known=False, seq=-1, checkpoint=shown.checkpoint, proof=shown.proof)
-            return self._reply("outcome", peer, request, found[0])
+        found = self.at.intake.outcome(call.peer.site, request.key)
+        if found is None:
+            shown = self.store.prove(request.seen)
+            return pb.VerdictReply(known=False, seq=-1, checkpoint=shown.checkpoint, proof=shown.proof)
+        return self._reply("outcome", call.peer.site, request, found[0])
 
-    def Submit(self, parts: Iterator[Any], context: Any) -> Any:
-        """An artifact with its sealed statement; durable on the shelf before the ledger admits it."""
-        with self._call(context, "submit") as peer, self._one_of_few(peer):
-            patience = threading.Timer(SUBMIT_S, context.cancel)  # a stream that says nothing must not hold a place
-            patience.start()
+    def Offer(self, request: Any, call: Call) -> Any:
+        """Before a byte: is it a release that could be admitted, and is there room? Then which chunks are missing."""
+        site, sealed = call.peer.site, request.sealed
+
+        def offer() -> Any:
+            intake = self.at.intake
+            release = intake.release(site, sealed.key, sealed.envelope)
+            known = intake.answered(site, sealed.key, sealed.envelope)
+            if known is not None:
+                return pb.OfferReply(decided=self._reply("offer", site, sealed, known))
+            verdict = intake.foresee(site, sealed.key, sealed.envelope, release)
+            if not verdict.admitted:
+                self.guard.strike(site)
+                return pb.OfferReply(decided=self._reply("offer", site, sealed, verdict))
+            quota = intake.register.policy_of(site).max_artifact_bytes
             try:
-                first = next(parts, None)
-                if first is None or first.WhichOneof("part") != "header":
-                    raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part must be the header")
-                verdict = self._decide(lambda: self._submit(peer, first.header, parts, context.is_active))
-            finally:
-                patience.cancel()
-            return self._reply("submit", peer, first.header, verdict)
+                missing = self.at.uploads.offer(
+                    site, release.artifact_sha256, release.artifact_bytes, tuple(request.chunks), quota
+                )
+            except UploadRefused as refusal:
+                raise self._not_taken(site, sealed.key, refusal) from None
+            return pb.OfferReply(upload=release.artifact_sha256, missing=missing)
 
-    @contextlib.contextmanager
-    def _one_of_few(self, peer: str) -> Iterator[None]:
-        """A site holds at most :data:`STREAMS` places, so that none can take them all."""
-        with self._mutex:
-            if not self._streams[peer] < STREAMS:
-                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many submissions of this site at once")
-            self._streams[peer] += 1
         try:
-            yield
-        finally:
-            with self._mutex:
-                self._streams[peer] -= 1
+            return offer()
+        except Unwelcome as refusal:
+            self.guard.strike(site)
+            return pb.OfferReply(decided=self._reply("offer", site, sealed, Verdict((refusal.finding,))))
 
-    def _submit(self, peer: str, header: Any, parts: Iterator[Any], alive: Callable[[], bool]) -> Verdict:
-        key, envelope = header.key, header.envelope
-        release = self.intake.release(peer, key, envelope)
-        quota = min(release.artifact_bytes, self.intake.federation.max_artifact_bytes)
-        artifact = bytearray()
-        for part in parts:
-            artifact += part.data
-            if part.WhichOneof("part") != "data" or len(artifact) > quota:
-                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "more bytes than the statement or policy allows")
-        if not alive():  # the peer is gone: half an artifact is no submission, and gets no verdict
-            raise Turned(grpc.StatusCode.CANCELLED, "the stream broke off")
-        body = bytes(artifact)
-        whole = len(body) == release.artifact_bytes and not release.run  # updates are aggregated, not shelved
-        whole = whole and hashlib.sha256(body).hexdigest() == release.artifact_sha256
-        staged = self.shelf.stage(release.artifact_sha256, body) if whole else None
-        verdict = self.intake.admit(peer, key, envelope, release, body)
-        if staged is not None:
-            self.shelf.settle(staged, release, envelope, verdict)
+    def _not_taken(self, site: str, key: str, refusal: UploadRefused) -> Exception:
+        """A refusal of the bytes themselves is written down; one that passes only asks for another try."""
+        if refusal.lasting:
+            return self.at.intake.unwelcome(site, key, Finding(refusal.rule, refusal.detail))
+        return _passing(refusal)
+
+    def Upload(self, parts: Iterator[Any], call: Call) -> Any:
+        """Chunks of what was offered; those that are counted in the reply are durable."""
+        site, accepted = call.peer.site, 0
+        with self._places.take(site), self._patience.over(call, UPLOAD_S) as go_on:
+            first = next(parts, None)
+            if first is None or first.WhichOneof("part") != "upload":
+                raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part names the upload", "bad_upload")
+            try:
+                for part in parts:
+                    go_on()
+                    if part.WhichOneof("part") != "chunk":
+                        raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "a chunk was expected", "bad_upload")
+                    self.at.uploads.put(site, first.upload, part.chunk.index, part.chunk.data)
+                    accepted += 1
+                self.at.uploads.sync(site, first.upload)
+            except UploadRefused as refusal:
+                if not refusal.lasting:
+                    raise _passing(refusal) from None
+                raise Turned(grpc.StatusCode.INVALID_ARGUMENT, refusal.detail, refusal.rule) from None
+        return pb.UploadReply(accepted=accepted)
+
+    def Submit(self, request: Any, call: Call) -> Any:
+        """All chunks are there, whole and durable: look inside in a sandbox, review, write down, put on the shelf."""
+        site = call.peer.site
+        return self._reply("submit", site, request, self._decide(site, lambda: self._submit(call, request)))
+
+    def _look(self, call: Call, staged: Path, release: Release) -> list[Finding]:
+        """Inside, in a sandbox, which takes its time: so whether the site is still welcome is asked once more."""
+        found = looked_into(staged, release, self.at.architectures)
+        if not self._admits(call.peer.site, call.peer.number):
+            found.append(Finding("revoked", "the certificate was revoked meanwhile"))
+        return found
+
+    def _submit(self, call: Call, request: Any) -> Verdict:
+        intake, site = self.at.intake, call.peer.site
+        release = intake.release(site, request.key, request.envelope)
+        known = intake.answered(site, request.key, request.envelope)
+        if known is not None:
+            self.at.uploads.drop(site, release.artifact_sha256)  # left by a crash after the verdict
+            return known
+        try:
+            staged = self.at.uploads.finish(site, release.artifact_sha256)
+        except UploadRefused as refusal:
+            raise self._not_taken(site, request.key, refusal) from None
+        look = functools.partial(self._look, call, staged, release)
+        goods = Staged(release.artifact_sha256, staged.stat().st_size, look)
+        verdict = intake.admit(site, request.key, request.envelope, release, goods)
+        self.at.shelf.settle(staged, release, request.envelope, verdict)
+        self.at.uploads.drop(site, release.artifact_sha256)
         return verdict
 
-    def Launch(self, request: Any, context: Any) -> Iterator[Any]:
-        """Operators only: conduct a federated run and stream what happens."""
-        with self._call(context, "launch", operator=True):
-            yield from self.launcher(request)
+    def Session(self, request: Any, call: Call) -> Iterator[Any]:
+        """One long-lived stream for each site; a new one takes the old one's place."""
+        del request
+        yield from self.sessions.hold(call, lambda: self.at.intake.parted(call.peer.site))
 
-    def _decide(self, act: Callable[[], Verdict]) -> Verdict:
+    def Fleet(self, parts: Iterator[Any], call: Call) -> Iterator[Any]:
+        """One call of Flower's Fleet API."""
+        with self._patience.over(call, FLEET_S):
+            yield from self.at.fleet.handle(call.peer.site, parts)
+
+    def Join(self, request: Any, call: Call) -> Any:
+        """A hospital's sealed request to take part; or the question what became of it."""
+        try:
+            state = self.at.authority.join(call.peer.site, call.peer.leaf, request.envelope)
+        except ValueError as refusal:  # BadEnvelope, MalformedStatement, PolicyError, a token used before: in words
+            self.at.log.warning("join_refused", site=call.peer.site, fault=type(refusal).__name__)
+            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "join") from None
+        self.at.log.info("join", site=call.peer.site, state=state.state)
+        return pb.JoinReply(
+            state=state.state,
+            fingerprint=state.fingerprint,
+            waiting_certificate=state.waiting_certificate,
+            certificate=state.certificate,
+            policy=state.policy,
+            ledger_key=state.ledger_key,
+        )
+
+    def Renew(self, request: Any, call: Call) -> Any:
+        """A fresh certificate for a fresh key."""
+        try:
+            chain = self.at.authority.renew(call.peer.site, call.peer.leaf, request.csr)
+        except ValueError as refusal:
+            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "renew") from None
+        self.at.log.info("renewed", site=call.peer.site)
+        return pb.RenewReply(certificate=chain)
+
+    def Launch(self, request: Any, call: Call) -> Iterator[Any]:
+        """Operators: start, or follow, a federated run and stream what happens."""
+        yield from _while(call, self.at.conducting.launch(request))
+
+    def Plan(self, request: Any, call: Call) -> Any:
+        """Operators: what a run would cost each site."""
+        return self.at.conducting.plan(request)
+
+    def Watch(self, request: Any, call: Call) -> Iterator[Any]:
+        """Operators: the events of a run, from the first."""
+        yield from _while(call, self.at.conducting.watch(request.run))
+
+    def Resume(self, request: Any, call: Call) -> Iterator[Any]:
+        """Operators: go on with a stopped run."""
+        yield from _while(call, self.at.conducting.resume(request.run))
+
+    def Stop(self, request: Any, call: Call) -> Any:
+        """Operators: no further round."""
+        return pb.StopReply(state=self.at.conducting.stop(request.run))
+
+    def Invite(self, request: Any, call: Call) -> Any:
+        """Operators: a one-use invitation for a site."""
+        made = self._managed(lambda: self.at.authority.invite(request.site))
+        self.at.log.info("invited", site=request.site)
+        return pb.InviteReply(invitation=made.body, token=made.token, fingerprint=made.fingerprint)
+
+    def Enrolments(self, request: Any, call: Call) -> Any:
+        """Operators: who was invited, and who waits for approval."""
+        found = self.at.authority.enrolments()
+        return pb.EnrolmentsReply(
+            pending=[
+                pb.Pending(site=p.site, state=p.state, fingerprint=p.fingerprint, digest=p.digest, until=p.until)
+                for p in found
+            ]
+        )
+
+    def Approve(self, request: Any, call: Call) -> Any:
+        """Operators: hand in persons' sealed approvals; when two roles agree, the site is enrolled."""
+        self._managed(lambda: self.at.authority.enrol(request.site, request.serial, tuple(request.approvals)))
+        self.at.enrolled(request.site)
+        self.at.log.info("enrolled", site=request.site)
+        return pb.VerdictReply(admitted=True, seq=-1)
+
+    def Revoke(self, request: Any, call: Call) -> Any:
+        """Operators: put a certificate, or a whole site, on the deny-list; its open calls end at once."""
+        if not ID.fullmatch(request.reason):
+            raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "a reason is one short word", "bad_reason")
+        self._managed(lambda: self.at.authority.revoke(request.site, request.certificate, request.reason))
+        ended = self.guard.expel(request.site)
+        self.at.log.warning("revoked", site=request.site, rule=request.reason, seq=ended)
+        return pb.VerdictReply(admitted=True, seq=-1)
+
+    def _managed(self, act: Callable[[], Any]) -> Any:
+        """What an operator asks for; what speaks against it reaches the operator in words."""
         try:
             return act()
-        except Unwelcome as refusal:
-            return Verdict((refusal.finding,))
+        except ValueError as refusal:
+            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "managed") from None
 
-    def _reply(self, call: str, peer: str, request: Any, verdict: Verdict) -> Any:
-        found = self.intake.outcome(peer, request.key)
+    def _decide(self, site: str, act: Callable[[], Verdict]) -> Verdict:
+        """However it is refused, the peer's refusals are counted: each is an entry, and must not flood the ledger."""
+        try:
+            verdict = act()
+        except Unwelcome as refusal:
+            verdict = Verdict((refusal.finding,))
+        if not verdict.admitted:
+            self.guard.strike(site)
+        return verdict
+
+    def _reply(self, name: str, site: str, request: Any, verdict: Verdict) -> Any:
+        found = self.at.intake.outcome(site, request.key)
         seq = found[1] if found else -1
-        self.log.info(
-            "verdict", call=call, site=peer, admitted=verdict.admitted, rules=[f.rule for f in verdict.findings]
-        )
+        rules = [f.rule for f in verdict.findings]
+        self.at.log.info("verdict", call=name, site=site, admitted=verdict.admitted, rules=rules)
         shown = self.store.prove(request.seen, seq)
         return pb.VerdictReply(
             admitted=verdict.admitted,
@@ -212,64 +320,53 @@ class Service(GatewayServicer):
             inclusion=shown.included,
         )
 
-    def _call(self, context: Any, call: str, operator: bool = False) -> _Desk:
-        return _Desk(self, context, call, operator)
+
+def _passing(refusal: UploadRefused) -> Turned:
+    """Offer it again: what was there is gone, not complete, or there is no room now."""
+    return Turned(grpc.StatusCode.FAILED_PRECONDITION, refusal.detail, "busy")
 
 
-class _Desk:
-    """Around every call: who is it, may they, and no exception text to the peer."""
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A whole artifact on disk, for :meth:`coordinator.intake.Intake.admit`."""
 
-    def __init__(self, service: Service, context: Any, call: str, operator: bool) -> None:
-        self.service, self.context, self.call, self.operator = service, context, call, operator
-
-    def __enter__(self) -> str:
-        try:
-            name = peer_name(dict(self.context.auth_context()), dt.datetime.now(dt.UTC))
-            site = site_of(name)
-            allowed = name == OPERATOR if self.operator else site is not None
-            if not allowed:
-                raise Turned(grpc.StatusCode.PERMISSION_DENIED, "this certificate may not make this call")
-        except Turned as turned:
-            self.service.log.warning("turned_away", call=self.call, fault=turned.text)
-            self.context.abort(turned.code, turned.text)
-        return site or ""
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None or kind is GeneratorExit:
-            return
-        if isinstance(error, Turned):
-            self.context.abort(error.code, error.text)
-        incident = secrets.token_hex(4)
-        self.service.log.error("incident", call=self.call, incident=incident, fault=kind.__name__)
-        self.context.abort(grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log")
+    sha256: str
+    size: int
+    look: Callable[[], list[Finding]]
 
 
-def start(
-    home: Home, service: Service, interceptors: tuple[grpc.ServerInterceptor, ...] = ()
-) -> tuple[grpc.Server, int]:
-    """Listen with mutual TLS.
+def looked_into(path: Path, release: Release, architectures: Path) -> list[Finding]:
+    """What a sandboxed reader says of an artifact; of one for a reader, only whether it has the form of sealed bytes.
 
-    Returns:
-        The started server and the port it listens on.
-    Raises:
-        OSError: the address cannot be bound.
+    A model is one of the architectures that the operator has put into that folder, each as
+    :meth:`protos.weights.Architecture.encode` writes it: names, shapes and types are theirs, or it is refused.
     """
-    credentials = grpc.ssl_server_credentials(
-        [(read_private(home.keys / "tls.key"), (home.keys / "tls.crt").read_bytes())],
-        root_certificates=(home.keys / "ca.crt").read_bytes(),
-        require_client_auth=True,
-    )
-    options = [
-        ("grpc.max_receive_message_length", MAX_PART),
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", 64),
-    ]
-    server = grpc.server(ThreadPoolExecutor(max_workers=16), options=options, interceptors=interceptors)
-    add_GatewayServicer_to_server(service, server)
-    address = home.settings().listen
+    if release.reader:
+        return _sealed_form(path, release.reader)
+    expected: list[dict[str, object]] = [{}]
+    if release.artifact_type == "model":
+        approved = [Architecture.parse(known.read_bytes()) for known in sorted(architectures.glob("*.json"))]
+        size = path.stat().st_size
+        fitting = [a for a in approved if len(a.header()) + a.nbytes == size]
+        if not fitting:
+            return [Finding("architecture", "no approved architecture has this size")]
+        expected = [{"architecture": a.encode().decode()} for a in fitting]
+    found = [inspect(path, release.artifact_type, one) for one in expected]
+    return [] if any(one.ok for one in found) else [Finding(found[0].rule, found[0].reason)]
+
+
+def _sealed_form(path: Path, reader: str) -> list[Finding]:
+    """All that the coordinator can see of what is sealed to somebody else: its public head and its length."""
     try:
-        port = server.add_secure_port(address, credentials)
-    except RuntimeError:
-        raise OSError(f"cannot listen on {address}: another process does, or it is not ours") from None
-    server.start()
-    return server, port
+        check_form(path, reader)
+    except BadSealed as refusal:
+        return [Finding("not_sealed", str(refusal))]
+    return []
+
+
+def _while(call: Call, events: Iterator[Any]) -> Iterator[Any]:
+    """Pass events on while somebody listens."""
+    for event in events:
+        if not call.alive:
+            return
+        yield event

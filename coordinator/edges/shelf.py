@@ -4,124 +4,192 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
+import os
 import secrets
 import shutil
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from coordinator.edges.disk import flush_directory
 from coordinator.edges.home import write_durably
-from policies.claims import RELATION, UNIT
+from coordinator.edges.uploads import is_open, ready
+from coordinator.wording import LEVELS
+from policies.claims import RELATION, UNIT, assumption
 from policies.entries import Admitted, Opened
 from policies.rdp import NANO, epsilon_nano
-from policies.review import Verdict
+from policies.review import TERMS, Verdict
 from policies.statement import Release, claim_from, load_json
 from policies.store import Store
+from protos.chunks import CHUNK
 
-WORDING = {
-    "A": "(epsilon, delta)-differential privacy for each patient",
-    "B": "k distinct patients behind every image, by components that do not depend on them",
-    "C": "empirical only: tested by attacks, without a guarantee",
-}
+WORDING: Final = {level: meaning for level, (_, meaning, _) in LEVELS.items()}
+UNSEEN: Final = (
+    "declared by the site as encrypted to this reader; the coordinator has seen only that it has that form"
+)
+SEALED: Final = "artifact.hpke"
+_NAMES: Final = {"image-set": "images.tar", "volume-set": "volumes.tar", "model": "model.safetensors"}
 
 
 class Shelf:
-    """``releases/<id>/`` for each admitted release, ``.staging/`` for bytes without a verdict."""
+    """``releases/<id>/`` for each admitted release; ``uploads/`` beside it is where they come in, without a verdict.
+
+    That directory, ``staging``, is the root of :class:`coordinator.edges.uploads.Uploads`, which is opened after
+    this: what is admitted and not in its place yet is put there first.
+    """
 
     def __init__(self, root: Path, store: Store) -> None:
-        """Finish what a crash left: admitted artifacts get their place, the others are removed."""
+        """Finish what a crash left: admitted artifacts get their place; others stay while their upload is open."""
         self.root, self.store = root, store
-        self.staging = root / ".staging"
-        self.staging.mkdir(parents=True, exist_ok=True)
-        admitted = {entry.artifact.hex(): entry for entry in store.state.releases.values() if not entry.run}
-        for staged in sorted(self.staging.iterdir()):
-            entry = admitted.get(staged.name)
-            if entry is None:
-                staged.unlink()
-                continue
-            with contextlib.suppress(OSError, tarfile.TarError):  # what cannot be placed now stays for the next start
-                self._place(staged, entry, store.envelope(entry.envelope) or b"")
+        self.staging = root.parent / "uploads"
+        root.mkdir(parents=True, exist_ok=True)
+        for site, digest, staged in ready(self.staging):
+            mine = self._admitted(site, bytes.fromhex(digest))
+            with contextlib.suppress(OSError, tarfile.TarError):  # what cannot be placed stays for the next start
+                for entry in mine:
+                    self._place(staged, entry, store.envelope(entry.envelope) or b"")
+                if mine or not is_open(self.staging, site, digest):
+                    staged.unlink(missing_ok=True)
 
-    def stage(self, digest: str, body: bytes) -> Path:
-        """Make bytes durable under the digest their statement gives; a review decides about them."""
-        path = self.staging / digest
-        write_durably(path, body)
-        return path
+    def _admitted(self, site: str, artifact: bytes) -> list[Admitted]:
+        """The releases of a site that are these bytes; updates of a run are not shelved."""
+        with self.store.exclusive() as state:
+            return [e for e in state.releases.values() if (e.site, e.artifact, e.run) == (site, artifact, "")]
 
     def settle(self, staged: Path, release: Release, envelope: bytes, verdict: Verdict) -> None:
-        """After the verdict is durable: put an admitted artifact in its place, remove a refused one."""
+        """After the verdict is durable: put an admitted artifact in its place, remove a refused one.
+
+        Args:
+            staged: the finished file of :meth:`coordinator.edges.uploads.Uploads.finish`.
+            release: what was reviewed.
+            envelope: the sealed statement, byte for byte.
+            verdict: the review's.
+        Raises:
+            OSError: it cannot be placed now; it stays where it is, and the next start places it.
+        """
         entry = self.store.state.releases.get(release.release)
         if verdict.admitted and entry is not None and not release.run:
             self._place(staged, entry, envelope)
-        else:
-            staged.unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
 
     def _place(self, staged: Path, entry: Admitted, envelope: bytes) -> None:
-        folder = self.root / entry.release
-        if _holds(folder, entry.artifact):  # placed before
-            staged.unlink(missing_ok=True)
+        folder, name = self.root / entry.release, _name(entry)
+        if _is(folder / name, entry.artifact):  # placed before
             return
-        if not staged.exists() or hashlib.sha256(staged.read_bytes()).digest() != entry.artifact:
+        source = self._source(staged, entry)
+        if source is None:
             return
         part = self.root / f".{entry.release}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-        body = staged.read_bytes()
-        write_durably(part / "images.tar", body)
-        _unfold(body, part / "images")
-        (part / "envelope.json").write_bytes(envelope)
+        _same(source, part / name)
+        if name == _NAMES["image-set"]:
+            _unfold(part / name, part / "images")
+        write_durably(part / "envelope.json", envelope)
         facts = certificate(entry, self.account(entry))
-        (part / "certificate.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+        write_durably(part / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
         if folder.exists():  # not this release, or cut short by a crash: moved aside, never removed
             folder.rename(self.root / f".{entry.release}.{secrets.token_hex(4)}.aside")
         part.rename(folder)
-        staged.unlink(missing_ok=True)
+        flush_directory(self.root)
+
+    def _source(self, staged: Path, entry: Admitted) -> Path | None:
+        """The entry's bytes: staged, or on the shelf where the same were released under two grants."""
+        twins = self._admitted(entry.site, entry.artifact)
+        places = [staged, *(self.root / twin.release / _name(twin) for twin in twins)]
+        return next((path for path in places if _is(path, entry.artifact)), None)
 
     def account(self, entry: Admitted) -> Opened:
         """The account that paid for a release."""
         return self.store.state.accounts[self.store.state.grants[entry.grant].reserved.account].opened
 
-    def place_model(self, run: str, body: bytes, facts: dict[str, Any], envelopes: Mapping[str, bytes]) -> None:
-        """The final model of a federated run, with its certificate and the envelope of every update in it."""
+    def place_model(
+        self, run: str, model: Path | bytes, facts: dict[str, Any], envelopes: Mapping[str, bytes]
+    ) -> None:
+        """The final model of a federated run, with its certificate and the envelope of every update in it.
+
+        Args:
+            run: the run's name.
+            model: safetensors; a file is linked or copied, and stays where it is.
+            facts: the certificate.
+            envelopes: each update's sealed statement, by its release.
+        """
         folder = self.root / run
         (folder / "updates").mkdir(parents=True, exist_ok=True)
         for name, envelope in envelopes.items():
             write_durably(folder / "updates" / f"{name}.envelope.json", envelope)
-        write_durably(folder / "model.safetensors", body)
+        if isinstance(model, bytes):
+            write_durably(folder / "model.safetensors", model)
+        else:
+            part = folder / "model.safetensors.part"
+            part.unlink(missing_ok=True)
+            _same(model, part)
+            part.replace(folder / "model.safetensors")
+            part.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (POSIX)
+            flush_directory(folder)
         write_durably(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _unfold(body: bytes, into: Path) -> None:
+def _name(entry: Admitted) -> str:
+    """What a release's artifact is called on the shelf; its type is its mechanism's, by the law."""
+    if entry.reader:
+        return SEALED
+    terms = TERMS.get(entry.mechanism)
+    return _NAMES.get(terms.artifact_type, "artifact") if terms else "artifact"
+
+
+def _is(path: Path, digest: bytes) -> bool:
+    """Is this a file of that SHA-256? Read a piece at a time."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest() == digest
+    except FileNotFoundError:
+        return False
+
+
+def _same(source: Path, target: Path) -> None:
+    """The same bytes under another name, durable; on a file system without links, a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    with target.open("rb") as stream:
+        os.fsync(stream.fileno())
+    flush_directory(target.parent)
+
+
+def _unfold(archive: Path, into: Path) -> None:
     """The files of an image set, which was read strictly before it was admitted: plain names, no folders, no links.
 
-    Not by ``extractall``: its ``filter`` is missing from the Python of Debian 12.
+    Not by ``extractall``: its ``filter`` is missing from the Python of Debian 12. Neither the set nor its list of
+    members is ever in memory.
     """
     into.mkdir()
-    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        for member in archive:
-            stream = archive.extractfile(member) if member.isreg() else None
+    with tarfile.open(archive, "r:") as opened:
+        while (member := opened.next()) is not None:
+            stream = opened.extractfile(member) if member.isreg() else None
             assert stream is not None, "an admitted image set holds plain files"
             assert Path(member.name).name == member.name, "an admitted image set has plain names"
-            (into / member.name).write_bytes(stream.read())
-
-
-def _holds(folder: Path, digest: bytes) -> bool:
-    """Is the artifact of that SHA-256 in the folder, whole?"""
-    path = folder / "images.tar"
-    return path.exists() and hashlib.sha256(path.read_bytes()).digest() == digest
+            with (into / member.name).open("xb") as out:
+                shutil.copyfileobj(stream, out, CHUNK)
+            opened.members.clear()  # type: ignore[attr-defined]
+    os.sync()  # once, where a flush for each image would take a disk's time for each
 
 
 def certificate(entry: Admitted, opened: Opened) -> dict[str, Any]:
     """What a release certificate prints, and nothing stronger than its level; ``opened`` is the account that paid."""
     claim = claim_from(load_json(entry.claim))
     privacy: dict[str, Any] = {}
-    if entry.level == "A":
+    if entry.level in ("A", "A*"):
         epsilon = epsilon_nano(claim, float(opened.delta), opened.order) / NANO
         privacy = {"epsilon": epsilon, "delta": float(opened.delta), "order": opened.order}
         privacy |= {"unit": UNIT, "relation": RELATION}
+    if taken := assumption(claim):
+        privacy["assumption"] = taken
+    if entry.reader:
+        privacy |= {"reader": entry.reader, "unseen": UNSEEN}
     return {
         **privacy,
         "release": entry.release,

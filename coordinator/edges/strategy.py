@@ -3,7 +3,7 @@
 `GatedStrategy` prices a run first (only sites that grant it take part), then lets Flower's own round
 loop (`Strategy.start`) send the parameters and hand it the replies. Each reply is matched to the
 message it answers, checked against the exact schema of `protos.rounds`, and shown to the caller's
-`Gate`, which reviews envelope and grant. Only what the gate admits enters the uniform mean.
+`Gate`, which reviews envelope and grant. Only what the gate admits is given to the run's aggregator.
 
 Every "cannot tell" is a refusal with a code: an exception in the gate, an unreadable reply, a verdict
 that is neither None nor a short code. Texts that a site sends are never kept, logged or passed on.
@@ -20,31 +20,44 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NoReturn, Protocol
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from coordinator.rounds import aggregate, usable
+from coordinator.edges.replies import NotUsable, error_name, pack, read
+from coordinator.rounds import Aggregator, FedAvg, Moments, NoAggregate, usable
 from protos import rounds as wire
+from protos.artifact import pack_vector
 
 _POLL_S: Final = 0.2
-_SLUG: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
-_NPY_HEADER: Final = 4096  # bytes that numpy's header may take in front of the values
-# Flower's own numbers (3 and 4: message or reply unavailable, 5: node unavailable), then the sites'.
-_ERRORS: Final = {3: "no_reply", 4: "no_reply", 5: "offline"} | {n: name for name, n in wire.CODES.items()}
+SLUG: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")  # a code
+AWAY: Final = frozenset({"offline", "no_reply"})  # codes of sites that may come back
 
 
 class Gate(Protocol):
     """The caller's review and books. Called from the thread that conducts the run."""
 
-    def admit(self, site: str, round_index: int, envelope: bytes, vector: NDArray[np.float32]) -> str | None:
-        """None admits the update; anything else is the code of its refusal. ``vector`` is read-only."""
+    def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
+        """Hold the budgets of the sites that sent reservations, if at least so many can be granted.
 
-    def round_done(
-        self, round_index: int, vector: NDArray[np.float32], used: tuple[str, ...], refused: Mapping[str, str]
-    ) -> None:
+        Returns:
+            Site to code for those that are not granted: with fewer than ``least``, all of them.
+        """
+
+    def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
+        """None admits the update; anything else is the code of its refusal."""
+
+    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
         """Make the new global parameters durable. An exception ends the run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """What a round starts from and leaves behind."""
+
+    vector: NDArray[np.float32]  # (p,), the global parameters
+    moments: Moments = field(default_factory=Moments)  # of the server's optimiser
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +68,14 @@ class RoundPlan:
     sites: tuple[str, ...]  # the only sites asked, and the order of the sum
     rounds: int  # of the whole run
     first_round: int
-    vector: NDArray[np.float32]  # (p,), the parameters before ``first_round``
+    model: Model  # before ``first_round``
     config: bytes  # the mechanism's public configuration
-    min_sites: int
+    min_sites: int  # in each round
+    least_grants: int  # at the price
     round_timeout_s: float  # from sending to the last usable reply; also for pricing
     node_wait_s: float  # how long to wait for expected sites that are offline
+    aggregator: Aggregator = field(default_factory=FedAvg)
+    roster: Mapping[str, bytes] | None = None  # secure aggregation: site -> enrolled Ed25519 key
 
     def __post_init__(self) -> None:
         """Refuse a plan that cannot be carried out as written, all problems at once."""
@@ -69,9 +85,10 @@ class RoundPlan:
                 "run": bool(self.run) and len(self.run) <= wire.MAX_RUN,
                 "sites": bool(self.sites) and len(set(self.sites)) == len(self.sites) and all(self.sites),
                 "rounds": 0 <= self.first_round < self.rounds,
-                "vector": self.vector.size > 0 and usable(self.vector, self.vector.size) is None,
+                "vector": self.model.vector.size > 0 and usable(self.model.vector, self.model.vector.size) is None,
                 "config": len(self.config) <= wire.MAX_CONFIG,
                 "min_sites": 1 <= self.min_sites <= len(self.sites),
+                "least_grants": self.min_sites <= self.least_grants <= len(self.sites),
                 "round_timeout_s": math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0,
                 "node_wait_s": math.isfinite(self.node_wait_s) and self.node_wait_s >= 0,
             }.items()
@@ -95,9 +112,9 @@ class Progress:
 class Result:
     """What a run gave."""
 
-    vector: NDArray[np.float32]  # (p,), the global parameters after the last round
+    model: Model  # after the last round
     rounds_done: int  # of the whole run
-    granted: Mapping[str, bytes]  # site to the envelope of its price answer
+    granted: Mapping[str, bytes]  # site to its sealed reservation
     declined: Mapping[str, str]  # site to code, at the price
     used: tuple[tuple[str, ...], ...]  # for each round conducted here
     refused: tuple[Mapping[str, str], ...]  # for each round conducted here, site to code
@@ -114,10 +131,6 @@ class RoundFailed(Exception):
         self.round_index, self.reason, self.refused = round_index, reason, dict(refused)
 
 
-class _Refused(Exception):
-    """A reply is not usable; the argument is the code."""
-
-
 @dataclass(slots=True, eq=False)
 class GatedStrategy(Strategy):
     """Price, train, review, aggregate. One object conducts one run."""
@@ -126,7 +139,7 @@ class GatedStrategy(Strategy):
     gate: Gate
     progress: Callable[[Progress], None]
     stopping: threading.Event = field(default_factory=threading.Event)
-    vector: NDArray[np.float32] = field(init=False)
+    model: Model = field(init=False)
     granted: dict[str, bytes] = field(init=False, default_factory=dict)
     declined: dict[str, str] = field(init=False, default_factory=dict)
     used: list[tuple[str, ...]] = field(init=False, default_factory=list)
@@ -139,11 +152,11 @@ class GatedStrategy(Strategy):
 
     def __post_init__(self) -> None:
         """Start from the plan's parameters."""
-        self.vector = self.plan.vector
+        self.model = self.plan.model
         self._expected = set(self.plan.sites)
 
     def price(self, grid: Grid) -> None:
-        """Ask every listed site what the run costs it; those that answer with an envelope take part.
+        """Ask every listed site for its sealed reservation; those whose budgets are then held take part.
 
         Raises:
             RoundFailed: fewer than ``min_sites`` grant it.
@@ -152,14 +165,26 @@ class GatedStrategy(Strategy):
         replies = grid.send_and_receive(messages, timeout=self.plan.round_timeout_s)
         for site, content in self._match(replies):
             try:
-                self.granted[site], _ = _read(content, None)
-            except _Refused as refusal:
+                self.granted[site], _ = read(content, None)
+            except NotUsable as refusal:
                 self._lost[site] = str(refusal)
+        least, away = self.plan.least_grants, {s for s, code in self._lost.items() if code in AWAY}
+        if len(self.granted) >= least or not len(self.granted) + len(away) >= least:  # else: once they are back
+            self._lost |= self._reserve(least)
+            self.granted = {site: sealed for site, sealed in self.granted.items() if site not in self._lost}
         self.declined = dict(self._lost)
         self._expected = set(self.granted)
         self.progress(Progress("priced", self.plan.first_round, tuple(self.granted), self.declined))
-        if not len(self.granted) >= self.plan.min_sites:
+        if not len(self.granted) >= least:
             self._fail(-1, "too_few_grants", self.declined)
+
+    def _reserve(self, least: int) -> dict[str, str]:
+        """Site to code, for those whose budget the coordinator's books do not hold; all of them if it cannot tell."""
+        try:
+            refused = self.gate.reserve(dict(self.granted), least)
+            return {site: code if SLUG.fullmatch(code) else "internal" for site, code in refused.items()}
+        except Exception:  # noqa: BLE001 - whatever went wrong in the books, it was not a yes
+            return dict.fromkeys(self.granted, "internal")
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -192,22 +217,32 @@ class GatedStrategy(Strategy):
         for site, content in self._match(replies):
             answered.add(site)
             try:
-                envelope, vector = _read(content, self.vector.size)
+                envelope, vector = read(content, self.model.vector.size)
                 admitted[site] = self._admit(site, index, envelope, vector)
-            except _Refused as refusal:
+            except NotUsable as refusal:
                 self._lost[site] = str(refusal)
         self._expected = answered
         refused = dict(self._lost)
         self._silent |= {site: None for site, code in refused.items() if code == "no_reply"}
         if not len(admitted) >= self.plan.min_sites:
             self._fail(index, "too_few_updates", refused)
-        used = tuple(site for site in self.plan.sites if site in admitted)
-        self.vector = aggregate([admitted[site] for site in used])
-        self.gate.round_done(index, self.vector, used, refused)
+        try:
+            vector, moments, used = self.plan.aggregator.step(
+                self.model.vector, [(s, admitted[s]) for s in self.plan.sites if s in admitted], self.model.moments
+            )
+        except NoAggregate:  # too few for this strategy, or no finite result
+            self._fail(index, "no_aggregate", refused)
+        refused |= dict.fromkeys(admitted.keys() - set(used), "not_selected")  # by Krum
+        self.close(index, Model(vector, moments), used, refused)
+        return pack(self.model.vector), None
+
+    def close(self, index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+        """A round is over: durable first, then known."""
+        self.gate.round_done(index, model, used, refused)
+        self.model = model
         self.used.append(used)
         self.refused.append(refused)
         self.progress(Progress("done", index, used, refused))
-        return pack(self.vector), None
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -225,7 +260,7 @@ class GatedStrategy(Strategy):
     def result(self) -> Result:
         """What the run gave so far."""
         return Result(
-            vector=self.vector,
+            model=self.model,
             rounds_done=self.plan.first_round + len(self.used),
             granted=dict(self.granted),
             declined=self.declined,
@@ -301,7 +336,7 @@ class GatedStrategy(Strategy):
             if site is None:
                 continue  # unsolicited, or a second reply to the same message
             if reply.has_error():
-                self._lost[site] = _error_name(reply.error.code)
+                self._lost[site] = error_name(reply.error.code)
             elif reply.metadata.src_node_id != self._sent[site].metadata.dst_node_id:
                 self._lost[site] = "wrong_source"
             else:
@@ -316,66 +351,15 @@ class GatedStrategy(Strategy):
         """The vector, once the gate said yes to it.
 
         Raises:
-            _Refused: with the gate's code, or "internal" when the gate failed or spoke nonsense.
+            NotUsable: with the gate's code, or "internal" when the gate failed or spoke nonsense.
         """
         if vector is None:
-            raise _Refused("schema")
+            raise NotUsable("schema")
         vector.setflags(write=False)
         try:
-            verdict = self.gate.admit(site, index, envelope, vector)
+            verdict = self.gate.admit(site, index, envelope, pack_vector(vector))
         except Exception:  # noqa: BLE001 - whatever went wrong in a review, it was not a yes
-            raise _Refused("internal") from None
+            raise NotUsable("internal") from None
         if verdict is None:
             return vector
-        raise _Refused(verdict if isinstance(verdict, str) and _SLUG.fullmatch(verdict) else "internal")
-
-
-def pack(vector: NDArray[np.float32]) -> ArrayRecord:
-    """(p,) float32 as the one flat tensor of a message."""
-    return ArrayRecord({wire.FLAT: Array(np.ascontiguousarray(vector))})
-
-
-def _error_name(code: int) -> str:
-    """The refusal code for an Error's number; its text is not read."""
-    return _ERRORS.get(code, "failed")
-
-
-def _read(content: RecordDict, size: int | None) -> tuple[bytes, NDArray[np.float32] | None]:
-    """Envelope and, when ``size`` is given, the (size,) float32 vector of a reply.
-
-    Raises:
-        _Refused: "schema" or "not_finite". The records are exact: nothing is missing, nothing extra.
-    """
-    try:
-        return _envelope(content, size), None if size is None else _vector(content, size)
-    except _Refused:
-        raise
-    except Exception:  # noqa: BLE001 - bytes from outside; whatever they break is a wrong schema
-        raise _Refused("schema") from None
-
-
-def _envelope(content: RecordDict, size: int | None) -> bytes:
-    answer = content[wire.ANSWER]
-    records = {wire.ANSWER} if size is None else {wire.ANSWER, wire.PARAMETERS}
-    if set(content) != records or not isinstance(answer, ConfigRecord) or list(answer) != [wire.ENVELOPE]:
-        raise _Refused("schema")
-    envelope = answer[wire.ENVELOPE]
-    if not isinstance(envelope, bytes) or not len(envelope) <= wire.MAX_ENVELOPE:
-        raise _Refused("schema")
-    return envelope
-
-
-def _vector(content: RecordDict, size: int) -> NDArray[np.float32]:
-    parameters = content[wire.PARAMETERS]
-    if not isinstance(parameters, ArrayRecord) or list(parameters) != [wire.FLAT]:
-        raise _Refused("schema")
-    array = parameters[wire.FLAT]
-    # Declared first, so that no foreign header makes numpy allocate; what was decoded counts, below.
-    declared = (array.dtype, tuple(array.shape)) == ("float32", (size,))
-    if not declared or not 4 * size <= len(array.data) <= 4 * size + _NPY_HEADER:
-        raise _Refused("schema")
-    vector = array.numpy()  # never unpickles
-    fault = usable(vector, size)
-    if fault is not None:
-        raise _Refused(fault)
-    return vector
+        raise NotUsable(verdict if isinstance(verdict, str) and SLUG.fullmatch(verdict) else "internal")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,27 +15,35 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
+from agent.mechanisms.federated import Federated
 from agent.nouns import Unreachable
-from coordinator import intake
+from coordinator.edges import service
+from coordinator.edges.conductor import Conductor
+from coordinator.edges.feed import Event, Feed, Line
 from coordinator.edges.log import open_log
-from coordinator.edges.runs import BadJob, Event, Job, Runs, _Conductor, _Feed, _Line
+from coordinator.edges.runs import Runs
+from coordinator.edges.sandbox import Inspection
 from coordinator.intake import Unwelcome
+from coordinator.plan import BadJob, Job
+from policies import governance
 from policies.entries import Admitted, Freed, InvalidEntry, Refused
 from policies.export import Unsound
 from policies.merkle import Checkpoint
 from policies.register import Register, digest
 from policies.sqlite import export_file
-from policies.statement import Settlement, release_id
+from policies.statement import Release, Settlement, canonical, claim_json, release_id
 from policies.store import Draft
 from policies.verify import verify
-from protos.artifact import pack_images, pack_vector
+from protos.artifact import pack_vector
 from protos.envelope import BadEnvelope
-from protos.identity import read_private
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from tests.attacks.artifacts import bomb_png, shard
 from tests.support.books import DP, K5, Hospital, open_register
 from tests.support.federation import Federation, Site, pictures, vector
+from tests.support.receiving import staged
 
 
 @pytest.fixture
@@ -48,11 +57,30 @@ def site(federation: Federation) -> Site:
     return federation.join("site-a")
 
 
-def conductor(federation: Federation, *sites: str) -> _Conductor:
+CONFIG = json.dumps(
+    asdict(
+        Federated(
+            sampling_rate=DP.sampling_rate,
+            noise_multiplier=DP.noise_multiplier,
+            rounds=4,
+            steps_per_round=15,
+            clip=1.0,
+            images_per_patient=1,
+            public_patients=40,
+            learning_rate=0.1,
+            classes=("0", "1"),
+            shape=(8, 8),
+            centre=(0.0,) * 64,
+        )
+    )
+)
+
+
+def conductor(federation: Federation, *sites: str) -> Conductor:
     """The real gate of a run, without Flower around it."""
     runs = Runs.__new__(Runs)
     runs.root, runs.intake, runs.shelf = federation.root / "runs", federation.intake, federation.shelf
-    return _Conductor(runs, Job("run-1", "federated", "{}", 10, sites, 3, 1), _Feed())
+    return Conductor(runs, Job("run-1", "federated", CONFIG, 10, sites, 4, 1), Feed())
 
 
 def test_a_vector_that_is_not_the_one_in_the_statement_is_not_aggregated(federation: Federation, site: Site) -> None:
@@ -64,11 +92,16 @@ def test_a_vector_that_is_not_the_one_in_the_statement_is_not_aggregated(federat
     envelope = site.seal(release)
     assert site.door().submit(f"submit-{release.release}", envelope, artifact).admitted
     gate = conductor(federation, "site-a")
-    assert gate.admit("site-a", 0, envelope, honest) is None
-    assert gate.admit("site-a", 0, envelope, honest * 1e6) == "artifact_changed"
-    assert not site.door().submit(f"submit-{release.release}", envelope, pack_vector(honest * 2)).admitted
-    assert gate.admit("site-a", 1, envelope, honest) == "another_round"
-    assert gate.admit("site-b", 0, envelope, honest) is not None
+    assert gate.admit("site-a", 0, envelope, artifact) is None
+    assert gate.admit("site-a", 0, envelope, pack_vector(honest * 1e6)) == "artifact_changed"
+    another = site.door().submit("another-key", envelope, pack_vector(honest * 2))
+    assert "replay" in [f.rule for f in another.findings]
+    size = federation.store.state.size
+    site.door().submit(f"submit-{release.release}", envelope, pack_vector(honest * 2))  # the old answer, not a byte
+    assert (federation.store.state.size, list(federation.uploads.root.glob("*/*/*"))) == (size, [])
+    assert gate.admit("site-a", 0, envelope, pack_vector(honest * 2)) == "artifact_changed"
+    assert gate.admit("site-a", 1, envelope, artifact) == "another_round"
+    assert gate.admit("site-b", 0, envelope, artifact) == "unknown_site"
 
 
 @pytest.mark.parametrize("key", ["k" * 1_049_000, "", "a+1", "Dr Müller, born 1950", "a\nb", "A", "../x"])
@@ -97,6 +130,11 @@ def test_an_update_outside_a_run_and_a_set_inside_one_are_not_priced(site: Site)
         assert [f.rule for f in verdict.findings] == ["run"]
 
 
+def goods(path: Path, release: Release) -> service.Staged:
+    """A finished upload, as the service hands it to the review."""
+    return service.Staged(release.artifact_sha256, path.stat().st_size, lambda: [])
+
+
 def test_a_crash_with_an_update_on_the_staging_shelf_does_not_stop_the_next_start(tmp_path: Path) -> None:
     with Federation(tmp_path) as first:
         site = first.join("site-a")
@@ -104,10 +142,17 @@ def test_a_crash_with_an_update_on_the_staging_shelf_does_not_stop_the_next_star
         artifact = vector()
         release = site.update("grant-1", artifact, 15, run="run-1", round=1)
         envelope = site.seal(release)
-        first.shelf.stage(release.artifact_sha256, artifact)
-        assert first.intake.admit("site-a", "key", envelope, release, artifact).admitted
+        mine = staged(first.uploads, "site-a", artifact)
+        assert first.intake.admit("site-a", "key", envelope, release, goods(mine, release)).admitted
     with Federation(tmp_path) as second:
-        assert list(second.shelf.staging.iterdir()) == []
+        site.federation = second
+        size = second.store.state.size
+        assert site.door().submit("key", envelope, artifact).admitted  # the answer of before
+        assert second.store.state.size == size
+        second.uploads.expire(-1.0)
+    with Federation(tmp_path) as third:
+        assert list(third.shelf.staging.glob("*/*/*")) == []
+        assert [r.artifact.hex() for r in third.store.state.releases.values()] == [release.artifact_sha256]
 
 
 def test_a_release_cannot_take_another_sites_name_or_a_models_place(federation: Federation, site: Site) -> None:
@@ -118,7 +163,7 @@ def test_a_release_cannot_take_another_sites_name_or_a_models_place(federation: 
         verdict = evil.door().submit(f"k-{name}", envelope, artifact)
         assert "release_id" in [f.rule for f in verdict.findings]
     with pytest.raises(BadJob, match="run"):
-        Job("release-of-a-site", "federated", "{}", 10, ("site-a",), 3, 1)
+        Job("release-of-a-site", "federated", CONFIG, 10, ("site-a",), 4, 1)
     site.reserved("grant-1")
     assert site.door().submit("k", site.seal(site.release("grant-1", artifact)), artifact).admitted
 
@@ -129,39 +174,48 @@ def test_a_copied_or_bad_node_key_is_not_enrolled(federation: Federation, site: 
         thief = Hospital("site-t", node_key=wrong)
         with pytest.raises(BadEnvelope):
             federation.intake.enrol(thief.enrolment()[1])
-    twin = Hospital("site-u", key=site.home.sign_key())
+    _, twin = Hospital("site-u", key=site.home.sign_key()).enrolment()
+    for approval in federation.approvals("site-u", "twin", digest(twin).hex()):
+        governance.approve(federation.store, approval)
     with pytest.raises(InvalidEntry, match="another site's"):
-        federation.intake.enrol(twin.enrolment()[1])
+        federation.intake.enrol(twin, "twin")
 
 
-def test_an_image_bomb_without_a_grant_is_not_even_decoded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    bomb = pack_images(np.zeros((40, 2048, 2048), np.uint8), ("x",) * 40)
-    assert len(bomb) < 1 << 20
-    opened: list[bytes] = []
-    unpack = intake.unpack_images
-    monkeypatch.setattr(intake, "unpack_images", lambda raw: (opened.append(raw), unpack(raw))[1])
+def test_an_image_bomb_without_a_grant_is_not_even_decoded(
+    federation: Federation, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bomb = shard(("00000.png", bomb_png(8192, 8192)), ("00000.txt", b"0"))
+    assert len(bomb) < 1 << 18
+    looked: list[Path] = []
+    real = service.inspect
+
+    def inspect(path: Path, kind: str, expected: dict[str, object]) -> Inspection:
+        looked.append(path)
+        return real(path, kind, expected)
+
+    monkeypatch.setattr(service, "inspect", inspect)
     release = site.release("grant-none", bomb)
     assert [f.rule for f in site.door().submit("k", site.seal(release), bomb).findings] == ["no_grant"]
-    assert opened == []
+    assert looked == []
     site.reserved("grant-1")
     release = site.release("grant-1", bomb)
     assert "artifact_malformed" in [f.rule for f in site.door().submit("k2", site.seal(release), bomb).findings]
+    assert len(looked) == 1
+    assert federation.findings() == [["no_grant"], ["artifact_malformed"]]
 
 
 def test_silent_streams_of_one_site_do_not_stop_the_others(federation: Federation, site: Site) -> None:
     other = federation.join("site-b")
-    keys = site.home.keys
-    certificate = [(keys / n).read_bytes() for n in ("ca.crt", "tls.crt")]
-    credentials = grpc.ssl_channel_credentials(certificate[0], read_private(keys / "tls.key"), certificate[1])
+    credentials = Credentials(site.home.keys).channel_credentials()
     silence = threading.Event()
 
-    def nothing() -> Iterator[pb.SubmitPart]:
+    def nothing() -> Iterator[pb.UploadPart]:
         silence.wait(20)
         return
         yield
 
     with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
-        calls = [GatewayStub(channel).Submit.future(nothing()) for _ in range(20)]
+        calls = [GatewayStub(channel).Upload.future(nothing()) for _ in range(20)]
         deadline = time.monotonic() + 15
         while sum(call.done() for call in calls) < 18 and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -215,8 +269,8 @@ def test_what_cannot_be_placed_at_a_start_is_kept_for_the_next(
         site.reserved("grant-1")
         artifact = pictures()
         release = site.release("grant-1", artifact)
-        first.shelf.stage(release.artifact_sha256, artifact)
-        assert first.intake.admit("site-a", "key", site.seal(release), release, artifact).admitted
+        mine = staged(first.uploads, "site-a", artifact)
+        assert first.intake.admit("site-a", "key", site.seal(release), release, goods(mine, release)).admitted
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")
@@ -234,11 +288,13 @@ def test_a_reservation_that_comes_in_between_does_not_admit_what_nobody_decoded(
 ) -> None:
     garbage = b"not a tar"
     release = site.release("grant-1", garbage)
-    examine = Register.examine
+    examine, asked = Register.examine, []
 
     def and_then_reserve(self: Register, *words: object) -> object:
         found = examine(self, *words)  # type: ignore[arg-type]
-        site.reserved("grant-1")
+        if not asked:
+            asked.append(words)
+            site.reserved("grant-1")
         return found
 
     monkeypatch.setattr(Register, "examine", and_then_reserve)
@@ -262,7 +318,7 @@ def test_whoever_watches_a_run_hears_of_its_end_though_it_cannot_be_closed(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = conductor(federation, "site-a")
-    run.runs.turn, run.runs.log = _Line(), open_log(federation.root / "run.log")
+    run.runs.turn, run.runs.log = Line(), open_log(federation.root / "run.log")
     run.runs.host = SimpleNamespace(stopping=threading.Event())  # type: ignore[assignment]
 
     def full(_end: object) -> None:
@@ -275,7 +331,7 @@ def test_whoever_watches_a_run_hears_of_its_end_though_it_cannot_be_closed(
 
 
 def test_runs_are_conducted_in_the_order_in_which_they_stood_in_line() -> None:
-    line, order = _Line(), []
+    line, order = Line(), []
 
     def conduct(number: int, standing: threading.Event) -> None:
         with line.take(standing):
@@ -305,11 +361,9 @@ def forged(tmp_path: Path, claim: object, mechanism: str, entry_changes: dict[st
     assert register.reserve("k", reservation, a.seal(reservation)).admitted
     release = a.release("g", **{"mechanism": mechanism, "claim": claim, **changes})
     envelope = a.seal(release)
-    from policies.statement import canonical, claim_json
-
     entry = Admitted(
         release.release, "g", "site-a", run, release.round, mechanism, "A", 1, canonical(claim_json(release.claim)),
-        bytes.fromhex(release.artifact_sha256), digest(envelope),
+        bytes.fromhex(release.artifact_sha256), digest(envelope), "",
     )  # fmt: skip
     register.store.append("forged", Draft((replace(entry, **entry_changes),), (envelope,)))  # type: ignore[arg-type]
     register.store.close()

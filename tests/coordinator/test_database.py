@@ -1,41 +1,109 @@
-"""A coordinator whose ledger is in PostgreSQL, by the commands that an operator types."""
+"""A coordinator whose ledger is in PostgreSQL, by the commands that an operator types; its site joins as any does."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agent.edges import home as agent_home
+import agent.__main__
 from coordinator.__main__ import main
 from policies.policy import preset
 from policies.verify import main as verify
-from tests.support.federation import SETTINGS
 from tests.support.postgres import GUARDED, OWNER, PASSWORD, WRITER, throwaway
+
+ROOT = Path(__file__).parents[2]
+PERSONS = {"dpo-1": "compliance", "chief-1": "hospital"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(home: list[str]) -> Iterator[None]:
+    """`lazaret-coordinator serve`, as a process of its own, from its first word to an orderly end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coordinator", *home, "serve"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
+        assert process.stdout.readline().startswith("serving")
+        watchdog.cancel()
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def test_a_coordinator_keeps_its_ledger_in_postgresql(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    home = ["--home", str(tmp_path / "coordinator")]
-    with throwaway() as server:
-        assert main([*home, "ledger", "install", server.dsn(OWNER), "--writer", WRITER]) == 0
-        assert main([*home, "init", "--policy", "internal", "--ledger", server.dsn(WRITER)]) == 0
-        site = agent_home.create(
-            tmp_path / "site-a", SETTINGS.format(site="site-a", listen="127.0.0.1:1"), preset("internal")
-        )
-        (tmp_path / "request.json").write_bytes(agent_home.enrolment(site))
-        bundle, out = tmp_path / "bundle.json", tmp_path / "ledger.export"
-        assert main([*home, "approve", str(tmp_path / "request.json"), "--out", str(bundle)]) == 0
+    home, listen = ["--home", str(tmp_path / "coordinator")], f"127.0.0.1:{free_port()}"
+
+    def run(*words: str) -> str:
         capsys.readouterr()
-        assert main([*home, "ledger", "show", "--json"]) == 0
-        assert [e["type"] for e in json.loads(capsys.readouterr().out)["entries"]] == ["enrolled", "opened", "opened"]
-        assert main([*home, "ledger", "export", str(out)]) == 0
+        assert main([*home, *words]) == 0
+        return capsys.readouterr().out
+
+    with throwaway() as server:
+        run("ledger", "install", server.dsn(OWNER), "--writer", WRITER)
+        run("init", "--policy", "internal", "--listen", listen, "--ledger", server.dsn(WRITER))
+        for person, role in PERSONS.items():
+            run("ledger", "appoint", person, role, run("ledger", "person", str(tmp_path / person)).strip())
+        with serving(home):
+            enrol(tmp_path, run, listen)
+        kinds = [e["type"] for e in json.loads(run("ledger", "show", "--json"))["entries"]]
+        assert kinds == ["appointed"] * 2 + ["approved"] * 2 + ["enrolled", "opened", "opened", "issued"]
+        out = tmp_path / "ledger.export"
+        run("ledger", "export", str(out))
         assert verify([str(out)]) == 0
         assert not (tmp_path / "coordinator" / "ledger.db").exists()
         server.kill()
         capsys.readouterr()
         assert main([*home, "ledger", "show"]) == 1
         assert "database" in capsys.readouterr().err
+
+
+def enrol(root: Path, run: object, listen: str) -> None:
+    """One site, by token, and two persons' approvals; over the coordinator's port."""
+    assert callable(run)
+    site, files = ["--home", str(root / "site-a")], [str(root / "site-a.invitation"), str(root / "site-a.token")]
+    policy = root / "policy.toml"
+    policy.write_text(preset("internal"))
+    words = ["init", "--site", "site-a", "--policy", str(policy), "--coordinator", listen, "--modality", "OT"]
+    assert agent.__main__.main([*site, *words]) == 0
+    said = run("invite", "site-a", "--out", files[0], "--token-file", files[1])
+    found = re.search(r"root: ([0-9a-f ]+)", said)
+    assert found is not None
+    words = ["enrol", files[0], "--token-file", files[1], "--fingerprint", found.group(1).strip()]
+    agent.__main__.main([*site, *words])
+    (pending,) = json.loads(run("enrolments", "--json"))
+    assert pending["digest"] == hashlib.sha256((root / "site-a" / "request.json").read_bytes()).hexdigest()
+    approvals = []
+    for person in PERSONS:
+        approvals.append(str(root / f"{person}.json"))
+        what = ["ledger", "sign", "enrol", "site-a", pending["digest"], "--serial", "s1", "--person", person]
+        run(*what, "--key", str(root / person), "--out", approvals[-1])
+    run("approve", "site-a", *approvals, "--serial", "s1")
+    assert agent.__main__.main([*site, "enrol"]) == 0
+    assert (root / "site-a" / "keys" / "tls.pem").exists()
 
 
 def test_a_database_that_cannot_be_used_is_a_sentence_without_a_password(

@@ -13,9 +13,10 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.task_identity import TaskIdentity
-from numpy.typing import NDArray
 
-from coordinator.edges.strategy import GatedStrategy, RoundFailed, RoundPlan, pack
+from coordinator.edges.replies import pack
+from coordinator.edges.strategy import GatedStrategy, Model, RoundFailed, RoundPlan
+from protos.artifact import unpack_vector
 
 SITES = ("north", "south", "west")
 PLAN = RoundPlan(
@@ -23,9 +24,10 @@ PLAN = RoundPlan(
     sites=SITES,
     rounds=1,
     first_round=0,
-    vector=np.zeros(4, np.float32),
+    model=Model(np.zeros(4, np.float32)),
     config=b"{}",
     min_sites=1,
+    least_grants=1,
     round_timeout_s=5.0,
     node_wait_s=0.0,
 )
@@ -33,20 +35,28 @@ PLAN = RoundPlan(
 
 @dataclass
 class Books:
-    """A gate that admits all and remembers."""
+    """A gate that grants and admits all and remembers."""
 
     seen: list[str] = field(default_factory=list)
+    updates: dict[str, list[float]] = field(default_factory=dict)
+    priced: list[tuple[dict[str, bytes], int]] = field(default_factory=list)
+    denied: dict[str, str] = field(default_factory=dict)
+    closed: list[tuple[int, Model, tuple[str, ...]]] = field(default_factory=list)
 
-    def admit(self, site: str, round_index: int, envelope: bytes, vector: NDArray[np.float32]) -> str | None:
+    def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
+        """Whoever is not denied is granted."""
+        self.priced.append((dict(sealed), least))
+        return self.denied
+
+    def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """Yes."""
-        assert not vector.flags.writeable
         self.seen.append(site)
+        self.updates[site] = unpack_vector(artifact).tolist()
         return None
 
-    def round_done(
-        self, round_index: int, vector: NDArray[np.float32], used: tuple[str, ...], refused: Mapping[str, str]
-    ) -> None:
-        """Nothing to keep."""
+    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+        """Kept."""
+        self.closed.append((round_index, model, used))
 
 
 class Sites:
@@ -84,12 +94,14 @@ def _with(message: Message, **metadata: Any) -> Message:
     return make_message(reply.metadata, content=reply.content)
 
 
-def _conduct(answer: Callable[[str, Message], list[Message]], plan: RoundPlan = PLAN) -> GatedStrategy:
+def _conduct(
+    answer: Callable[[str, Message], list[Message]], plan: RoundPlan = PLAN, books: Books | None = None
+) -> GatedStrategy:
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    strategy = GatedStrategy(plan, Books(), lambda _event: None)
+    strategy = GatedStrategy(plan, books or Books(), lambda _event: None)
     grid: Any = Sites(answer)
     strategy.price(grid)
-    strategy.start(grid=grid, initial_arrays=pack(plan.vector), num_rounds=plan.rounds)
+    strategy.start(grid=grid, initial_arrays=pack(plan.model.vector), num_rounds=plan.rounds)
     return strategy
 
 
@@ -99,14 +111,14 @@ def _train_only(odd: Callable[[str, Message], list[Message]]) -> Callable[[str, 
 
 def test_a_second_reply_to_the_same_message_is_not_counted() -> None:
     done = _conduct(_train_only(lambda site, m: [_good(m), _with(m)] if site == "west" else [_good(m)]))
-    assert done.vector.tolist() == [1.0] * 4
+    assert done.model.vector.tolist() == [1.0] * 4
     assert done.used == [SITES]
 
 
 def test_a_reply_that_names_another_source_is_refused() -> None:
     done = _conduct(_train_only(lambda site, m: [_with(m, src_node_id=10)] if site == "west" else [_good(m)]))
     assert done.refused == [{"west": "wrong_source"}]
-    assert done.vector.tolist() == [1.0] * 4
+    assert done.model.vector.tolist() == [1.0] * 4
 
 
 def test_a_reply_to_no_message_of_this_round_is_dropped() -> None:
@@ -187,7 +199,7 @@ def test_too_few_grants_end_the_run_before_any_training() -> None:
         return [_good(m)] if site == "north" else []
 
     with pytest.raises(RoundFailed, match="pricing: too_few_grants") as failure:
-        _conduct(answer, replace(PLAN, min_sites=2))
+        _conduct(answer, replace(PLAN, min_sites=2, least_grants=2))
     assert failure.value.refused == {"south": "no_reply", "west": "no_reply"}
     assert kinds == {"query.price"}
 
@@ -209,7 +221,7 @@ def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
     sites = Sites(answer)
     grid: Any = sites
     strategy.price(grid)
-    arrays = pack(plan.vector)
+    arrays = pack(plan.model.vector)
     for number in range(1, 4):
         if number == 3:
             sites.until["west"] += 8.0
@@ -227,10 +239,12 @@ def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
         {"sites": ("north", "north")},
         {"first_round": 1},
         {"first_round": -1},
-        {"vector": np.array([math.nan], np.float32)},
-        {"vector": np.empty(0, np.float32)},
+        {"model": Model(np.array([math.nan], np.float32))},
+        {"model": Model(np.empty(0, np.float32))},
         {"min_sites": 0},
-        {"min_sites": 4},
+        {"min_sites": 4, "least_grants": 4},
+        {"least_grants": 0},
+        {"least_grants": 4},
         {"round_timeout_s": math.nan},
         {"round_timeout_s": math.inf},
         {"node_wait_s": -1.0},
@@ -238,5 +252,58 @@ def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
     ids=str,
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong)).removeprefix("first_")):
+    name = {"model": "vector", "first_round": "round"}.get(next(iter(wrong)), next(iter(wrong)))
+    with pytest.raises(ValueError, match=name):
         replace(PLAN, **wrong)
+
+
+def test_a_site_whose_budget_the_books_do_not_hold_gets_no_parameters() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(site: str, m: Message) -> list[Message]:
+        asked.append((site, m.metadata.message_type))
+        return [_good(m)]
+
+    books = Books(denied={"south": "budget"})
+    done = _conduct(answer, books=books)
+    assert books.priced == [(dict.fromkeys(SITES, b"e"), 1)], "all sites at once"
+    assert ("south", "train") not in asked
+    assert (done.declined, sorted(done.granted)) == ({"south": "budget"}, ["north", "west"])
+
+
+@pytest.mark.parametrize("code", ["Dr Müller says no", "", "x" * 65])
+def test_a_refusal_that_is_no_code_and_books_that_break_grant_nobody(code: str) -> None:
+    done = _conduct(lambda _site, m: [_good(m)], books=Books(denied={"south": code}))
+    assert done.declined == {"south": "internal"}
+
+    class Broken(Books):
+        def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
+            raise RuntimeError("patient 4711")
+
+    with pytest.raises(RoundFailed, match="too_few_grants") as failure:
+        _conduct(lambda _site, m: [_good(m)], books=Broken())
+    assert failure.value.refused == dict.fromkeys(SITES, "internal")
+
+
+def test_nothing_is_reserved_while_sites_that_are_needed_may_still_come_back() -> None:
+    """A reservation that failed would be final: the sites free what they hold for it."""
+    books = Books()
+    with pytest.raises(RoundFailed, match="too_few_grants") as failure:
+        _conduct(
+            lambda site, m: [] if site == "west" else [_good(m)],
+            replace(PLAN, min_sites=2, least_grants=3),
+            books,
+        )
+    assert failure.value.refused == {"west": "no_reply"}
+    assert books.priced == []
+
+
+def test_what_the_gate_reviews_are_the_very_bytes_that_are_aggregated() -> None:
+    values = {"north": 1.0, "south": 2.0, "west": 6.0}
+    books = Books()
+    done = _conduct(lambda site, m: [_good(m, values[site])], books=books)
+    assert books.updates == {site: [value] * 4 for site, value in values.items()}
+    assert done.model.vector.tolist() == [3.0] * 4
+    ((index, model, used),) = books.closed
+    assert (index, used) == (0, SITES)
+    assert model.vector.tolist() == [3.0] * 4

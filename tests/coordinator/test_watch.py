@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.hashes import SHA256
 
 from agent import commands
+from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
 from agent.edges.home import BadSite
-from agent.edges.watch import Forked, Watch
-from agent.nouns import Unreachable
+from agent.edges.watch import Watch
+from agent.nouns import Forked, Unreachable
 from agent.pipeline import Site as PipelineSite
+from agent.pipeline import finish, unused
 from agent.recovery import present
 from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
+from policies import governance
 from policies.claims import SubsampledGaussian
 from policies.entries import Refused, Reserved
 from policies.export import Unsound
@@ -32,6 +38,7 @@ from policies.statement import Amendment, Receipts, encode
 from policies.store import Draft, Store
 from policies.verify import verify
 from protos.envelope import BadEnvelope
+from protos.identity import leaf_of, number_of
 from tests.support.books import DP, Clock, Hospital, policy
 from tests.support.federation import Federation, Site
 
@@ -144,11 +151,14 @@ def pipeline_site(site: Site, folder: Path) -> PipelineSite:
     )
 
 
-def reserve_in_both(site: PipelineSite, of: Site, grant: str, claim: SubsampledGaussian) -> None:
-    reservation = of.hospital.reservation(grant, claim, "federated", "run")
+def reserve_in_both(site: PipelineSite, of: Site, grant: str, claim: SubsampledGaussian, run: str = "") -> bytes:
+    """A part in a run as the product reserves it: here first, and then by the hub for all sites; a run of its own."""
+    reservation = of.hospital.reservation(grant, claim, "federated", run or f"run-{grant}")
     envelope = of.seal(reservation)
     assert site.books.reserve(f"reserve-{grant}", reservation, envelope).admitted
-    assert site.door.reserve(f"reserve-{grant}", envelope).admitted
+    intake = of.federation.intake
+    assert intake.reserve_run(reservation.run, {of.hospital.name: envelope}, 1)[of.hospital.name].admitted
+    return envelope
 
 
 def test_after_a_restore_sites_show_their_receipts_and_the_lost_spends_are_back(
@@ -161,6 +171,7 @@ def test_after_a_restore_sites_show_their_receipts_and_the_lost_spends_are_back(
     reserve_in_both(agent, a, "after", DP)
     before = {name: (x.held, x.spent) for name, x in federation.store.state.accounts.items()}
     older = federation.store.checkpoint()
+    agent.door.hello("")  # type: ignore[attr-defined]
     b.door().hello()
     bring_back(federation, tmp_path / "copy.db")
     with federation:
@@ -274,10 +285,10 @@ def test_the_agents_own_greeting_brings_a_restored_coordinator_back_to_work(
     """As it happens: the agent has seen and cosigned what the backup has lost."""
     a, b = federation.join("site-a"), federation.join("site-b")
     with desk(a) as opened:
-        commands._greet(opened)
+        commands.greet(opened)
         backup(federation, tmp_path / "copy.db")
         price_of_one(opened, a, "after", DP)
-        commands._greet(opened)
+        commands.greet(opened)
         spent = federation.store.state.accounts["site-a/rdp"].held
     bring_back(federation, tmp_path / "copy.db")
     with federation:
@@ -285,12 +296,12 @@ def test_the_agents_own_greeting_brings_a_restored_coordinator_back_to_work(
         Witnesses(federation.home.witnesses).forget(2)
         for _ in range(2):  # a second start shows nothing twice
             with desk(a) as opened:
-                commands._greet(opened)
+                commands.greet(opened)
                 assert not opened.watch.must_present
         assert federation.store.state.accounts["site-a/rdp"].spent == spent
         assert federation.store.state.waiting == {"site-b"}
         with desk(b) as opened:  # enrolled before, never greeted: it is awaited all the same
-            commands._greet(opened)
+            commands.greet(opened)
             price_of_one(opened, b, "fresh", SMALL)
         kept = Witnesses(federation.home.witnesses).notes()
         raw = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key(), kept)
@@ -307,7 +318,12 @@ def test_a_ledger_made_anew_with_a_restore_in_it_is_no_restored_one(federation: 
         path.unlink()
     with federation:
         grow(federation, "another-past")
-        federation.intake.enrol(envelope)
+        for approval in federation.approvals("site-a", "again", hashlib.sha256(envelope).hexdigest()):
+            governance.approve(federation.store, approval)
+        federation.intake.enrol(envelope, "again")
+        leaf = leaf_of(Credentials(a.home.keys).chain())
+        end = int(leaf.not_valid_after_utc.timestamp())
+        federation.intake.register.issue("site-a", number_of(leaf), leaf.fingerprint(SHA256()), end)
         for i in range(5):
             grow(federation, f"more-{i}")
         federation.store.restore("nonce-1")
@@ -351,7 +367,9 @@ def test_a_stranger_cannot_stop_the_coordinator_with_an_old_note(federation: Fed
     note = door.watch.cosigned("site-a", site.home.sign_key(), 1)
     bring_back(federation, tmp_path / "copy.db")
     with federation:
-        stranger.door().hello(note)
+        with pytest.raises(Unreachable, match="never issued"):
+            stranger.door().hello(note)
+        assert not federation.intake.witness("site-x", note)
         assert not federation.store.stopped
 
 
@@ -361,14 +379,14 @@ def test_a_look_beside_the_serving_agent_writes_nothing(federation: Federation) 
     before = (site.home.root / "watch" / "seen.json").read_bytes()
     grow(federation, "x")
     look = Watch(site.home.root / "watch", federation.store.public, forgetful=True)
-    GrpcDoor(f"127.0.0.1:{federation.port}", site.home.keys, look, 0.0).hello()
+    GrpcDoor(f"127.0.0.1:{federation.port}", Credentials(site.home.keys), look, 0.0).hello()
     assert (site.home.root / "watch" / "seen.json").read_bytes() == before
 
 
 def test_a_forgotten_watch_is_noticed_by_the_vault(federation: Federation) -> None:
     site = federation.join("site-a")
     with desk(site) as opened:
-        commands._greet(opened)
+        commands.greet(opened)
     shutil.rmtree(site.home.root / "watch")
     with pytest.raises(BadSite, match="watch/ is missing"), desk(site):
         pass
@@ -398,7 +416,7 @@ def test_a_yes_that_the_ledger_holds_as_a_no_is_no_answer(
 def test_a_second_restore_finds_what_the_first_recovered(federation: Federation, tmp_path: Path) -> None:
     a = federation.join("site-a")
     with desk(a) as opened:
-        commands._greet(opened)
+        commands.greet(opened)
         backup(federation, tmp_path / "one.db")
         price_of_one(opened, a, "lost", SMALL)
     for turn in ("nonce-1", "nonce-2"):
@@ -406,7 +424,7 @@ def test_a_second_restore_finds_what_the_first_recovered(federation: Federation,
         with federation:
             federation.store.restore(turn)
             with desk(a) as opened:
-                commands._greet(opened)
+                commands.greet(opened)
             assert federation.store.state.waiting == set()
             assert federation.store.state.grants["lost"].state == "spent"
             if turn == "nonce-1":
@@ -418,15 +436,15 @@ def test_a_second_restore_finds_what_the_first_recovered(federation: Federation,
 def test_the_same_backup_twice_is_two_restores_to_everybody(federation: Federation, tmp_path: Path) -> None:
     a = federation.join("site-a")
     with desk(a) as opened:
-        commands._greet(opened)
+        commands.greet(opened)
     backup(federation, tmp_path / "copy.db")
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-1")
         with desk(a) as opened:
-            commands._greet(opened)
+            commands.greet(opened)
             price_of_one(opened, a, "g", SMALL)
-            commands._greet(opened)
+            commands.greet(opened)
             old = opened.watch.cosigned("site-a", a.home.sign_key(), 1)
     bring_back(federation, tmp_path / "copy.db")
     with federation:
@@ -434,7 +452,7 @@ def test_the_same_backup_twice_is_two_restores_to_everybody(federation: Federati
         a.door().hello(old)  # of the other epoch 2: no reason to stop
         assert not federation.store.stopped
         with desk(a) as opened:
-            commands._greet(opened)
+            commands.greet(opened)
         assert federation.store.state.grants["g"].state == "spent"
         assert federation.store.state.waiting == set()
 
@@ -445,7 +463,7 @@ def test_a_request_that_was_refused_before_the_restore_is_no_lost_grant(
     """The site was killed before it heard the no, and holds the grant for spent."""
     a = federation.join("site-a")
     with desk(a) as opened:
-        commands._greet(opened)
+        commands.greet(opened)
         price_of_one(opened, a, "first", DP)
         asked = a.hospital.reservation("unheard", DP, "federated", "run")
         envelope = a.seal(asked)
@@ -462,10 +480,80 @@ def test_a_request_that_was_refused_before_the_restore_is_no_lost_grant(
     with federation:
         federation.store.restore("nonce-1")
         with desk(a) as opened:
-            commands._greet(opened)
+            commands.greet(opened)
         assert federation.store.state.waiting == set()
 
 
 def test_no_site_is_called_as_the_coordinator_is(federation: Federation) -> None:
     with pytest.raises(BadEnvelope, match="may bear that name"):
         federation.intake.read_enrolment(Hospital("coordinator").enrolment()[1])
+
+
+def come_to(end: str, opened: commands.Desk, of: Site, grant: str) -> None:
+    """A grant of a run, and what has become of it in the site's own book."""
+    claim = SubsampledGaussian(0.01, 8.0, 4)
+    if end == "refused":  # the site was killed before it heard so
+        reservation = of.hospital.reservation(grant, claim, "federated", f"run-{grant}")
+        envelope = of.seal(reservation)
+        assert opened.site.books.reserve(f"reserve-{grant}", reservation, envelope).admitted
+        said = of.federation.intake.reserve_run(reservation.run, {of.hospital.name: envelope}, 2)
+        assert not said[of.hospital.name].admitted
+        return
+    reserve_in_both(opened.site, of, grant, claim)
+    held = opened.site.books.store.state.grants[grant].reserved
+    assert isinstance(held, Reserved)
+    if end == "finished":
+        finish(opened.site, grant, replace(claim, steps=2))
+    elif end == "freed":
+        unused(opened.site, held)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the backup", "after it"])
+@pytest.mark.parametrize("end", ["held", "finished", "freed", "refused"])
+def test_a_site_that_took_part_in_runs_gets_past_a_restore_whatever_became_of_its_part(
+    federation: Federation, tmp_path: Path, end: str, after: bool
+) -> None:
+    a = federation.join("site-a")
+    with desk(a) as opened:
+        commands.greet(opened)
+        if not after:
+            come_to(end, opened, a, "part")
+        backup(federation, tmp_path / "copy.db")
+        if after:
+            come_to(end, opened, a, "part")
+        here = opened.site.books.store.state.accounts["site-a/rdp"]
+        before = here.held + here.spent
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        federation.store.restore("nonce-1")
+        with desk(a) as opened:
+            commands.greet(opened)
+            assert federation.store.state.waiting == set()
+            assert federation.store.state.recovered["site-a"] == int(after and end != "freed")
+            hub = federation.store.state.accounts["site-a/rdp"]
+            if end != "refused":
+                assert hub.held + hub.spent >= before, "the coordinator's book is the stricter one, or the same"
+            reserve_in_both(opened.site, a, "fresh", SMALL)
+
+
+def test_a_grant_that_the_backup_holds_is_answered_as_known_and_counts_as_not_lost(
+    federation: Federation, tmp_path: Path
+) -> None:
+    """Reserved under a key that the site does not ask for: the receipt itself is answered."""
+    a = federation.join("site-a")
+    agent = pipeline_site(a, tmp_path)
+    reservation = a.hospital.reservation("odd", SMALL, "federated", "run-1")
+    envelope = a.seal(reservation)
+    assert agent.books.reserve("reserve-odd", reservation, envelope).admitted
+    assert agent.door.reserve("another-key", envelope).admitted
+    backup(federation, tmp_path / "copy.db")
+    bring_back(federation, tmp_path / "copy.db")
+    with federation:
+        federation.store.restore("nonce-1")
+        door = a.door()
+        door.hello()
+        size = federation.store.state.size
+        assert [f.rule for f in door.present("recover-odd", envelope).findings] == ["known"]
+        assert federation.store.state.size == size
+        assert present(replace(agent, door=door), "lazaret/coordinator", "nonce-1") == 0
+        assert federation.store.state.waiting == set()

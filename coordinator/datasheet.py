@@ -1,0 +1,375 @@
+"""What is written beside a pool: a Croissant description for machines, a datasheet for people. Pure.
+
+Croissant 1.0 (MLCommons, docs.mlcommons.org/croissant/docs/croissant-spec.html) is JSON-LD over schema.org. The
+``mlcroissant`` library was not used to write it: it brings pandas, scipy and rdflib to say what one dictionary says,
+and checks addresses on the network; it reads what is written here (see the tests). ``webdataset`` was not used
+either: its writer takes time and owner of whoever writes, so that the same pool would have two digests; what it
+reads is a USTAR archive whose members share a stem, and that is what the shards are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from coordinator.pool import Budget, Cost, LeftOut, PoolRefused, Source, Worst
+from coordinator.wording import LEVELS, MECHANISMS, count, promise, rounded_up, utc
+from policies.claims import RELATION, UNIT
+from policies.statement import claim_json
+
+CONFORMS_TO: Final = "http://mlcommons.org/croissant/1.0"
+CONTEXT: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "@language": "en",
+        "@vocab": "https://schema.org/",
+        "citeAs": "cr:citeAs",
+        "column": "cr:column",
+        "conformsTo": "dct:conformsTo",
+        "cr": "http://mlcommons.org/croissant/",
+        "rai": "http://mlcommons.org/croissant/RAI/",
+        "data": {"@id": "cr:data", "@type": "@json"},
+        "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+        "dct": "http://purl.org/dc/terms/",
+        "equivalentProperty": "cr:equivalentProperty",
+        "examples": {"@id": "cr:examples", "@type": "@json"},
+        "extract": "cr:extract",
+        "field": "cr:field",
+        "fileProperty": "cr:fileProperty",
+        "fileObject": "cr:fileObject",
+        "fileSet": "cr:fileSet",
+        "format": "cr:format",
+        "includes": "cr:includes",
+        "isLiveDataset": "cr:isLiveDataset",
+        "jsonPath": "cr:jsonPath",
+        "key": "cr:key",
+        "md5": "cr:md5",
+        "parentField": "cr:parentField",
+        "path": "cr:path",
+        "recordSet": "cr:recordSet",
+        "references": "cr:references",
+        "regex": "cr:regex",
+        "repeated": "cr:repeated",
+        "replace": "cr:replace",
+        "samplingRate": "cr:samplingRate",
+        "sc": "https://schema.org/",
+        "separator": "cr:separator",
+        "source": "cr:source",
+        "subField": "cr:subField",
+        "transform": "cr:transform",
+    }
+)
+_STEM: Final = r"^([^/.]+)"  # the sample's key in its file's name
+_COLUMNS: Final = (
+    ("label", "sc:Text", "The label that the hospitals gave the image."),
+    ("cls", "sc:Integer", "The label's number; classes.json lists them."),
+    ("site", "sc:Text", "The hospital whose file is used."),
+    ("release", "sc:Text", "The admitted release that the file is of."),
+    ("mechanism", "sc:Text", "How the image was made."),
+    ("level", "sc:Text", "Claim level: the weakest of all releases that hold this image."),
+    ("modality", "sc:Text", "DICOM modality of the images that it was made of."),
+)
+_NAME: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,200}")
+_DATE: Final = re.compile(r"\d{4}-\d{2}-\d{2}")
+_VERSION: Final = re.compile(r"\d+\.\d+\.\d+")
+OVERLAP: Final = (
+    "The same patient may have been in two hospitals, and nobody can tell from here. The hospitals' budgets ADD "
+    "for such a patient: the epsilons and the deltas of each kind are summed. k-anonymity does not compose across "
+    "sites: a patient known to be in several of these sets may be found by comparing them, whatever k is."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the operator says about a pool; none of it follows from the ledger."""
+
+    name: str = "lazaret-pool"
+    description: str = "Synthetic medical images of several hospitals, each admitted by a ledger of privacy budgets."
+    license: str = ""
+    cite_as: str = ""
+    url: str = ""
+    creator: str = ""
+    version: str = "1.0.0"
+    published: str = ""  # YYYY-MM-DD
+
+    def __post_init__(self) -> None:
+        """One line each, without control characters."""
+        texts = (self.name, self.description, self.license, self.cite_as, self.url, self.creator)
+        if not self.name or not all(not t or _NAME.fullmatch(t) for t in texts):
+            raise PoolRefused("name, description, license, citation, url and creator: one line of at most 200 each")
+        if not _VERSION.fullmatch(self.version) or (self.published and not _DATE.fullmatch(self.published)):
+            raise PoolRefused("the version is written as 1.0.0, the date of publication as 2026-01-31")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of an export."""
+
+    name: str
+    size: int
+    sha256: str
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One source, and what came of its images."""
+
+    source: Source
+    pictures: int  # in the release
+    shared: int  # of them, those that stand in another place of the pool too
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """A pool as it was exported: every figure that stands in its datasheet."""
+
+    out: str
+    seed: int
+    level: str  # the weakest
+    samples: int
+    duplicates: int
+    contradictions: int
+    classes: dict[str, int]  # label -> samples
+    modalities: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # height, width; and 3 for colours
+    near: dict[str, tuple[int, int]]  # site -> look-alikes within, across
+    parts: tuple[Part, ...]
+    left_out: tuple[LeftOut, ...]
+    budgets: tuple[Budget, ...]  # all together first, then one for each modality where there are several
+    shards: tuple[File, ...]
+
+
+def croissant(report: PoolReport, card: Card, index: File) -> dict[str, Any]:
+    """The pool as a Croissant 1.0 dataset: shards, the images in them, the index, and records of both joined."""
+    texts = {"license": card.license, "citeAs": card.cite_as, "url": card.url, "datePublished": card.published}
+    document = {
+        "@context": dict(CONTEXT),
+        "@type": "sc:Dataset",
+        "conformsTo": CONFORMS_TO,
+        "name": card.name,
+        "description": card.description,
+        "version": card.version,
+        **{name: text for name, text in texts.items() if text},
+        **({"creator": {"@type": "sc:Organization", "name": card.creator}} if card.creator else {}),
+        "rai:personalSensitiveInformation": OVERLAP,
+        "distribution": [
+            *(_file(shard, "application/x-tar") for shard in report.shards),
+            {
+                "@type": "cr:FileSet",
+                "@id": "images",
+                "name": "images",
+                "description": "The images inside the shards.",
+                "containedIn": [{"@id": shard.name} for shard in report.shards],
+                "encodingFormat": "image/png",
+                "includes": "*.png",
+            },
+            _file(index, "application/jsonlines"),
+        ],
+        "recordSet": [_records(index)],
+    }
+    return document
+
+
+def _file(file: File, encoding: str) -> dict[str, Any]:
+    return {
+        "@type": "cr:FileObject",
+        "@id": file.name,
+        "name": file.name,
+        "contentUrl": file.name,
+        "contentSize": f"{file.size} B",
+        "encodingFormat": encoding,
+        "sha256": file.sha256,
+    }
+
+
+def _records(index: File) -> dict[str, Any]:
+    """An image by its file, and what the index says of the same key."""
+
+    def field(name: str, kind: str, text: str, source: Mapping[str, Any]) -> dict[str, Any]:
+        names = {"@type": "cr:Field", "@id": f"samples/{name}", "name": name, "description": text}
+        return {**names, "dataType": kind, "source": dict(source)}
+
+    def column(name: str) -> dict[str, Any]:
+        return {"fileObject": {"@id": index.name}, "extract": {"column": name}}
+
+    def inside(what: str) -> dict[str, Any]:
+        return {"fileSet": {"@id": "images"}, "extract": {"fileProperty": what}}
+
+    key = field("key", "sc:Text", "The sample's name.", {**inside("filename"), "transform": {"regex": _STEM}})
+    image = field("image", "sc:ImageObject", "A synthetic image, 8 bits a channel.", inside("content"))
+    return {
+        "@type": "cr:RecordSet",
+        "@id": "samples",
+        "name": "samples",
+        "description": "One record for each distinct image.",
+        "key": {"@id": "samples/key"},
+        "field": [
+            {**key, "references": column("key")},
+            image,
+            *(field(name, kind, text, column(name)) for name, kind, text in _COLUMNS),
+        ],
+    }
+
+
+def size_of(shape: tuple[int, ...]) -> str:
+    """An image's size as people write it: width first."""
+    height, width, *colours = shape
+    return f"{width} x {height} pixels, 8-bit {'colour' if colours else 'grey'}"
+
+
+def as_plain(value: Source) -> dict[str, Any]:
+    """What a sample's JSON says of one of its sources."""
+    return {
+        "claim": claim_json(value.claim),
+        "k": value.k,
+        "level": value.level,
+        "mechanism": value.mechanism,
+        "modality": value.modality,
+        "release": value.release,
+        "site": value.site,
+    }
+
+
+def readme(report: PoolReport, card: Card) -> str:
+    """The datasheet: what is in the pool, what is promised for each source, what it cost whom in the worst case."""
+    total = count(report.samples, "distinct image")
+    lines = [
+        f"# {_plain(card.name)}",
+        "",
+        _plain(card.description),
+        "",
+        f"{total} from {count(len(report.parts), 'release')} of "
+        f"{count(len({p.source.site for p in report.parts}), 'hospital')}; {', '.join(report.modalities)}; "
+        f"{', '.join(map(size_of, report.shapes))}. The weakest claim level is "
+        f"**{report.level}**: nothing stronger may be said of the pool as a whole.",
+        "",
+        "No image shows a patient; each was made by a mechanism named below, and every promise is the mechanism's.",
+        "",
+        "## Labels",
+        "",
+        *(f"- `{_code(label)}`: {number}" for label, number in report.classes.items()),
+        "",
+        "## Sources",
+        "",
+        *(line for part in report.parts for line in _part(part)),
+        *_words(report),
+        "## What it cost",
+        "",
+        OVERLAP,
+        "",
+        *(line for budget in report.budgets for line in _budget(budget)),
+        *_hygiene(report),
+        *_use(report, card),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _part(part: Part) -> list[str]:
+    source = part.source
+    title, meaning, plain = LEVELS[source.level]
+    lines = [
+        f"**{source.site}**, `{source.release}`",
+        "",
+        f"- {MECHANISMS.get(source.mechanism, source.mechanism)} ({source.modality}), admitted {utc(source.at)} UTC; "
+        f"{count(part.pictures, 'image')}, {part.shared} of them also elsewhere in the pool",
+        f"- level **{source.level}**, {title}: {meaning}. {plain}",
+        f"- claim: {promise(claim_json(source.claim))}",
+    ]
+    if source.epsilon is not None:
+        lines.append(
+            f"- epsilon {rounded_up(source.epsilon, 4):g} at delta {source.delta:g} for this release alone, "
+            f"per {UNIT}, {RELATION}; Rényi filter of order {source.order}"
+        )
+    if source.k is not None:
+        lines.append(f"- k = {source.k}: there is no epsilon, and it is not 0")
+    return [*lines, f"- artifact `{source.artifact}`, statement `{source.envelope}`", ""]
+
+
+def _words(report: PoolReport) -> list[str]:
+    """What the figures mean, for the kinds that are there."""
+    kinds = {part.source.kind for part in report.parts}
+    lines = ["## What the figures mean", ""]
+    if "k" in kinds:
+        lines += [
+            "- **k**: every image stands for at least so many different patients of one hospital, none of whom is "
+            "told apart from the others by it. It limits what one set says, not what two sets say together.",
+        ]
+    if "rdp" in kinds:
+        lines += [
+            "- **epsilon, delta**: whatever is learned from the release is at most e^epsilon times as likely with a "
+            "patient as without, but for a chance of delta. Smaller is stronger; releases add up.",
+        ]
+    if "none" in kinds:
+        lines += ["- Some releases promise nothing: attacks were tried, and there is no bound."]
+    of = sum(part.source.kind == "rdp" for part in report.parts)
+    return [*lines, f"- epsilon covers {of} of {len(report.parts)} releases; kinds are never added up.", ""]
+
+
+def _budget(budget: Budget) -> list[str]:
+    title = f"{budget.modality} alone" if budget.modality else "All of the pool"
+    rows = ["| hospital | kind | releases | in the worst case, for one patient |", "|---|---|---|---|"]
+    rows += [f"| {c.site} | {_KINDS[c.kind]} | {c.releases} | {_figure(c)} |" for c in budget.costs]
+    rows += [
+        f"| **in all of: {', '.join(w.sites)}** | {_KINDS[w.kind]} | {w.releases} | **{_figure(w)}** |"
+        for w in budget.worst
+        if len(w.sites) > 1
+    ]
+    return [f"### {title}", "", *rows, ""]
+
+
+_KINDS: Final[Mapping[str, str]] = MappingProxyType(
+    {"rdp": "differential privacy", "k": "k-anonymity", "none": "no promise"}
+)
+
+
+def _figure(cost: Cost | Worst) -> str:
+    """What one row of a budget comes to; upwards, and never a figure that there is not."""
+    if cost.kind == "k" and cost.sets is not None:
+        return f"{count(cost.sets, 'released group')}" + (" (does not compose)" if cost.sets > 1 else "")
+    if cost.epsilon is not None and cost.delta is not None:
+        return f"epsilon {rounded_up(cost.epsilon, 4):g} at delta {cost.delta:g}"
+    return "no bound"
+
+
+def _hygiene(report: PoolReport) -> list[str]:
+    lines = [
+        "## Twice, alike, left out",
+        "",
+        f"- {count(report.duplicates, 'exact duplicate')} merged; each sample's JSON names all of its sources",
+        f"- {count(report.contradictions, 'image')} left out because hospitals label the same pixels differently",
+    ]
+    for site, (within, across) in sorted(report.near.items()):
+        lines.append(
+            f"- {site}: {within} of its images look like another one of its own, {across} like one of another "
+            "hospital (perceptual hash; kept, and silence proves nothing)"
+        )
+    lines += [f"- `{left.release}` is not in the pool ({left.rule}): {_plain(left.why)}" for left in report.left_out]
+    return [*lines, ""]
+
+
+def _use(report: PoolReport, card: Card) -> list[str]:
+    terms = [("license", card.license), ("citation", card.cite_as), ("by", card.creator), ("see", card.url)]
+    return [
+        "## Use",
+        "",
+        f"{count(len(report.shards), 'shard')} in the WebDataset form, shuffled by the public seed {report.seed}: "
+        "`KEY.png`, `KEY.cls` (the label's number, see `classes.json`), `KEY.json` (sources and their claims). "
+        "`index.jsonl` lists all samples, `croissant.json` describes the pool to machines, `sha256sum -c SHA256SUMS` "
+        "checks it.",
+        "",
+        *(f"- {name}: {_plain(text)}" for name, text in terms if text),
+        *([] if card.license else ["- no license is stated: ask before you share it"]),
+    ]
+
+
+def _plain(text: str) -> str:
+    """A text that is no markup and no control character."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", "".join(c if c.isprintable() else "?" for c in text))
+
+
+def _code(text: str) -> str:
+    return json.dumps(text)[1:-1].replace("`", "'")

@@ -1,0 +1,274 @@
+"""The coordinator's end of one run: its process is started here, and what that asks for is answered.
+
+The process (coordinator/edges/running.py) has parsed what sites sent, so nothing is taken on its word: each field
+is read again, sites are the plan's, vectors finite and of the plan's length, an update is admitted once and only of a
+site that was granted, and a round is closed with updates that the gate admitted in this very round. What the
+aggregate of these is, it computes alone. It is given one key, which opens a task's calls to Flower and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from coordinator.edges.runframes import (
+    BadFrame,
+    Frame,
+    Order,
+    Pipe,
+    code_of,
+    codes_of,
+    from_run,
+    index_of,
+    sites_of,
+)
+from coordinator.edges.strategy import SLUG, Gate, Model, Progress, Result, RoundFailed, RoundPlan
+from coordinator.rounds import BadMoments, Moments
+from protos import quiet
+from protos.artifact import BadArtifact, unpack_vector
+from protos.secagg_wire import Step
+from protos.weights import unpack_ring
+
+MODULE: Final = "coordinator.edges.running"
+_POLL_S: Final = 0.2
+_LEAVE_S: Final = 10.0  # for a process that was told to stop
+_SLACK_S: Final = 600.0  # for sums and pushes, beyond the plan's own waits
+# Nothing else of the environment reaches the process: a database's password may stand there.
+_KEPT: Final = (
+    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "FLWR_HOME", *quiet.SETTINGS,
+)  # fmt: skip
+
+
+class RunLost(RuntimeError):
+    """The run's process died, or spoke nonsense, before the run's end: go on from the last closed round."""
+
+
+class Child:
+    """The process of one run and our end of its pipe, as a context manager that leaves nothing behind."""
+
+    def __init__(self, plan: RoundPlan) -> None:
+        """Start it; it waits for its order."""
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - this very interpreter and module
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
+                env={**kept, "PYTHONPATH": path},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a traceback may quote what sites sent
+            )
+        self.pipe = Pipe(ours, from_run(plan))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The end of the pipe is the process's end; one that does not see that is killed."""
+        self.pipe.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def conduct(self, order: Order, desk: Desk, stopping: threading.Event) -> Result:
+        """Let it conduct the run, and answer its questions until it is over. Blocks.
+
+        Raises:
+            RoundFailed: as the strategy says, or because ``stopping`` is set.
+            RunLost: it is gone, silent for longer than the plan allows, or says what it may not.
+        """
+        stopped = 0.0
+        try:
+            order.send(self.pipe)
+            heard = time.monotonic()
+            while True:
+                now = time.monotonic()
+                if stopping.is_set() and not stopped:
+                    stopped = now
+                    self.pipe.send("stop")
+                if (stopped and now - stopped > _LEAVE_S) or now - heard > desk.patience:
+                    raise BadFrame("silent")
+                if self.pipe.ready(_POLL_S):
+                    frame = self.pipe.receive()
+                    answer = desk.take(frame)
+                    if answer is None:
+                        return desk.result()
+                    self.pipe.send(*answer)
+                    heard = time.monotonic()
+        except BadFrame as fault:
+            if stopping.is_set():
+                raise RoundFailed(desk.index, "stopped", {}) from None
+            raise RunLost(f"the run's process is lost: {fault}") from None
+
+
+Answer = tuple[str, Mapping[str, Any]]
+
+
+class Desk:
+    """Who answers the questions of a run's process, and keeps what is known of the run."""
+
+    def __init__(self, plan: RoundPlan, gate: Gate, progress: Callable[[Progress], None]) -> None:
+        """At the price of ``plan``."""
+        self.plan, self._gate, self._progress = plan, gate, progress
+        steps = 1 if plan.roster is None else len(Step)
+        self.patience = plan.node_wait_s + steps * plan.round_timeout_s + _SLACK_S
+        self.index = plan.first_round  # of the round that is open
+        self._model = plan.model
+        self._granted: dict[str, bytes] | None = None  # None: nothing was reserved yet
+        self._declined: dict[str, str] = {}
+        self._asked: set[str] = set()  # the gate was asked to admit them in this round
+        self._admitted: set[str] = set()
+        self._used: list[tuple[str, ...]] = []
+        self._refused: list[Mapping[str, str]] = []
+
+    def take(self, frame: Frame) -> Answer | None:
+        """The answer to one question; None when the run is over.
+
+        Raises:
+            BadFrame: it is not what a run's process may say now.
+            RoundFailed: it says that a round has failed.
+            Exception: whatever the gate raises where a round is done, or ``progress``: the run is to end.
+        """
+        match frame.word:
+            case "reserve":
+                return self._reserve(frame)
+            case "admit":
+                return self._admit(frame)
+            case "done":
+                return self._done(frame)
+            case "progress":
+                return self._tell(frame)
+            case "over":
+                if self.index != self.plan.rounds:
+                    raise BadFrame("over before its last round")
+                return None
+            case "failed":
+                raise self._failure(frame)
+            case _:
+                (kind,) = frame.values("kind")
+                raise BadFrame(code_of(kind))
+
+    def result(self) -> Result:
+        """What the run gave so far."""
+        return Result(
+            model=self._model,
+            rounds_done=self.index,
+            granted=dict(self._granted or {}),
+            declined=self._declined,
+            used=tuple(self._used),
+            refused=tuple(self._refused),
+        )
+
+    def _reserve(self, frame: Frame) -> Answer:
+        least, listed = frame.values("least", "sealed")
+        if self._granted is not None or least != self.plan.least_grants or not isinstance(listed, list):
+            raise BadFrame("reserve: not now, or not of this run")
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in listed):
+            raise BadFrame("reserve: not pairs")
+        sealed: dict[str, bytes] = {}
+        at = 0
+        for site in sites_of([pair[0] for pair in listed], self.plan.sites):
+            size = index_of(listed[len(sealed)][1], 0, len(frame.body) - at)
+            sealed[site] = frame.body[at : at + size]
+            at += size
+        if at != len(frame.body):
+            raise BadFrame("reserve: something is left over")
+        self._granted = {}
+        try:
+            given = self._gate.reserve(dict(sealed), self.plan.least_grants)
+            refused = {site: _slug(code) for site, code in given.items() if site in sealed}
+        except Exception:  # noqa: BLE001 - whatever went wrong in the books, it was not a yes
+            return "broken", {}
+        self._granted = {site: envelope for site, envelope in sealed.items() if site not in refused}
+        return "answer", {"refused": refused}
+
+    def _admit(self, frame: Frame) -> Answer:
+        site, index = frame.values("site", "round")
+        if type(site) is not str or site not in (self._granted or {}) or site in self._asked:
+            raise BadFrame("admit: not granted, or asked before")
+        self._open(index)
+        try:
+            read = unpack_vector if self.plan.roster is None else unpack_ring
+            size = read(frame.more).size
+        except BadArtifact:
+            raise BadFrame("admit: not a vector") from None
+        if size != self._model.vector.size:
+            raise BadFrame("admit: not of the run's length")
+        self._asked.add(site)
+        try:
+            verdict = self._gate.admit(site, self.index, frame.body, frame.more)
+        except Exception:  # noqa: BLE001 - whatever went wrong in a review, it was not a yes
+            return "broken", {}
+        if verdict is None:
+            self._admitted.add(site)
+            return "answer", {"code": None}
+        return "answer", {"code": _slug(verdict)}
+
+    def _done(self, frame: Frame) -> Answer:
+        index, used, refused = frame.values("round", "used", "refused")
+        self._open(index)
+        sites = sites_of(used, self._admitted)
+        if not sites or (self.plan.roster is None and not len(self._admitted) >= self.plan.min_sites):
+            raise BadFrame("done: of too few")
+        codes = codes_of(refused, self.plan.sites)
+        model = self._model_of(frame)
+        self._gate.round_done(index, model, sites, codes)
+        self._model, self.index = model, index + 1
+        self._asked, self._admitted = set(), set()
+        self._used.append(sites)
+        self._refused.append(codes)
+        return "answer", {}
+
+    def _open(self, index: object) -> None:
+        """Refuse (BadFrame) any round but the one that is open."""
+        index_of(index, self.index, min(self.index, self.plan.rounds - 1))
+
+    def _model_of(self, frame: Frame) -> Model:
+        try:
+            model = Model(unpack_vector(frame.body), Moments.from_bytes(frame.more))
+        except (BadArtifact, BadMoments):
+            raise BadFrame("done: not a model") from None
+        size = self._model.vector.size
+        if model.vector.size != size or model.moments.m.size not in (0, size):
+            raise BadFrame("done: a model of another length")
+        return model
+
+    def _tell(self, frame: Frame) -> Answer:
+        stage, index, sites, refused = frame.values("stage", "round", "sites", "refused")
+        if stage not in ("priced", "sent", "done"):
+            raise BadFrame("progress: an unknown stage")
+        index_of(index, self.plan.first_round, self.plan.rounds - 1)
+        event = Progress(stage, index, sites_of(sites, self.plan.sites), codes_of(refused, self.plan.sites))
+        if stage == "priced":
+            self._declined = dict(event.refused)
+        self._progress(event)
+        return "answer", {}
+
+    def _failure(self, frame: Frame) -> RoundFailed:
+        index, reason, refused = frame.values("round", "reason", "refused")
+        index_of(index, -1, self.plan.rounds - 1)
+        return RoundFailed(index, code_of(reason), codes_of(refused, self.plan.sites))
+
+
+def _slug(verdict: object) -> str:
+    """A gate's code; "internal" for nonsense."""
+    return verdict if isinstance(verdict, str) and SLUG.fullmatch(verdict) else "internal"

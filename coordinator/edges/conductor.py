@@ -1,0 +1,297 @@
+"""One federated run from its first or its next round to its end: the gate that Flower's strategy asks.
+
+Each round is checkpointed before it is written down. A round for which too few sites are there is tried again for a
+while, and then the run is stopped, with its grants held, until an operator resumes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from coordinator.edges.federation import Progress, RoundFailed, RoundPlan, RunLost, conduct
+from coordinator.edges.feed import Event, Feed
+from coordinator.edges.home import write_durably
+from coordinator.edges.shelf import WORDING, certificate
+from coordinator.edges.strategy import AWAY, Model
+from coordinator.intake import Unwelcome
+from coordinator.plan import Job
+from coordinator.rounds import Moments, strategy_from
+from policies.entries import Admitted
+from policies.review import Finding
+from protos.artifact import BadArtifact, pack_vector, unpack_vector
+from protos.weights import unpack_ring
+
+if TYPE_CHECKING:
+    from coordinator.edges.runs import Runs
+
+ROUND_TIMEOUT_S: Final = 150.0  # above the last of the agents' answering times below it, 128 s
+NODE_WAIT_S: Final = 20.0
+PATIENCE_S: Final = 7200.0  # for sites that sleep, before a run is stopped
+_PAUSES_S: Final = (5.0, 60.0)  # before the first further try, and at most
+_LOST: Final = 3  # processes of a run, without a round closed in between, before it has failed
+_ABSENT: Final = frozenset({"too_few_sites_online", "too_few_updates", "too_few_grants"})
+_ABSENT_SECRET: Final = frozenset({"too_few_sites_online", "too_few_grants"})  # a round begun is not begun again
+
+
+class Stopped(Exception):
+    """An operator has stopped the run."""
+
+
+class Conductor:
+    """One run from its first or its next round to its end: the gate that Flower's strategy asks."""
+
+    def __init__(self, runs: Runs, job: Job, feed: Feed) -> None:
+        self.runs, self.job, self.feed = runs, job, feed
+        self.folder = runs.root / job.run
+        self.register = runs.intake.register
+
+    def run(self) -> None:
+        """Round after round to an end; sites that are away are waited for; an end is durable before it is told."""
+        job, host = self.job, self.runs.host
+        until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], -1
+        while True:
+            try:
+                with self.runs.turn.take(self.feed.waiting, job.sites):
+                    end = self._attempt()
+                break
+            except RoundFailed as failure:
+                end = self._end_of(failure)
+                if self._closed() > closed:  # it went on since: patience begins anew
+                    until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], self._closed()
+                if end.state != "waiting" or host.stopping.is_set():
+                    break
+                if not time.monotonic() < until:
+                    end = Event(job.run, end.round, "stopped", end.sites, end.reason)
+                    break
+                self.feed.put(end)
+                if self._sleep(pause):
+                    end = Event(job.run, end.round, "stopped", (), "by an operator")
+                    break
+                pause = min(2 * pause, _PAUSES_S[1])
+            except (Stopped, OSError) as why:  # OSError: the disk, or no descriptor left; nothing is lost by waiting
+                reason = "by an operator" if isinstance(why, Stopped) else "storage"
+                self.runs.log.warning("run_stopped", run=job.run, rule=type(why).__name__)
+                end = Event(job.run, 0, "stopped", (), reason)
+                break
+            except Exception as fault:  # noqa: BLE001 - a run that fails in an unknown way has failed; its grants are spent
+                self.runs.log.error("run_failed", run=job.run, fault=type(fault).__name__)
+                end = Event(job.run, 0, "failed", reason="internal")
+                break
+        self._finish(end)
+
+    def _attempt(self) -> Event:
+        """Conduct the rest of the run; a process of it that is lost is replaced, so many times for one round."""
+        lost: Counter[int] = Counter()
+        while True:
+            done = self._closed()
+            try:
+                return self._conduct(done)
+            except RunLost:
+                lost[done] += 1
+                self.runs.log.error("run_process_lost", run=self.job.run, round=done + 1)
+                if not lost[done] < _LOST:
+                    return Event(self.job.run, done + 1, "failed", (), "internal")
+                self.feed.put(Event(self.job.run, done + 1, "waiting", (), "run_process_lost"))
+
+    def _closed(self) -> int:
+        """Rounds that the ledger says are closed."""
+        with self.register.store.exclusive() as state:
+            return state.rounds.get(self.job.run, 0)
+
+    def _finish(self, end: Event) -> None:
+        job = self.job
+        try:
+            if end.state == "stopped":
+                write_durably(self.folder / "stop", b"")
+            elif not self.runs.host.stopping.is_set():  # a stopping coordinator leaves its runs to be resumed
+                self._close(end)
+                self.runs.tell("over", job.run, job.sites)
+        except Exception as fault:  # noqa: BLE001 - not closed, so the next start resumes it; whoever watches must hear
+            self.runs.log.error("run_not_closed", run=job.run, fault=type(fault).__name__)
+            end = Event(job.run, end.round, "failed", end.sites, "internal")
+        self.feed.put(end)
+
+    def _end_of(self, failure: RoundFailed) -> Event:
+        """A round had too few sites: is that for good, or are they away?"""
+        away = {site for site, code in failure.refused.items() if code in AWAY}
+        gone = {site for site in failure.refused if site not in away}
+        enough = len(self.job.sites) - len(gone) >= (
+            len(self.job.sites) if self.job.all_or_none else self.job.min_sites
+        )
+        absent = _ABSENT_SECRET if self.job.secure else _ABSENT
+        state = "waiting" if failure.reason in absent and away and enough else "failed"
+        refused = tuple(sorted(failure.refused))
+        return Event(self.job.run, failure.round_index + 1, state, refused, failure.reason)
+
+    def _sleep(self, seconds: float) -> bool:
+        """Wait; True when the run was stopped meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.runs.host.stopping.wait(0.5):
+            if (self.folder / "stop").exists():
+                return True
+        return False
+
+    def _conduct(self, done: int) -> Event:
+        job = self.job
+        if done < job.rounds:
+            if (self.folder / "stop").exists():
+                raise Stopped
+            self.runs.tell("run", job.run, job.sites)
+            plan = RoundPlan(
+                run=job.run,
+                sites=self._sites(done),
+                rounds=job.rounds,
+                first_round=done,
+                model=self._model(done),
+                config=job.config.encode(),
+                min_sites=job.min_sites,
+                least_grants=len(job.sites) if job.all_or_none and not done else job.min_sites,
+                round_timeout_s=ROUND_TIMEOUT_S,
+                node_wait_s=NODE_WAIT_S,
+                aggregator=strategy_from(job.strategy),
+                roster=self._roster() if job.secure else None,
+            )
+            conduct(self.runs.host, plan, self, self._progress)
+        with self.register.store.exclusive() as state:
+            sites = sorted({site for run, _, site in state.aggregated if run == job.run})
+        return Event(job.run, job.rounds, "finished", tuple(sites))
+
+    def _sites(self, done: int) -> tuple[str, ...]:
+        """Whom to ask: all at first; after a restart those that were granted."""
+        if not done:
+            return self.job.sites
+        granted = self._held()
+        return tuple(site for site in self.job.sites if site in granted)
+
+    def _roster(self) -> dict[str, bytes]:
+        """Site to its enrolled signing key, from the ledger."""
+        with self.register.store.exclusive() as state:
+            return {site: state.sites[site].sign_key for site in self.job.sites}
+
+    def _held(self) -> dict[str, bytes]:
+        """Site to the digest of the sealed reservation, for the grants of this run that are held."""
+        with self.register.store.exclusive() as state:
+            mine = [g.reserved for g in state.grants.values() if g.reserved.run == self.job.run and g.state == "held"]
+        return {reserved.site: reserved.envelope for reserved in mine}
+
+    def _model(self, done: int) -> Model:
+        if not done:
+            return Model(np.zeros(self.job.parameters, np.float32))
+        vector = unpack_vector((self.folder / f"round-{done}.safetensors").read_bytes())
+        return Model(vector, Moments.from_bytes((self.folder / f"round-{done}.moments").read_bytes()))
+
+    def _progress(self, progress: Progress) -> None:
+        job, index = self.job, progress.round_index + 1
+        for site, code in progress.refused.items():
+            stage = "declined" if progress.stage == "priced" else "refused"
+            self.feed.put(Event(job.run, 0 if progress.stage == "priced" else index, stage, (site,), code))
+        if progress.stage == "priced":
+            self.feed.put(Event(job.run, 0, "granted", progress.sites))
+        elif progress.stage == "sent":
+            self.feed.put(Event(job.run, index, "sent", progress.sites))
+
+    def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
+        """The gate: the budgets of all sites in one append; a run that goes on asks for nothing twice."""
+        held = self._held()
+        if self.runs.intake.reserved_run(self.job.run):
+            known = {site: hashlib.sha256(envelope).digest() for site, envelope in sealed.items()}
+            return {site: "not_granted" for site, digest in known.items() if held.get(site) != digest}
+        verdicts = self.runs.intake.reserve_run(self.job.run, sealed, least)
+        return {site: v.findings[0].rule for site, v in verdicts.items() if not v.admitted}
+
+    def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
+        """The gate: a valid envelope of this site for this round, under a grant, or it is not aggregated."""
+        intake, number = self.runs.intake, round_index + 1
+        try:
+            release = intake.release(site, f"round-{number}", envelope)
+            key = f"submit-{release.release}"
+            if (release.run, release.round) != (self.job.run, number):
+                return "another_round"
+            goods = InHand(artifact, self.job.parameters, self.job.secure)
+            verdict = intake.admit(site, key, envelope, release, goods)
+        except Unwelcome as refusal:
+            return refusal.finding.rule
+        return None if verdict.admitted else verdict.findings[0].rule
+
+    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+        """The new parameters are durable before the ledger says that the round is closed."""
+        del refused  # each has its verdict in the ledger
+        number, body = round_index + 1, pack_vector(model.vector)
+        write_durably(self.folder / f"round-{number}.safetensors", body)
+        write_durably(self.folder / f"round-{number}.moments", model.moments.to_bytes())
+        self.register.close_round(self.job.run, number, used, hashlib.sha256(body).digest())
+        self.feed.put(Event(self.job.run, number, "closed", used))
+        self.runs.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
+        if number < self.job.rounds and (self.folder / "stop").exists():
+            raise Stopped
+
+    def _close(self, end: Event) -> None:
+        """Every grant of the run is spent; a finished run's model goes on the shelf."""
+        with self.register.store.exclusive() as state:
+            mine = [(name, g.used) for name, g in state.grants.items() if g.reserved.run == self.job.run]
+        for name, used in mine:
+            self.register.close(name, "released" if used else "expired")
+        if end.state == "finished":
+            body = (self.folder / f"round-{self.job.rounds}.safetensors").read_bytes()
+            envelopes = {a.release: self.register.store.envelope(a.envelope) or b"" for a in self._updates()}
+            self.runs.shelf.place_model(self.job.run, body, self._certificate(end, body), envelopes)
+        write_durably(self.folder / "end.json", json.dumps(asdict(end)).encode())
+
+    def _updates(self) -> list[Admitted]:
+        """The updates that the model is made of: admitted, and counted by a closed round of this run."""
+        with self.register.store.exclusive() as state:
+            mine = [a for a in state.releases.values() if a.run == self.job.run]
+            return [a for a in mine if (a.run, a.round, a.site) in state.aggregated]
+
+    def _certificate(self, end: Event, body: bytes) -> dict[str, Any]:
+        mine = self._updates()
+        worst = max(mine, key=lambda a: a.used)
+        weakest = max(mine, key=lambda a: a.level).level  # A < A* < B < C
+        return {
+            **certificate(worst, self.runs.shelf.account(worst)),
+            "release": self.job.run,
+            "site": ", ".join(end.sites),
+            "level": weakest,
+            "meaning": WORDING[weakest],
+            "artifact_sha256": hashlib.sha256(body).hexdigest(),
+            "strategy": json.loads(self.job.strategy),
+            "updates": [a.release for a in mine],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class InHand:
+    """An update that came in a round, for :meth:`coordinator.intake.Intake.admit`."""
+
+    artifact: bytes
+    parameters: int
+    masked: bool
+
+    @property
+    def sha256(self) -> str:
+        """Of the bytes, hexadecimal."""
+        return hashlib.sha256(self.artifact).hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.artifact)
+
+    def look(self) -> list[Finding]:
+        """A vector of the run's length, or, masked, as many elements of the ring."""
+        try:
+            if self.masked and unpack_ring(self.artifact).size != self.parameters:
+                return [Finding("artifact_malformed", "the update has another length than the run's model")]
+            if not self.masked and unpack_vector(self.artifact).size != self.parameters:
+                return [Finding("artifact_malformed", "the update has another length than the run's model")]
+        except BadArtifact as error:
+            return [Finding("artifact_malformed", str(error))]
+        return []

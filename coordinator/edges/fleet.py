@@ -1,0 +1,303 @@
+"""What an agent says to Flower, bound to the site that says it.
+
+Flower identifies a node by a signature over a timestamp, hands any object to whoever knows its digest, and lets any
+node confirm, and so delete, another's message. Here every call comes from a site that the gRPC port has
+authenticated, and it may speak only as the node that was enrolled with it: the key in its header, the node that it
+names, the messages that were listed to it, their objects, its own replies and their objects. Only then does the call
+reach the SuperLink, which makes its own checks again.
+
+A call in another's name is answered with 403 and reported. One that names what nobody has (after this process was
+restarted, say) gets 401 or 404, as Flower's own client expects.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final, Protocol
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PullMessagesResponse,
+    PushMessagesRequest,
+    PushMessagesResponse,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PushObjectRequest
+from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from google.protobuf.message import DecodeError
+
+from protos.rounds import FLEET_BODY, FLEET_CALLS, FLEET_HEADERS, FLEET_PART, MAX_OBJECTS
+from protos.v1 import gateway_pb2 as pb
+
+_CALL_S: Final = 25.0  # below an agent's 30 s
+_AT_ONCE: Final = 4  # calls of one site: its work, its heartbeat, and one each that it has given up
+_MAIL: Final = 8  # messages of a site that are remembered; it handles one at a time
+_VALUE: Final = 1024  # characters of a header
+_KIND: Final = "application/protobuf"
+
+_REQUESTS: Final[Mapping[str, type[Any]]] = {
+    "/v1/fleet/activate-node": ActivateNodeRequest,
+    "/v1/fleet/deactivate-node": DeactivateNodeRequest,
+    "/v1/fleet/send-node-heartbeat": SendNodeHeartbeatRequest,
+    "/v1/fleet/pull-messages": PullMessagesRequest,
+    "/v1/fleet/push-messages": PushMessagesRequest,
+    "/v1/fleet/get-run": GetRunRequest,
+    "/v1/fleet/pull-object": PullObjectRequest,
+    "/v1/fleet/push-object": PushObjectRequest,
+    "/v1/fleet/confirm-message-received": ConfirmMessageReceivedRequest,
+}
+assert _REQUESTS.keys() == FLEET_CALLS
+
+
+class SuperLink(Protocol):
+    """What is needed of `coordinator.edges.federation.FlowerHost`."""
+
+    def fleet(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> tuple[int, bytes]:
+        """One call, to its end."""
+
+    def node_id(self, public_key: bytes) -> int | None:
+        """The node of a key."""
+
+
+class _Turned(Exception):
+    """The call goes no further: an HTTP status, and what to report of it, if anything."""
+
+    def __init__(self, status: int, report: str = "") -> None:
+        super().__init__(status)
+        self.status, self.report = status, report
+
+
+@dataclass(slots=True, eq=False)
+class _Mail:
+    """One message that was listed to a site, and the reply to it."""
+
+    message: str
+    run: int
+    objects: frozenset[str]
+    session: str = ""  # of the reply
+    reply: frozenset[str] = field(default_factory=frozenset)  # its objects that are missing
+
+
+class Fleet:
+    """The Fleet calls of all sites. Any thread."""
+
+    def __init__(
+        self,
+        host: SuperLink,
+        node_keys: Mapping[str, str],
+        report: Callable[[str, str], None],
+        seconds: float = _CALL_S,
+    ) -> None:
+        """Nothing is called yet.
+
+        Args:
+            host: the embedded SuperLink.
+            node_keys: site to its enrolled node key, OpenSSH; looked up anew for every call.
+            report: hears the site that spoke in another's name, and as what: "node_key", "node", "source",
+                "message", "run", "object" or "session".
+            seconds: for one call.
+        """
+        self._host, self._node_keys, self._report, self._seconds = host, node_keys, report, seconds
+        self._mutex = threading.Lock()
+        self._mail: dict[str, deque[_Mail]] = {}
+        self._busy: Counter[str] = Counter()
+
+    def handle(self, site: str, parts: Iterator[Any]) -> Iterator[Any]:
+        """One call of the gRPC method ``Fleet``, by an authenticated ``site``: parts in, parts out.
+
+        The caller hangs up on a stream that says nothing. Nothing is kept of a body beyond its allowed size.
+        """
+        with self._place(site) as free:
+            status, body = self._read_and_call(site, parts) if free else (503, b"")
+        yield pb.FleetPart(status=status, headers={"content-type": _KIND})
+        for at in range(0, len(body), FLEET_PART):
+            yield pb.FleetPart(data=body[at : at + FLEET_PART])
+
+    @contextlib.contextmanager
+    def _place(self, site: str) -> Iterator[bool]:
+        """Whether the site may have one more call in flight: each may hold a whole body."""
+        with self._mutex:
+            free = self._busy[site] < _AT_ONCE
+            self._busy[site] += 1
+        try:
+            yield free
+        finally:
+            with self._mutex:
+                self._busy[site] -= 1
+
+    def _read_and_call(self, site: str, parts: Iterator[Any]) -> tuple[int, bytes]:
+        first = next(parts, None)
+        if first is None or first.path not in FLEET_CALLS:
+            return 404, b""
+        body = bytearray()
+        for part in parts:
+            if not len(part.data) <= FLEET_PART or not len(body) + len(part.data) <= FLEET_BODY:
+                return 413, b""
+            body += part.data
+        return self.call(site, first.path, dict(first.headers), bytes(body))
+
+    def call(self, site: str, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        """One Fleet call by an authenticated ``site``.
+
+        Returns:
+            HTTP status, and the body when it is 200: Flower's texts about errors stay here.
+        """
+        if path not in FLEET_CALLS:
+            return 404, b""
+        if len(body) > FLEET_BODY:
+            return 413, b""
+        try:
+            request = _REQUESTS[path].FromString(body)
+            mail = self._bind(site, path, headers, request)
+        except DecodeError:
+            return 400, b""
+        except _Turned as turned:
+            if turned.report:
+                self._report(site, turned.report)
+            return turned.status, b""
+        passed = {name: value for name, value in headers.items() if name in FLEET_HEADERS and _plain(value)}
+        status, answer = self._host.fleet(path, {**passed, "content-type": _KIND}, body, self._seconds)
+        if status != 200:
+            return status, b""
+        self._note(site, path, mail, answer)
+        return status, answer
+
+    def _bind(self, site: str, path: str, headers: Mapping[str, str], request: Any) -> _Mail | None:
+        """Is this call in the site's own name? The message that it is about, if it is about one.
+
+        Raises:
+            _Turned: it is not, or nobody can tell.
+        """
+        key = self._key(site)
+        if _decoded(headers.get("flwr-public-key", "")) != key:
+            raise _Turned(403, "node_key")
+        if path == "/v1/fleet/activate-node":
+            if request.public_key != key:
+                raise _Turned(403, "node_key")
+            return None
+        named = request.node_id if path == "/v1/fleet/deactivate-node" else request.node.node_id
+        if named != self._host.node_id(key):
+            another = any(self._host.node_id(self._key(other)) == named for other in self._others(site))
+            raise _Turned(403, "node") if another else _Turned(401)
+        return self._about(site, path, request, named)
+
+    def _about(self, site: str, path: str, request: Any, node: int) -> _Mail | None:
+        """The message of this site that the call is about.
+
+        Raises:
+            _Turned: it is about another's, or about none.
+        """
+        if path == "/v1/fleet/get-run":
+            return self._find(site, "run", lambda mail: mail.run == request.run_id)
+        if path == "/v1/fleet/pull-object":
+            return self._find(
+                site, "object", lambda mail: mail.run == request.run_id and request.object_id in mail.objects
+            )
+        if path == "/v1/fleet/confirm-message-received":
+            return self._find(site, "message", lambda mail: mail.message == request.message_object_id)
+        if path == "/v1/fleet/push-object":
+            mail = self._find(site, "session", lambda mail: bool(mail.session) and mail.session == request.session_id)
+            if mail.run != request.run_id or request.object_id not in mail.reply:
+                raise _Turned(403, "object")
+            return mail
+        if path == "/v1/fleet/push-messages":
+            return self._reply(site, request, node)
+        return None
+
+    def _reply(self, site: str, request: Any, node: int) -> _Mail:
+        """The message that is answered: one reply, from the site's own node, of bounded size."""
+        if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+            raise _Turned(400)
+        metadata = request.messages_list[0].metadata
+        if metadata.src_node_id != node:
+            raise _Turned(403, "source")
+        branches = islice(iterate_object_tree(request.message_object_trees[0]), MAX_OBJECTS + 1)
+        if not len(list(branches)) <= MAX_OBJECTS:
+            raise _Turned(413)
+        to, run = metadata.reply_to_message_id, metadata.run_id
+        return self._find(site, "message", lambda mail: mail.message == to and mail.run == run)
+
+    def _find(self, site: str, what: str, right: Callable[[_Mail], bool]) -> _Mail:
+        """The newest message listed to ``site`` for which ``right`` holds.
+
+        Raises:
+            _Turned: only another site's is like that, or none.
+        """
+        with self._mutex:
+            mine = [mail for mail in self._mail.get(site, ()) if right(mail)]
+            others = any(right(mail) for other, box in self._mail.items() if other != site for mail in box)
+        if mine:
+            return mine[-1]
+        raise _Turned(403, what) if others else _Turned(404)
+
+    def _note(self, site: str, path: str, mail: _Mail | None, answer: bytes) -> None:
+        """Remember what was listed to the site, and what it was asked to push."""
+        if path == "/v1/fleet/pull-messages":
+            listed = PullMessagesResponse.FromString(answer)
+            with self._mutex:
+                box = self._mail.setdefault(site, deque(maxlen=_MAIL))
+                for message, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
+                    box.append(
+                        _Mail(
+                            message.metadata.message_id,
+                            message.metadata.run_id,
+                            frozenset(branch.object_id for branch in iterate_object_tree(tree)),
+                        )
+                    )
+        elif path == "/v1/fleet/push-messages" and mail is not None:
+            pushed = PushMessagesResponse.FromString(answer)
+            mail.session, mail.reply = pushed.session_id, frozenset(pushed.objects_to_push)
+
+    def _key(self, site: str) -> bytes:
+        """The enrolled key of ``site``.
+
+        Raises:
+            _Turned: it has none.
+        """
+        try:
+            return flower_key(self._node_keys[site].encode())
+        except (KeyError, ValueError):
+            raise _Turned(401) from None
+
+    def _others(self, site: str) -> list[str]:
+        return [other for other in list(self._node_keys) if other != site]
+
+
+def flower_key(node_key: bytes) -> bytes:
+    """An OpenSSH public key, EC P-384, in the form in which Flower names nodes by it.
+
+    Raises:
+        ValueError: it is no such key (Flower refuses Ed25519 for nodes).
+    """
+    try:
+        key = load_ssh_public_key(node_key)
+    except UnsupportedAlgorithm:
+        raise ValueError("a node key must be EC P-384 in OpenSSH format") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+        raise ValueError("a node key must be EC P-384 in OpenSSH format")
+    return public_key_to_bytes(key)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _plain(value: str) -> bool:
+    return len(value) <= _VALUE and value.isascii() and value.isprintable()

@@ -1,0 +1,392 @@
+"""On every RPC: who calls, over what, with which certificate, how often, how much. Python gRPC checks none of it.
+
+After the handshake gRPC never looks at a certificate again, has no revocation lists, and passes exception texts to
+the peer. So :class:`Guard` stands around every method: TLS 1.3, exactly one SPIFFE name, valid now, not on the
+ledger's deny-list, the right role, within its rate and size; and whatever goes wrong inside leaves as a code and an
+incident number. On a stream the same is asked again for each message, and :meth:`Guard.expel` ends a peer's open
+calls at once.
+
+A name's rate and patience are for welcome peers alone. One whose certificate is revoked, ended or for another role is
+counted by the certificate's number: whoever has stolen one cannot use up what the site itself needs.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+from cryptography import x509
+
+from protos.identity import OPERATOR, joining_site_of, site_of
+
+AGENT, JOINING, OPERATING = "agent", "joining", "operator"
+ROLES: Final[Mapping[str, str]] = {  # the role that each method is for; a method that is not listed is nobody's
+    **dict.fromkeys(
+        ("Hello", "Reserve", "Offer", "Upload", "Submit", "Settle", "Outcome", "Amend", "Present"), AGENT
+    ),
+    **dict.fromkeys(("Session", "Fleet", "Renew"), AGENT),
+    "Join": JOINING,
+    **dict.fromkeys(("Launch", "Plan", "Watch", "Resume", "Stop"), OPERATING),
+    **dict.fromkeys(("Invite", "Enrolments", "Approve", "Revoke"), OPERATING),
+}
+MOST_BYTES: Final = 1 << 20  # of one message, a chunk's own bytes apart
+CALLS_PER_S: Final = 100.0  # of one peer, for long
+BURST: Final = 400.0
+AT_ONCE: Final = 12  # calls of one peer in progress
+STRIKES: Final = 200.0  # refusals that are written down for one peer; more need time
+STRIKE_S: Final = 10.0  # for one more
+STRANGE_STRIKES: Final = 32.0  # the same for one unwelcome certificate
+ENTRIES: Final = 64.0  # written down of all unwelcome certificates in one site's name; more need time
+ENTRY_S: Final = 60.0  # for one more
+KEPT: Final = 4096  # names or numbers in one table of buckets
+_PARSED: Final = 4096  # certificates remembered
+_UNWRITTEN: Final = frozenset({"rate", "busy"})  # what a crowded site meets: logged, not written into the ledger
+
+
+class Turned(Exception):
+    """The call is over: a status, a text that the peer may read, and the rule by which it was turned away."""
+
+    def __init__(self, code: grpc.StatusCode, text: str, rule: str = "turned_away") -> None:
+        super().__init__(text)
+        self.code, self.text, self.rule = code, text, rule
+
+
+class Unfit(Turned):
+    """Turned away for what the certificate is, whatever was asked: nobody's patience but its own is touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of a connection, by the certificate it was opened with."""
+
+    role: str
+    site: str  # "" for an operator
+    number: str  # the certificate's serial number, lower-case hexadecimal
+    leaf: x509.Certificate = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """For the log: the role, or the site."""
+        return self.site or self.role
+
+
+def peer_of(auth: Mapping[str, list[bytes]]) -> Peer:
+    """The peer of a connection; not yet whether it is welcome.
+
+    Raises:
+        Turned: older TLS, no certificate, no or several names, or a name of no role.
+    """
+    if auth.get("ssl_tls_version") != [b"TLSv1.3"]:
+        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is required", "old_tls")
+    try:
+        leaf = x509.load_pem_x509_certificate(auth["x509_pem_cert"][0])
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (KeyError, IndexError, ValueError, x509.ExtensionNotFound):
+        raise Turned(
+            grpc.StatusCode.UNAUTHENTICATED, "a client certificate with a name is required", "no_name"
+        ) from None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) != 1:
+        raise Turned(
+            grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name", "several_names"
+        )
+    number = f"{leaf.serial_number:x}"
+    for role, site in ((AGENT, site_of(uris[0])), (JOINING, joining_site_of(uris[0]))):
+        if site is not None:
+            return Peer(role, site, number, leaf)
+    if uris[0] == OPERATOR:
+        return Peer(OPERATING, "", number, leaf)
+    raise Turned(grpc.StatusCode.PERMISSION_DENIED, "this certificate is for nobody here", "no_role")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A token bucket on a monotonic clock."""
+
+    level: float
+    at: float
+
+    def fill(self, now: float, rate: float, most: float) -> float:
+        """Let the time since the last call flow in; the level then."""
+        self.level = min(most, self.level + (now - self.at) * rate)
+        self.at = now
+        return self.level
+
+
+@dataclass(slots=True)
+class _Buckets:
+    """A bucket for each name, at most :data:`KEPT` of them.
+
+    One that is full again says no more than none, and is forgotten when room is needed. Where all have given
+    something, a further name gets nothing: displacing them would hand them a full one.
+    """
+
+    rate: float  # tokens a second
+    most: float
+    kept: dict[str, _Bucket] = field(default_factory=dict)
+
+    def has(self, name: str, now: float) -> bool:
+        """Is there a token for this name?"""
+        bucket = self._of(name, now)
+        return bucket is not None and bucket.fill(now, self.rate, self.most) >= 1.0
+
+    def take(self, name: str, now: float) -> bool:
+        """Take a token, if there is one."""
+        if not self.has(name, now):
+            return False
+        self.kept[name].level -= 1.0
+        return True
+
+    def _of(self, name: str, now: float) -> _Bucket | None:
+        found = self.kept.get(name)
+        if found is None and len(self.kept) >= KEPT:
+            self.kept = {n: b for n, b in self.kept.items() if not b.fill(now, self.rate, self.most) >= self.most}
+        if found is None and len(self.kept) < KEPT:
+            found = self.kept[name] = _Bucket(self.most, now)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Crowd:
+    """How often each of some peers may call, and be refused."""
+
+    rates: _Buckets
+    strikes: _Buckets
+
+    def pace(self, name: str, now: float) -> None:
+        """Not too often, and not after too many refusals.
+
+        Raises:
+            Turned: one of them.
+        """
+        if not self.rates.take(name, now):
+            raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls: slow down", "rate")
+        if not self.strikes.has(name, now):
+            raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many refused calls: wait", "rate")
+
+
+def _crowd(strikes: float) -> _Crowd:
+    return _Crowd(_Buckets(CALLS_PER_S, BURST), _Buckets(1 / STRIKE_S, strikes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What a service's method gets in place of gRPC's context."""
+
+    peer: Peer
+    method: str
+    context: Any = field(repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Is the peer still there?"""
+        return bool(self.context.is_active())
+
+    def cancel(self) -> None:
+        """End the call, whatever it is waiting for."""
+        self.context.cancel()
+
+
+def _name(peer: Peer) -> str:
+    return f"{peer.role}/{peer.site}"
+
+
+class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Stands around every method of the service."""
+
+    def __init__(
+        self,
+        admits: Callable[[str, str], bool],
+        report: Callable[[str, str], None],
+        log: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is open yet.
+
+        Args:
+            admits: (site, certificate number) -> is it on the books, and not on the deny-list?
+            report: (site, rule) -> write down that a known site was turned away.
+            log: events from the allow-list.
+            clock: monotonic seconds, for rates.
+        """
+        self._admits, self._report, self._log, self._clock = admits, report, log, clock
+        self._mutex = threading.Lock()
+        self._welcome_ones = _crowd(STRIKES)  # by name
+        self._strangers = _crowd(STRANGE_STRIKES)  # by the certificate's number
+        self._entries = _Buckets(1 / ENTRY_S, ENTRIES)  # by the site that strangers call themselves
+        self._calls: dict[str, set[Call]] = {}
+        self._seen: dict[bytes, Peer] = {}
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """Wrap the method's handler; a method without a role stays unimplemented."""
+        method = str(details.method).rpartition("/")[2]
+        handler = continuation(details)
+        if handler is None or method not in ROLES:
+            return None
+        if handler.request_streaming and handler.response_streaming:
+            return handler._replace(stream_stream=self._many(method, handler.stream_stream))
+        if handler.request_streaming:
+            return handler._replace(stream_unary=self._one(method, handler.stream_unary))
+        if handler.response_streaming:
+            return handler._replace(unary_stream=self._many(method, handler.unary_stream))
+        return handler._replace(unary_unary=self._one(method, handler.unary_unary))
+
+    def _one(self, method: str, act: Callable[[Any, Call], Any]) -> Callable[[Any, Any], Any]:
+        def guarded(request: Any, context: Any) -> Any:
+            call = self._enter(method, context)
+            try:
+                return act(self._checked(call, request), call)
+            except Exception as fault:  # noqa: BLE001 - its text may hold anything; the peer gets a code
+                self._leave(call, fault)
+            finally:
+                self._forget(call)
+
+        return guarded
+
+    def _many(self, method: str, act: Callable[[Any, Call], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
+        def guarded(request: Any, context: Any) -> Iterator[Any]:
+            call = self._enter(method, context)
+            try:
+                for reply in act(self._checked(call, request), call):
+                    self._welcome(call.peer)
+                    yield reply
+            except Exception as fault:  # noqa: BLE001 - as above
+                self._leave(call, fault)
+            finally:
+                self._forget(call)
+
+        return guarded
+
+    def _enter(self, method: str, context: Any) -> Call:
+        peer = None
+        try:
+            peer = self._peer(context.auth_context())
+            unfit = self._unfit(peer, method)
+            with self._mutex:
+                if unfit:
+                    self._strangers.pace(peer.number, self._clock())
+                    raise unfit
+                self._welcome_ones.pace(_name(peer), self._clock())
+            return self._begin(Call(peer, method, context))
+        except Turned as turned:
+            self._turn(method, peer, turned)
+            context.abort(turned.code, turned.text)
+            raise
+
+    def _turn(self, method: str, peer: Peer | None, turned: Turned) -> None:
+        site = peer.site if peer and peer.role == AGENT else ""
+        self._log.warning("turned_away", call=method, site=site, rule=turned.rule)
+        if not peer or turned.rule in _UNWRITTEN:
+            return
+        written = self._strange(peer, site) if isinstance(turned, Unfit) else bool(site) and self.strike(site)
+        if site and written:
+            self._report(site, turned.rule)
+
+    def _strange(self, peer: Peer, site: str) -> bool:
+        """Count a refusal of an unwelcome certificate; may this one still be written down?"""
+        with self._mutex:
+            now = self._clock()
+            return self._strangers.strikes.take(peer.number, now) and bool(site) and self._entries.take(site, now)
+
+    def strike(self, site: str) -> bool:
+        """Count a refusal of a welcome site. Beyond a rate its calls are turned away unread: it floods no ledger.
+
+        Returns:
+            Whether this one may still be written down.
+        """
+        with self._mutex:
+            return self._welcome_ones.strikes.take(f"{AGENT}/{site}", self._clock())
+
+    def _peer(self, auth: Mapping[str, list[bytes]]) -> Peer:
+        """The peer of a connection; the certificate is parsed once."""
+        if auth.get("ssl_tls_version") != [b"TLSv1.3"]:
+            return peer_of(auth)
+        key = (auth.get("x509_pem_cert") or [b""])[0]
+        known = self._seen.get(key)
+        if known is None:
+            known = peer_of(auth)
+            if len(self._seen) >= _PARSED:
+                self._seen.clear()
+            self._seen[key] = known
+        return known
+
+    def _unfit(self, peer: Peer, method: str = "") -> Unfit | None:
+        """What speaks against this certificate at this moment, for this method if one is named."""
+        now = dt.datetime.now(dt.UTC)
+        if not peer.leaf.not_valid_before_utc <= now <= peer.leaf.not_valid_after_utc:
+            return Unfit(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now", "expired")
+        denied = grpc.StatusCode.PERMISSION_DENIED
+        if peer.role == AGENT and not self._admits(peer.site, peer.number):
+            return Unfit(denied, "this certificate was revoked, or was never issued", "revoked")
+        if method and ROLES[method] != peer.role:
+            return Unfit(denied, "this certificate may not make this call", "wrong_role")
+        return None
+
+    def _welcome(self, peer: Peer) -> None:
+        """In the middle of a stream: is this certificate still good?"""
+        unfit = self._unfit(peer)
+        if unfit:
+            raise unfit
+
+    def _begin(self, call: Call) -> Call:
+        with self._mutex:
+            mine = self._calls.setdefault(_name(call.peer), set())
+            if not len(mine) < AT_ONCE:
+                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once", "busy")
+            mine.add(call)
+        return call
+
+    def _forget(self, call: Call) -> None:
+        with self._mutex:
+            mine = self._calls.get(_name(call.peer), set())
+            mine.discard(call)
+            if not mine:
+                self._calls.pop(_name(call.peer), None)
+
+    def _checked(self, call: Call, request: Any) -> Any:
+        """The request, or each of its messages, when it is not too large and the peer still welcome."""
+        if hasattr(request, "ByteSize"):
+            self._fits(request)
+            return request
+        return self._each(call, request)
+
+    def _each(self, call: Call, messages: Iterator[Any]) -> Iterator[Any]:
+        for message in messages:
+            self._fits(message)
+            self._welcome(call.peer)
+            yield message
+
+    @staticmethod
+    def _fits(message: Any) -> None:
+        if not message.ByteSize() <= MOST_BYTES + 4096:
+            raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message is too large", "too_large")
+
+    def _leave(self, call: Call, fault: Exception) -> None:
+        if isinstance(fault, Turned):
+            self._turn(call.method, call.peer, fault)
+            call.context.abort(fault.code, fault.text)
+        if not call.alive:  # the peer hung up, and gRPC said so by an exception in the middle of things
+            call.context.abort(grpc.StatusCode.CANCELLED, "the stream broke off")
+        incident = secrets.token_hex(4)
+        self._log.error("incident", call=call.method, incident=incident, fault=type(fault).__name__)
+        call.context.abort(grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log")
+
+    def expel(self, site: str) -> int:
+        """End every open call of a site; how many there were."""
+        with self._mutex:
+            calls = list(self._calls.get(f"{AGENT}/{site}", ()))
+        for call in calls:
+            call.cancel()
+        return len(calls)
+
+    def open_calls(self) -> Counter[str]:
+        """How many calls are in progress, by method."""
+        with self._mutex:
+            return Counter(call.method for calls in self._calls.values() for call in calls)

@@ -1,0 +1,110 @@
+"""What an operator types about pools: list what was admitted, export it for training, merge models."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from coordinator.datasheet import Card
+from coordinator.edges.averaging import average_runs
+from coordinator.edges.home import Home
+from coordinator.edges.pooling import Options, as_json, export_pool, list_releases, read_books
+from coordinator.pool import PoolRefused, Wanted
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+
+
+@contextlib.contextmanager
+def _bar(silent: bool) -> Iterator[Callable[[str, int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Bars(*columns, console=ERR, disable=silent) as bars:
+        task = bars.add_task("", total=None)
+        yield lambda what, done, of: bars.update(task, description=what, completed=done, total=of)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    """What lies on the shelf, and what of it a pool can hold."""
+    home = Home(arguments.home)
+    rows = list_releases(home, read_books(home))
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(rows), indent=2) + "\n")
+        return 0
+    table = Table()
+    for name in ("release or run", "site", "mechanism", "level", "modality", "k", "epsilon", "holds"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        epsilon = "" if row.epsilon is None else f"{row.epsilon:.2f}"
+        k, holds = "" if row.k is None else str(row.k), f"{row.holds}: {row.why}" if row.why else row.holds
+        table.add_row(row.id, row.site, row.mechanism, row.level, row.modality, k, epsilon, holds)
+    OUT.print(table)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """Write a pool for training: WebDataset shards, a Croissant description, a datasheet."""
+    a = arguments
+    home = Home(a.home)
+    wanted = Wanted(
+        sites=frozenset(a.site),
+        mechanisms=frozenset(a.mechanism),
+        modalities=frozenset(a.modality),
+        level=a.level,
+        k=a.k,
+        epsilon=a.epsilon,
+        without=frozenset(a.without),
+        mixed=frozenset(a.mixed),
+    )
+    card = Card(**({"license": a.license} if a.license else {}))
+    with _bar(a.json) as progress:
+        report = export_pool(home, read_books(home), a.out, wanted, Options(seed=a.seed, card=card), progress)
+    _tell(as_json(report), a.json, a.out)
+    return 0
+
+
+def _average(arguments: argparse.Namespace) -> int:
+    """Merge the models of finished runs."""
+    a = arguments
+    try:
+        weights = [float(w) for w in a.weights.split(",")] if a.weights else None
+    except ValueError:
+        raise PoolRefused("weights are numbers with commas between them, one for each run") from None
+    home = Home(a.home)
+    with _bar(a.json) as progress:
+        report = average_runs(home, read_books(home), a.out, a.runs, weights, progress)
+    _tell(as_json(report), a.json, a.out)
+    return 0
+
+
+def _tell(report: dict[str, Any], as_lines: bool, out: Path) -> None:
+    if as_lines:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        return
+    OUT.print(f"wrote {out.name}:", markup=False)
+    for key, value in report.items():
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            OUT.print(f"  {key}: {value}", markup=False)
+    for left in report.get("left_out", ()):
+        OUT.print(f"  without {left['release']}: {left['why']}", markup=False)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "export": _export, "average": _average}
+
+
+def run(name: str, arguments: argparse.Namespace) -> int:
+    """Run one command; what it expects to go wrong becomes a sentence and exit status 1."""
+    try:
+        return COMMANDS[name](arguments)
+    except PoolRefused as error:
+        ERR.print(f"refused: {error}", markup=False)
+        return 1

@@ -1,0 +1,271 @@
+"""What an operator types against the coordinator that serves: enrolment, revocation, and federated runs.
+
+Over the same gRPC port as the sites, with the operator's own certificate, so that nobody has to stop a coordinator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from rich.console import Console
+from rich.live import Live
+from rich.table import Column, Table
+
+from coordinator.edges import home as homes
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayStub
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+CALL_S = 30.0
+_KINDS = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
+_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool}  # may be left out of a job file
+
+
+@contextlib.contextmanager
+def _stub(arguments: argparse.Namespace) -> Iterator[Any]:
+    home = homes.Home(arguments.home)
+    key, chain = homes.operator_certificate(home, dt.datetime.now(dt.UTC))
+    credentials = grpc.ssl_channel_credentials(home.root_crt(), key, chain)
+    with grpc.secure_channel(home.settings().listen, credentials, [("grpc.enable_http_proxy", 0)]) as channel:
+        yield GatewayStub(channel)
+
+
+def _invite(arguments: argparse.Namespace) -> int:
+    """Make a one-use invitation: a file without secrets, and a token to be told another way."""
+    with _stub(arguments) as stub:
+        reply = stub.Invite(pb.InviteRequest(site=arguments.site), timeout=CALL_S)
+    homes.write_durably(arguments.out, reply.invitation)
+    if arguments.token_file:
+        homes.write_durably(arguments.token_file, reply.token.encode() + b"\n")
+    OUT.print(f"wrote {arguments.out.name}: send it to {arguments.site}; it holds no secret")
+    if not arguments.token_file:
+        OUT.print(f"token, good for one request within 30 minutes: {reply.token}", soft_wrap=True)
+    OUT.print(f"fingerprint of the federation's root: {reply.fingerprint}", soft_wrap=True)
+    OUT.print("tell both by telephone; never send the token together with the file")
+    return 0
+
+
+def _enrolments(arguments: argparse.Namespace) -> int:
+    """Who was invited, and who waits for approval."""
+    with _stub(arguments) as stub:
+        pending = stub.Enrolments(pb.EnrolmentsRequest(), timeout=CALL_S).pending
+    if arguments.json:
+        names = ("site", "state", "fingerprint", "digest", "until")
+        sys.stdout.write(json.dumps([{n: getattr(p, n) for n in names} for p in pending], indent=2) + "\n")
+        return 0
+    digest = Column("digest: what persons approve", overflow="fold")  # all of it, on a narrow terminal too
+    table = Table("site", "state", "fingerprint of its request", "until (UTC)", digest)
+    for p in pending:
+        until = dt.datetime.fromtimestamp(p.until, dt.UTC).strftime("%Y-%m-%d %H:%M") if p.until else ""
+        table.add_row(p.site, p.state, p.fingerprint, until, p.digest)
+    OUT.print(table)
+    OUT.print("each approver compares the fingerprint with the hospital by telephone, and signs:")
+    OUT.print("  ledger sign enrol SITE DIGEST --serial NAME ...   then: approve SITE FILES --serial NAME")
+    return 0
+
+
+def _approve(arguments: argparse.Namespace) -> int:
+    """Hand in persons' approvals of a request; with those of both roles the site is enrolled."""
+    sealed = [path.read_bytes() for path in arguments.approvals]
+    request = pb.ApproveRequest(site=arguments.site, serial=arguments.serial, approvals=sealed)
+    with _stub(arguments) as stub:
+        stub.Approve(request, timeout=CALL_S)
+    OUT.print(f"{arguments.site} is enrolled; its agent finds that out by itself, or with `lazaret-agent enrol`")
+    return 0
+
+
+def _revoke(arguments: argparse.Namespace) -> int:
+    """Put a certificate, or a whole site, on the deny-list, now."""
+    if not arguments.certificate and not arguments.yes:
+        ERR.print(f"this ends {arguments.site}'s part in the federation until it is enrolled anew: say --yes")
+        return 1
+    request = pb.RevokeRequest(site=arguments.site, certificate=arguments.certificate, reason=arguments.reason)
+    with _stub(arguments) as stub:
+        stub.Revoke(request, timeout=CALL_S)
+    what = f"certificate {arguments.certificate} of {arguments.site}" if arguments.certificate else arguments.site
+    OUT.print(f"{what} is revoked: its open calls were ended, and the next one is refused")
+    return 0
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """A job file's content; what it means is the mechanism's business.
+
+    Raises:
+        BadCoordinator: not JSON, or without exactly its keys.
+    """
+    try:
+        job = json.loads(path.read_text())
+    except ValueError:
+        raise homes.BadCoordinator(f"{path.name}: not JSON") from None
+    given = {k: type(v) for k, v in job.items()} if isinstance(job, dict) else {}
+    if {k: t for k, t in given.items() if k not in _MORE} != _KINDS or not given.items() <= (_KINDS | _MORE).items():
+        wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
+        more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
+        raise homes.BadCoordinator(f"{path.name}: the keys are {wanted}; and if need be {more}")
+    return {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+
+
+def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    job = read_job(arguments.job)
+    request = pb.LaunchRequest(
+        run=getattr(arguments, "run", "") or "forecast",
+        mechanism=job["mechanism"],
+        config=json.dumps(job["config"]).encode(),
+        parameters=job["parameters"],
+        sites=job["sites"],
+        rounds=job["rounds"],
+        min_sites=job["min_sites"],
+        strategy=json.dumps(job["strategy"]),
+        all_or_none=job["all_or_none"],
+        secure=job["secure"],
+    )
+    return request, job
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """What a run would cost each site; exit 1 when it could not go. Nothing is held."""
+    request, job = _request(arguments)
+    with _stub(arguments) as stub:
+        reply = stub.Plan(request, timeout=CALL_S)
+    if arguments.json:
+        names = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")
+        sites = [{n: getattr(c, n) for n in names} for c in reply.sites]
+        sys.stdout.write(json.dumps({"go": not reply.refused, "reason": reply.refused, "sites": sites}) + "\n")
+        return 1 if reply.refused else 0
+    table = Table("site", "epsilon of the run", "delta", "of what is left", "", title=f"{job['rounds']} round(s)")
+    for c in reply.sites:
+        share = f"{100 * c.amount / c.left:.0f} %" if c.left > 0 else "nothing is left"
+        table.add_row(c.site, c.epsilon, c.delta, share, "fits" if c.fits else c.reason)
+    OUT.print(table)
+    OUT.print(f"cannot go: {reply.refused}" if reply.refused else "can go", markup=False)
+    return 1 if reply.refused else 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """Start a run, or follow the one of that name; exit 1 when it failed or was stopped."""
+    request, job = _request(arguments)
+    with _stub(arguments) as stub:
+        return _show(stub.Launch(request), arguments.json, job["rounds"])
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Follow a run; exit 1 when it failed or was stopped."""
+    with _stub(arguments) as stub:
+        return _show(stub.Watch(pb.RunRequest(run=arguments.run)), arguments.json, 0)
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    """Go on with a stopped run, and follow it."""
+    with _stub(arguments) as stub:
+        return _show(stub.Resume(pb.RunRequest(run=arguments.run)), arguments.json, 0)
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    """Stop a run after the round in progress; its grants stay held."""
+    with _stub(arguments) as stub:
+        state = stub.Stop(pb.RunRequest(run=arguments.run), timeout=CALL_S).state
+    OUT.print({"unknown": "there is no run of that name"}.get(state, f"{arguments.run}: {state}"))
+    return 0 if state == "stopping" else 1
+
+
+def _show(events: Iterator[Any], as_lines: bool, rounds: int) -> int:
+    """Events as they come: JSON lines, a live table on a terminal, or plain lines."""
+    state, board = "failed", _Board(rounds)
+    live = OUT.is_terminal and not as_lines
+    with Live(board.table(), console=OUT, transient=False) if live else contextlib.nullcontext() as display:
+        for event in events:
+            state = event.state
+            board.take(event)
+            if as_lines:
+                line = {"round": event.round, "state": state, "sites": list(event.sites), "reason": event.reason}
+                sys.stdout.write(json.dumps(line) + "\n")
+                sys.stdout.flush()
+            elif display is not None:
+                display.update(board.table())
+            else:
+                OUT.print(board.line(event), markup=False)
+    return 0 if state == "finished" else 1
+
+
+class _Board:
+    """A run as a table: what became of each site in each round."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.rows, self.end = rounds, dict[int, list[str]](), ""
+
+    def take(self, event: Any) -> None:
+        """One more event."""
+        cells = self.rows.setdefault(event.round, [""] * 3)
+        names, at = ", ".join(event.sites), {"granted": 0, "sent": 0, "closed": 1}.get(event.state)
+        if at is not None:
+            cells[at] = names
+        elif event.state in ("declined", "refused", "waiting"):
+            cells[2] = "; ".join(filter(None, (cells[2], f"{names} ({event.reason})")))
+        if event.state in ("finished", "failed", "stopped"):
+            self.end = f"{event.state}{f': {event.reason}' if event.reason else ''}"
+
+    def line(self, event: Any) -> str:
+        """One event as a line of text."""
+        of = f" of {self.rounds}" if self.rounds else ""
+        where = f"round {event.round}{of}" if event.round else "price"
+        reason = f" ({event.reason})" if event.reason else ""
+        return f"{where}: {event.state} {', '.join(event.sites)}{reason}"
+
+    def table(self) -> Table:
+        """The whole board."""
+        table = Table("round", "asked", "aggregated", "without", title=self.end or "running")
+        for number, cells in sorted(self.rows.items()):
+            if any(cells):
+                table.add_row(str(number) if number else "price", *cells)
+        return table
+
+
+Add = Callable[..., argparse.ArgumentParser]
+
+
+def add_commands(commands: Any, add: Add) -> Any:
+    """The parsers of all commands here; ``add(group, name, act, text)`` makes one.
+
+    Returns:
+        The group ``round``.
+    """
+    invite = add(commands, "invite", _invite, "invite a hospital: a file, and a token to be told another way")
+    invite.add_argument("site", help="short lower-case name")
+    invite.add_argument("--out", type=Path, required=True, help="the invitation, without secrets")
+    invite.add_argument("--token-file", type=Path, help="write the token here instead of showing it")
+    pending = add(commands, "enrolments", _enrolments, "who was invited, and who waits for approval")
+    pending.add_argument("--json", action="store_true")
+    approve = add(commands, "approve", _approve, "enrol a site that two persons have approved")
+    approve.add_argument("site")
+    approve.add_argument("approvals", type=Path, nargs="*", help="what `ledger sign enrol` wrote")
+    approve.add_argument("--serial", required=True, help="that they signed")
+    revoke = add(commands, "revoke", _revoke, "end a certificate, or a site's part in the federation, now")
+    revoke.add_argument("site")
+    revoke.add_argument("--certificate", default="", help="its serial number; left out: the site")
+    revoke.add_argument("--reason", required=True, help="one short word, for the ledger: lost, stolen, left ...")
+    revoke.add_argument("--yes", action="store_true")
+    rounds = commands.add_parser("round", help="federated runs").add_subparsers(required=True, metavar="WHAT")
+    plan = add(rounds, "plan", _plan, "what a run would cost each site; nothing is held")
+    launch = add(rounds, "launch", _launch, "start a run, or follow the one of that name")
+    for one in (plan, launch):
+        one.add_argument("job", type=Path, help="JSON: mechanism, parameters, sites, rounds, min_sites, config ...")
+        one.add_argument("--json", action="store_true", help="one JSON object per line")
+    launch.add_argument("--run", required=True, help="the run's name")
+    for name, act, text in (
+        ("watch", _watch, "follow a run"),
+        ("resume", _resume, "go on with a stopped run"),
+        ("stop", _stop, "stop a run after the round in progress; `resume` goes on"),
+    ):
+        one = add(rounds, name, act, text)
+        one.add_argument("run")
+        one.add_argument("--json", action="store_true", help="one JSON object per line")
+    return rounds

@@ -1,0 +1,244 @@
+"""What the coordinator and the process of one run say to each other, over a pair of sockets.
+
+A frame is a word, a JSON object and two byte strings, their lengths in front. Nothing is unpickled, and a length
+beyond what the word may have is refused before a byte of it is read. The run's process parses what sites send, so
+the coordinator reads every field of its frames again: see coordinator/edges/conducting.py.
+
+From the coordinator: ``start`` (once), ``answer`` or ``broken`` to each question, ``stop``. From the run: questions
+(``reserve``, ``admit``, ``done``, ``progress``), each answered before the next; then ``over``, ``failed``, ``fault``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import select
+import socket
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coordinator.edges.grid import PrivateWay
+from coordinator.edges.strategy import SLUG, Model, RoundPlan
+from coordinator.rounds import Moments, strategy_from
+from coordinator.strictjson import json_object
+from protos import rounds as wire
+from protos.artifact import pack_vector, unpack_vector
+
+_HEAD: Final = struct.Struct(">8sQQQ")  # word, padded with zeros; lengths of text, body and more
+_MAX_TEXT: Final = 4 << 20  # bytes
+_TENSOR_HEADER: Final = 4096  # bytes of a safetensors header for what is sent here
+_STALL_S: Final = 60  # within a frame; both ends write a frame in one go
+
+Bounds = Mapping[str, tuple[int, int]]  # word -> the greatest length of its two byte strings
+
+TO_RUN: Final[Bounds] = {
+    "start": (4 * wire.MAX_PARAMETERS + _TENSOR_HEADER, 16 * wire.MAX_PARAMETERS + _TENSOR_HEADER),
+    "answer": (0, 0),
+    "broken": (0, 0),
+    "stop": (0, 0),
+}
+
+
+def from_run(plan: RoundPlan) -> Bounds:
+    """What the process that conducts ``plan`` may send: vectors of the plan's length, envelopes of its sites."""
+    size, masked = int(plan.model.vector.size), plan.roster is not None
+    vector, moments = 4 * size + _TENSOR_HEADER, 16 * size + _TENSOR_HEADER
+    return {
+        "reserve": (len(plan.sites) * wire.MAX_ENVELOPE, 0),
+        "admit": (wire.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else vector),
+        "done": (vector, moments),
+        **dict.fromkeys(("progress", "over", "failed", "fault"), (0, 0)),
+    }
+
+
+class BadFrame(Exception):
+    """The other end is gone, or what it says is not what it may say."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """One word with what belongs to it."""
+
+    word: str
+    text: dict[str, Any]
+    body: bytes = b""
+    more: bytes = b""
+
+    def values(self, *keys: str) -> list[Any]:
+        """The values of exactly these keys.
+
+        Raises:
+            BadFrame: the text has other keys.
+        """
+        if self.text.keys() != set(keys):
+            raise BadFrame(f"{self.word}: other keys")
+        return [self.text[key] for key in keys]
+
+
+class Pipe:
+    """One end. One thread may send while another receives."""
+
+    def __init__(self, end: socket.socket, bounds: Bounds) -> None:
+        """``bounds`` are those of the frames that arrive here."""
+        self._end, self._bounds = end, bounds
+        end.setblocking(True)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _STALL_S, 0))
+
+    def close(self) -> None:
+        """Nothing more is said; the other end sees that."""
+        self._end.close()
+
+    def send(self, word: str, text: Mapping[str, Any] | None = None, body: bytes = b"", more: bytes = b"") -> None:
+        """One frame.
+
+        Raises:
+            BadFrame: there is nobody left to read it, or for too long nobody does.
+        """
+        told = json.dumps(text or {}, separators=(",", ":"), allow_nan=False).encode()
+        try:
+            self._end.sendall(_HEAD.pack(word.encode("ascii"), len(told), len(body), len(more)) + told)
+            for part in (body, more):
+                self._end.sendall(part)
+        except OSError:
+            raise BadFrame("cannot be sent") from None
+
+    def ready(self, seconds: float) -> bool:
+        """Whether something, or the end, can be received within that time."""
+        waiting = select.poll()
+        waiting.register(self._end, select.POLLIN)
+        return bool(waiting.poll(seconds * 1000))
+
+    def receive(self) -> Frame:
+        """The next frame; waits for it.
+
+        Raises:
+            BadFrame: an unknown word, a length beyond its bounds, no strict JSON object, or the end.
+        """
+        word, *sizes = _HEAD.unpack(self._exactly(_HEAD.size))
+        name = word.rstrip(b"\0").decode("ascii", "replace")
+        most = self._bounds.get(name)
+        if most is None or not all(size <= limit for size, limit in zip(sizes, (_MAX_TEXT, *most), strict=True)):
+            raise BadFrame("an unknown word, or too long")
+        text, body, more = (self._exactly(size) for size in sizes)
+        try:
+            return Frame(name, json_object(text.decode()), body, more)
+        except ValueError:  # a decoding error is one
+            raise BadFrame("not a frame") from None
+
+    def _exactly(self, size: int) -> bytes:
+        parts, missing = [], size
+        while missing:
+            try:
+                part = self._end.recv(missing, socket.MSG_WAITALL)
+            except OSError:  # nothing for too long is one
+                raise BadFrame("stalled") from None
+            if not part:
+                raise BadFrame("the end")
+            parts.append(part)
+            missing -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """What the process of a run is given; the task is the run's, and the way opens a task's calls only."""
+
+    plan: RoundPlan
+    way: PrivateWay
+    token: str
+
+    def send(self, pipe: Pipe) -> None:
+        """As the frame ``start``."""
+        plan = self.plan
+        roster = None if plan.roster is None else {site: key.hex() for site, key in plan.roster.items()}
+        text = {
+            "way": [self.way.address, self.way.key, self.token],
+            "run": plan.run,
+            "sites": plan.sites,
+            "rounds": [plan.first_round, plan.rounds],
+            "config": base64.b64encode(plan.config).decode(),
+            "least": [plan.min_sites, plan.least_grants],
+            "seconds": [plan.round_timeout_s, plan.node_wait_s],
+            "strategy": plan.aggregator.to_json(),
+            "roster": roster,
+        }
+        pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
+
+    @classmethod
+    def of(cls, frame: Frame) -> Order:
+        """The reverse.
+
+        Raises:
+            BadFrame: it is not an order.
+        """
+        keys = ("way", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster")
+        way, run, sites, rounds, config, least, seconds, strategy, roster = frame.values(*keys)
+        try:
+            plan = RoundPlan(
+                run=run,
+                sites=tuple(sites),
+                rounds=rounds[1],
+                first_round=rounds[0],
+                model=Model(unpack_vector(frame.body), Moments.from_bytes(frame.more)),
+                config=base64.b64decode(config, validate=True),
+                min_sites=least[0],
+                least_grants=least[1],
+                round_timeout_s=seconds[0],
+                node_wait_s=seconds[1],
+                aggregator=strategy_from(strategy),
+                roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
+            )
+            return cls(plan, PrivateWay(way[0], way[1]), way[2])
+        except (ValueError, TypeError, LookupError, AttributeError, binascii.Error):
+            raise BadFrame("not an order") from None
+
+
+def sites_of(value: object, known: Collection[str]) -> tuple[str, ...]:
+    """Names of sites, each once and each one of ``known``.
+
+    Raises:
+        BadFrame: anything else.
+    """
+    if not isinstance(value, list) or not all(type(site) is str and site in known for site in value):
+        raise BadFrame("not sites of this run")
+    if len(set(value)) != len(value):
+        raise BadFrame("a site twice")
+    return tuple(value)
+
+
+def codes_of(value: object, known: Collection[str]) -> dict[str, str]:
+    """Site to code, of sites among ``known``.
+
+    Raises:
+        BadFrame: anything else.
+    """
+    if not isinstance(value, dict):
+        raise BadFrame("not codes")
+    sites_of(list(value), known)
+    return {site: code_of(code) for site, code in value.items()}
+
+
+def code_of(value: object) -> str:
+    """A code, which is safe to log.
+
+    Raises:
+        BadFrame: anything else.
+    """
+    if type(value) is not str or not SLUG.fullmatch(value):
+        raise BadFrame("not a code")
+    return value
+
+
+def index_of(value: object, low: int, high: int) -> int:
+    """A whole number from ``low`` to ``high``.
+
+    Raises:
+        BadFrame: anything else.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise BadFrame("not such a number")
+    return value

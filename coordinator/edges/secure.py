@@ -1,0 +1,172 @@
+"""Federated rounds in which the coordinator learns the sum of the sites' updates and no single one.
+
+The protocol is `protos.secagg`'s, five exchanges a round; here it travels as Flower messages, and each masked vector
+goes through the same gate as any release before it counts. A round that fails after the sites have begun it ends the
+run: no site takes part twice in one sum (`protos.secagg`, last paragraph).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from coordinator.edges.strategy import GatedStrategy, Model, Progress
+from coordinator.rounds import Advancing, NoAggregate
+from protos import rounds as wire
+from protos import secret
+from protos.artifact import pack_vector
+from protos.secagg_hub import Hub
+from protos.secagg_session import Quorum, Session
+from protos.secagg_wire import Refused, Step
+from protos.weights import pack_ring
+
+
+@dataclass(slots=True, eq=False)
+class SecureStrategy(GatedStrategy):
+    """As `GatedStrategy`, with sums in place of updates; the plan names every site's enrolled key."""
+
+    def start(self, grid: Grid, *_: Any, num_rounds: int = 1, **__: Any) -> Any:
+        """In place of Flower's loop: ``num_rounds`` rounds, five exchanges each.
+
+        Raises:
+            RoundFailed: too few sites answered a step, or what they sent could not be unmasked.
+        """
+        for number in range(1, num_rounds + 1):
+            self._round(grid, self.plan.first_round + number - 1)
+
+    def _round(self, grid: Grid, index: int) -> None:
+        self._lost = {}
+        asked = self._present(grid, index)
+        session = self._session(asked, index)
+        hub = Hub(session)
+        self.progress(Progress("sent", index, asked, dict(self._lost)))
+        try:
+            for step in Step:
+                self._step(grid, index, hub, step)
+            total = hub.aggregate()
+        except Refused:
+            self._fail(index, "not_unmasked", self._without(hub))
+        delta = session.params.ring.decode(total.lattice) / len(total.survivors)
+        aggregator = self.plan.aggregator
+        assert isinstance(aggregator, Advancing), "the job was checked"
+        try:
+            vector, moments = aggregator.advance(self.model.vector, delta, self.model.moments)
+        except NoAggregate:
+            self._fail(index, "no_aggregate", self._without(hub))
+        self._expected = set(total.survivors)
+        used = tuple(site for site in self.plan.sites if site in total.survivors)
+        self.close(index, Model(vector, moments), used, self._without(hub))
+
+    def _present(self, grid: Grid, index: int) -> tuple[str, ...]:
+        """The granted sites that are online: the members of this round.
+
+        Raises:
+            RoundFailed: fewer than ``min_sites``; nobody has begun the round.
+        """
+        granted = [site for site in self.plan.sites if site in self.granted]
+        nodes = self._online(grid, granted)
+        self._lost = {site: "offline" for site in granted if site not in nodes}
+        asked = tuple(site for site in granted if site in nodes)
+        if not len(asked) >= self.plan.min_sites:
+            self._fail(index, "too_few_sites_online", self._lost)
+        return asked
+
+    def _session(self, asked: tuple[str, ...], index: int) -> Session:
+        config = json.loads(self.plan.config)
+        quorum = Quorum.smallest(len(asked), secret.CORRUPT, config["honest"])
+        terms = secret.Terms(self.plan.run, index, self.plan.config, self.plan.aggregator.to_json())
+        assert self.plan.roster is not None, "a plan of a secure run has the sites' keys"
+        roster = {site: self.plan.roster[site] for site in asked}
+        return secret.session(terms, self.model.vector, roster, quorum)
+
+    def _without(self, hub: Hub) -> dict[str, str]:
+        """Site to code of those that are not in the sum; what a site is blamed for in words stays here."""
+        return dict.fromkeys(hub.dropped, "masked") | self._lost
+
+    def _step(self, grid: Grid, index: int, hub: Hub, step: Step) -> None:
+        requests = dict(hub.requests())
+        if step is Step.ADVERTISE:
+            start, strategy = pack_vector(self.model.vector), self.plan.aggregator.to_json()
+            requests = dict.fromkeys(requests, secret.Setup(dict(hub.session.roster), strategy, start).encode())
+        for site, payload in self._exchange(grid, index, step, requests).items():
+            message = payload
+            if step is Step.MASK:
+                try:
+                    envelope, message = secret.unframe(payload)
+                except secret.BadSetup:  # one site's nonsense is that site's trouble
+                    self._lost[site] = "schema"
+                    continue
+                code = self._reviewed(site, index, envelope, hub, message)
+                if code is not None:
+                    self._lost[site] = code
+                    continue
+            hub.receive(site, message)
+        hub.advance()
+
+    def _reviewed(self, site: str, index: int, envelope: bytes, hub: Hub, message: bytes) -> str | None:
+        """A masked vector goes through the gate like any update: its envelope, its grant, its form."""
+        try:
+            artifact = pack_ring(secret.masked_vector(hub.session, message))
+        except ValueError:
+            return "schema"
+        try:
+            return self.gate.admit(site, index, envelope, artifact)
+        except Exception:  # noqa: BLE001 - whatever went wrong in a review, it was not a yes
+            return "internal"
+
+    def _exchange(self, grid: Grid, index: int, step: Step, requests: Mapping[str, bytes]) -> dict[str, bytes]:
+        """One message to each site, and what came back in time; who is silent is noted."""
+        nodes = {node.name: node.node_id for node in grid.get_nodes()}
+        name = step.name.lower()
+        order = ConfigRecord(
+            {wire.RUN: self.plan.run, wire.ROUND: index, wire.CONFIG: self.plan.config, wire.STEP: name}
+        )
+        self._sent = {
+            site: Message(
+                RecordDict({wire.ORDER: order, wire.PAYLOAD: _bytes(payload)}),
+                nodes[site],
+                wire.SECURE,
+                ttl=self.plan.round_timeout_s,
+                group_id=f"{index}-{name}",
+            )
+            for site, payload in requests.items()
+            if site in nodes
+        }
+        lost, self._lost = self._lost, {}
+        replies = grid.send_and_receive(list(self._sent.values()), timeout=self.plan.round_timeout_s)
+        found = {}
+        for site, content in self._match(replies):
+            payload = _payload(content)
+            if payload is None:
+                self._lost[site] = "schema"
+            else:
+                found[site] = payload
+        self._lost = lost | self._lost
+        return found
+
+
+def _bytes(payload: bytes) -> ArrayRecord:
+    return ArrayRecord({wire.DATA: Array(np.frombuffer(payload, np.uint8).copy())})
+
+
+def _payload(content: RecordDict) -> bytes | None:
+    """The bytes of a reply; None for anything that is not exactly that."""
+    try:
+        record = content[wire.PAYLOAD]
+        if set(content) != {wire.PAYLOAD} or not isinstance(record, ArrayRecord) or list(record) != [wire.DATA]:
+            return None
+        array = record[wire.DATA]
+        length = int(array.shape[0])
+        declared = array.dtype == "uint8" and len(array.shape) == 1 and 0 <= length <= wire.MAX_PAYLOAD
+        if not declared or not length <= len(array.data) <= length + 4096:
+            return None
+        values = array.numpy()  # never unpickles
+        return values.tobytes() if values.dtype == np.uint8 and values.shape == (length,) else None
+    except Exception:  # noqa: BLE001 - bytes from outside; whatever they break is a wrong schema
+        return None

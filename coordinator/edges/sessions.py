@@ -1,0 +1,97 @@
+"""The long-lived stream of each site: what the coordinator has to say without being asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+
+from coordinator.edges.guard import Call, Turned
+from protos.v1 import gateway_pb2 as pb
+
+MOST: Final = 512  # open streams; each holds one of the service's threads
+BEAT_S: Final = 20.0  # a session says that it lives
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One site's session: notices that wait for it."""
+
+    notices: list[Any] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    over: bool = False
+
+
+def _say(line: _Line, notice: Any) -> None:
+    """Add a notice to a session, or end it."""
+    with line.changed:
+        if notice is None:
+            line.over = True
+        else:
+            line.notices.append(notice)
+        line.changed.notify_all()
+
+
+class Sessions:
+    """One stream for each site at most."""
+
+    def __init__(self, log: Any) -> None:
+        """Nobody is connected."""
+        self._log, self._mutex, self._lines = log, threading.Lock(), dict[str, _Line]()
+
+    def hold(self, call: Call, ended: Callable[[], str] = str) -> Iterator[Any]:
+        """A site's notices, until it hangs up, a newer session of it begins, or :meth:`close`.
+
+        ``ended`` gives a run whose end the site may have missed while nobody could tell it; "": none.
+        """
+        line, site = _Line(), call.peer.site
+        with self._mutex:
+            if site not in self._lines and not len(self._lines) < MOST:
+                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: go on without one", "busy")
+            before, self._lines[site] = self._lines.get(site), line
+        if before is not None:
+            _say(before, None)
+        self._log.info("session", site=site, state="open")
+        # By gRPC's word, and not after the loop: of a peer that hangs up, this generator may never be asked again.
+        if not call.context.add_callback(lambda: self._gone(site, line)):
+            self._gone(site, line)
+        yield pb.Notice(kind="hello")
+        if run := ended():  # asked only now, so that no end falls between the two
+            yield pb.Notice(kind="over", run=run)
+        over = False
+        while not over:
+            with line.changed:
+                line.changed.wait_for(lambda: line.notices or line.over, BEAT_S)
+                fresh, line.notices, over = line.notices, [], line.over  # together: a last word is said
+            yield from fresh or ([] if over else [pb.Notice(kind="beat")])
+
+    def _gone(self, site: str, line: _Line) -> None:
+        """A session has ended, whoever ended it."""
+        _say(line, None)
+        with self._mutex:
+            if self._lines.get(site) is line:
+                del self._lines[site]
+        self._log.info("session", site=site, state="closed")
+
+    def notify(self, kind: str, run: str = "", sites: tuple[str, ...] | None = None) -> None:
+        """Say something to the sessions of some sites, or of all."""
+        with self._mutex:
+            lines = [line for site, line in self._lines.items() if sites is None or site in sites]
+        for line in lines:
+            _say(line, pb.Notice(kind=kind, run=run))
+
+    def connected(self) -> tuple[str, ...]:
+        """The sites with an open session."""
+        with self._mutex:
+            return tuple(sorted(self._lines))
+
+    def close(self) -> None:
+        """Say goodbye to every site."""
+        self.notify("bye")
+        with self._mutex:
+            lines = list(self._lines.values())
+        for line in lines:
+            _say(line, None)

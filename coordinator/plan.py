@@ -1,0 +1,332 @@
+"""What a federated run is, what it would cost each site, and whether to launch it. Pure.
+
+A job is checked as a whole, all problems at once. Its claim is read from the mechanism's public configuration, since
+a claim never needs more (price first), and the coordinator has neither the mechanism nor torch; that both read the
+same claim is a test. The forecast asks the very review that the real reservation meets, of a draft.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Final
+
+from coordinator.rounds import Advancing, BadStrategy, FedAvg, FedProx, Strategy, strategy_from
+from coordinator.strictjson import json_object
+from policies.claims import Claim, DistributedGaussian, SubsampledGaussian, UnsupportedClaim
+from policies.policy import Policy
+from policies.rdp import NANO, cost, epsilon_nano
+from policies.review import TERMS, Standing, review_reservation, room
+from policies.statement import ID, Reservation
+
+FEDAVG: Final = '{"name":"fedavg"}'
+PLAIN: Final = "federated"
+MASKED: Final = "federated-masked"
+_SHARED: Final[Mapping[str, type]] = {
+    "sampling_rate": float,
+    "noise_multiplier": float,
+    "rounds": int,
+    "clip": float,
+    "images_per_patient": int,
+    "public_patients": int,
+    "learning_rate": float,
+    "classes": list,
+    "shape": list,
+    "centre": list,
+}
+# The keys of each mechanism's public configuration, and their types in JSON.
+KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
+    {
+        PLAIN: {**_SHARED, "steps_per_round": int, "proximal": float},
+        MASKED: {
+            **_SHARED,
+            "sites": int,
+            "honest": int,
+            "value_bound": float,
+            "scale": int,
+            "ring_bits": int,
+        },
+    }
+)
+
+
+class BadJob(ValueError):
+    """The job cannot be run; the text says why."""
+
+
+def _configuration(mechanism: str, text: str) -> dict[str, Any]:
+    """The configuration's values: every key, none unknown or twice, every type exact.
+
+    Raises:
+        BadJob: anything else. The keys at fault are named, all at once.
+    """
+    if mechanism not in KEYS:
+        raise BadJob(f"mechanism: one of {', '.join(KEYS)}")
+    kinds = KEYS[mechanism]
+    try:
+        values = json_object(text)
+    except ValueError:
+        raise BadJob("config: a JSON object of distinct keys and finite numbers") from None
+    wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
+    common = sorted(kinds.keys() & values.keys())
+    wrong += [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
+    if wrong:
+        raise BadJob("config: " + "; ".join(wrong))
+    return values
+
+
+def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
+    try:
+        if mechanism == MASKED:  # every round is one step
+            return DistributedGaussian(
+                values["sampling_rate"],
+                values["noise_multiplier"],
+                values["rounds"],
+                values["sites"],
+                values["honest"],
+            )
+        steps = values["steps_per_round"] * values["rounds"]
+        if not min(values["steps_per_round"], values["rounds"]) >= 1:
+            raise UnsupportedClaim("steps_per_round and rounds must be at least 1")
+        return SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
+    except UnsupportedClaim as fault:
+        raise BadJob(f"config: {fault}") from None
+
+
+def claim_of(mechanism: str, config: str) -> Claim:
+    """What the mechanism of this public configuration claims for all of its rounds.
+
+    Raises:
+        BadJob: no such mechanism, not its configuration, or one that cannot be priced.
+    """
+    return _claim(mechanism, _configuration(mechanism, config))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One federated run, as the operator launched it."""
+
+    run: str
+    mechanism: str
+    config: str  # JSON of the mechanism's public configuration
+    parameters: int  # length of the flat model
+    sites: tuple[str, ...]
+    rounds: int
+    min_sites: int  # of each round, and at the launch
+    strategy: str = FEDAVG  # JSON, see coordinator.rounds
+    all_or_none: bool = False  # False: a site that is refused is dropped, down to min_sites
+    secure: bool = False  # the coordinator sees the sum alone
+
+    def __post_init__(self) -> None:
+        """All problems at once."""
+        wrong = [*self._wrong(), *self._wrong_config(), *self._wrong_strategy()]
+        if wrong:
+            raise BadJob("the job needs " + "; ".join(wrong))
+
+    def claim(self) -> Claim:
+        """What each site's account is charged for, all rounds together."""
+        return claim_of(self.mechanism, self.config)
+
+    def aggregator(self) -> Strategy:
+        """The strategy, read."""
+        return strategy_from(self.strategy)
+
+    def to_json(self) -> str:
+        """Sorted keys, no spaces."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    def _wrong(self) -> Iterator[str]:
+        rules = {
+            "run: a short lower-case name that does not begin with release": bool(ID.fullmatch(self.run))
+            and not self.run.startswith("release"),
+            f"mechanism: one of {', '.join(KEYS)}": self.mechanism in KEYS,
+            "parameters: 1 to 100 million": 0 < self.parameters <= 100_000_000,
+            "sites: at least one, each once, each a site's name": 0 < len(self.sites) == len(set(self.sites))
+            and all(ID.fullmatch(site) for site in self.sites),
+            "rounds: 1 to 10,000": 0 < self.rounds <= 10_000,
+            "min_sites: 1 to the number of sites": 0 < self.min_sites <= len(self.sites),
+            f"secure: true for {MASKED}, and for nothing else": self.secure is (self.mechanism == MASKED),
+        }
+        return (name for name, right in rules.items() if not right)
+
+    def _wrong_config(self) -> Iterator[str]:
+        if self.mechanism not in KEYS:
+            return
+        try:
+            values = _configuration(self.mechanism, self.config)
+            _claim(self.mechanism, values)
+        except BadJob as fault:
+            yield str(fault)
+            return
+        if not self.rounds <= values["rounds"]:
+            yield f"rounds: at most the {values['rounds']} that the configuration prices"
+        if not values["public_patients"] >= 1:
+            yield "config: public_patients of at least 1"
+        if self.mechanism != MASKED:
+            return
+        if values["sites"] != len(self.sites):
+            yield f"sites: the {values['sites']} that the configuration names"
+        needed = quorum(len(self.sites), values["honest"])
+        if not (values["honest"] >= 2 and needed <= self.min_sites):
+            yield f"min_sites: at least {max(needed, 3)}, so that the honest sites' noise is in every sum"
+
+    def _wrong_strategy(self) -> Iterator[str]:
+        try:
+            strategy = self.aggregator()
+        except BadStrategy as fault:
+            yield f"strategy: {fault}"
+            return
+        if not self.min_sites >= strategy.least():
+            yield f"min_sites: at least {strategy.least()}, for the strategy {strategy.name}"
+        weights = strategy.weights if isinstance(strategy, FedAvg) else None
+        if weights is not None and weights.keys() != set(self.sites):
+            yield "strategy: a weight for every site of the job, and no other"
+        sums = isinstance(strategy, Advancing) and weights is None
+        if self.mechanism == MASKED and not sums:
+            yield "strategy: fedavg without weights, fedadam or fedyogi; the others need single updates"
+        if isinstance(strategy, FedProx) and self.mechanism == PLAIN and self._proximal() != strategy.mu:
+            yield "strategy: the mu of fedprox must be the configuration's proximal"
+
+    def _proximal(self) -> float | None:
+        try:
+            return float(_configuration(self.mechanism, self.config)["proximal"])
+        except BadJob:  # said by _wrong_config
+            return None
+
+
+def quorum(sites: int, honest: int) -> int:
+    """How few survivors a secure sum may have: one corrupt site among them, Bonawitz et al. 2017, theorem 6.5."""
+    return max((sites + 1) // 2 + 1, honest + 1)
+
+
+_TYPES: Final[Mapping[str, type]] = MappingProxyType(
+    {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list}  # as JSON has them
+)
+
+
+def job_from(text: str) -> Job:
+    """Read what :meth:`Job.to_json` wrote, strictly: every key, none unknown or twice, every type exact.
+
+    Raises:
+        BadJob: anything else, or a job that makes no sense.
+    """
+    try:
+        values = json_object(text)
+    except ValueError:
+        raise BadJob("the job is not a JSON object of distinct keys and finite numbers") from None
+    kinds = {f.name: _TYPES[str(f.type)] for f in fields(Job)}
+    wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
+    common = sorted(kinds.keys() & values.keys())
+    wrong += [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
+    names = values.get("sites")
+    if type(names) is list and not all(type(site) is str for site in names):
+        wrong.append("sites: must be names")
+    if wrong:
+        raise BadJob("the job has keys at fault: " + "; ".join(wrong))
+    return Job(**{**values, "sites": tuple(values["sites"])})
+
+
+@dataclass(frozen=True, slots=True)
+class SiteCost:
+    """What a run would take from one site's account, before anything is asked of anyone."""
+
+    site: str
+    fits: bool
+    epsilon: str  # of the run alone, at the account's delta and order, decimal text; "": cannot be told
+    delta: str  # the account's
+    amount: int  # nano-nats at the account's order that would be held
+    left: int  # nano-nats that may still be held, under the policy of today; never negative
+    left_epsilon: str  # the largest epsilon that one more run could have alone, decimal text
+    reason: str  # why it does not fit; "" when it does
+
+
+def forecast(
+    job: Job, standings: Mapping[str, Standing], policies: Mapping[str, Policy], claim: Claim
+) -> list[SiteCost]:
+    """What ``claim`` would cost each of the job's sites, in the job's order. Nothing is held.
+
+    The modality is the site's to choose; the draft names one that its policy admits.
+
+    Args:
+        standings: site -> what the books say of it; its account is the one of the mechanism's kind.
+        policies: site -> the policy that binds it, its own and the federation's together (``strictest``).
+    """
+    patients = _configuration(job.mechanism, job.config)["public_patients"]
+    return [_site_cost(job, site, standings.get(site), policies.get(site), (claim, patients)) for site in job.sites]
+
+
+def _site_cost(
+    job: Job, site: str, standing: Standing | None, policy: Policy | None, priced: tuple[Claim, int]
+) -> SiteCost:
+    claim, patients = priced
+    if policy is None or standing is None or standing.account is None:
+        lacks = "policy" if policy is None else "account of that kind"
+        return SiteCost(site, False, "", "", 0, 0, "", f"the site has no {lacks}")
+    draft = Reservation(
+        grant="forecast",
+        site=site,
+        run=job.run,
+        mechanism=job.mechanism,
+        claim=claim,
+        components=dict.fromkeys(sorted(TERMS[job.mechanism].components), "public"),
+        modality=min(policy.modalities, default="OT"),
+    )
+    opened = standing.account.opened
+    try:
+        verdict = review_reservation(draft, standing, policy)
+        left = max(0, room(standing.account, policy))
+        epsilon = epsilon_nano(claim, float(opened.delta), opened.order)
+        extra = epsilon - cost(claim, opened.order)  # from the order's divergence to (epsilon, delta)
+        reasons = [finding.detail for finding in verdict.findings]
+        if not float(opened.delta) * patients < 1:  # P1, as the site itself will check
+            reasons.append("delta must be below 1 / patients, by the job's public bound")
+    except (ValueError, ArithmeticError):
+        return SiteCost(site, False, "", opened.delta, 0, 0, "", "the run cannot be priced in the site's account")
+    fits = verdict.admitted and not reasons
+    alone = left + extra if left else 0
+    return SiteCost(
+        site,
+        fits,
+        _decimal(epsilon),
+        opened.delta,
+        cost(claim, opened.order),
+        left,
+        _decimal(alone),
+        "; ".join(reasons),
+    )
+
+
+def _decimal(nano: int) -> str:
+    """Nano as decimal text, exact."""
+    return f"{nano // NANO}.{nano % NANO:09d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether to launch, and with whom."""
+
+    go: bool
+    sites: tuple[str, ...]  # that take part, in the job's order; none when it is a no
+    dropped: Mapping[str, str]  # site -> why it does not fit
+    reason: str  # why not; "" when it is a go
+
+
+def decide(job: Job, costs: Sequence[SiteCost]) -> Decision:
+    """Go when all fit or, where sites may be dropped, when at least ``min_sites`` do. No forecast is no fit."""
+    said: dict[str, list[SiteCost]] = {site: [] for site in job.sites}
+    for one in costs:
+        said.setdefault(one.site, []).append(one)
+    fitting = tuple(s for s in job.sites if len(said[s]) == 1 and said[s][0].fits)
+    dropped = {
+        site: said[site][0].reason if len(said[site]) == 1 else "it has not one forecast"
+        for site in job.sites
+        if site not in fitting
+    }
+    reason = ""
+    if job.all_or_none and dropped:
+        reason = f"all sites must fit, and these do not: {', '.join(dropped)}"
+    elif not len(fitting) >= job.min_sites:
+        reason = f"{job.min_sites} sites are needed, and {len(fitting)} fit"
+    return Decision(not reason, () if reason else fitting, MappingProxyType(dropped), reason)

@@ -1,0 +1,794 @@
+"""Invitations, requests, approvals, certificates: one desk over a real ledger, with a clock that tests move."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from agent.edges import home as agent_home
+from coordinator.edges import home as homes
+from coordinator.edges.authority import MOST_VALID, Authority, Invitation, JoinRefused, JoinState
+from coordinator.intake import Intake
+from policies import governance
+from policies.entries import Approved, Enrolled, InvalidEntry, Issued, Refused
+from policies.policy import preset
+from policies.statement import PAYLOAD_TYPE, Enrolment, encode
+from policies.store import LedgerStopped
+from protos import identity, keyfile
+from protos.envelope import MAX_BYTES, BadEnvelope, seal
+from protos.token import read_token, token_key
+from tests.support.books import Person
+
+HOUR = dt.timedelta(hours=1)
+DAY = 24 * HOUR
+SITE = 'site = "{}"\ncoordinator = "127.0.0.1:1"\ninput = "in"\nmodalities = ["OT"]\n' + (
+    "secondary_capture_modalities = []\npublic_components = []\n"
+)
+
+
+@dataclass
+class Desk:
+    """A coordinator with its desk, two persons, and the sites that come to it."""
+
+    root: Path
+    now: dt.datetime = field(default_factory=lambda: dt.datetime.now(dt.UTC).replace(microsecond=0))
+    persons: list[Person] = field(default_factory=lambda: [Person("dpo", "compliance"), Person("chief", "hospital")])
+
+    def __post_init__(self) -> None:
+        listen = 'listen = "127.0.0.1:0"\naddress = "hub.example:7443"\n'
+        self.home = homes.create(self.root / "hub", listen, preset("internal"), self.now)
+        self.open()
+        for person in self.persons:
+            governance.appoint(self.store, person.name, person.role, person.public)
+
+    def open(self) -> None:
+        """As after a restart."""
+        self.store = homes.open_ledger(self.home)
+        self.intake = Intake.over(self.store, self.home.policy())
+        self.authority = Authority(self.home, self.intake, lambda: self.now)
+
+    def restart(self) -> None:
+        self.store.close()
+        self.open()
+
+    def site(self, name: str = "a", folder: str = "") -> agent_home.Home:
+        return agent_home.create(self.root / (folder or name), SITE.format(name), preset("internal"))
+
+    def leaf(self, invitation: Invitation) -> x509.Certificate:
+        return identity.leaf_of(json.loads(invitation.body)["certificate"].encode())
+
+    def invited(self, site: agent_home.Home) -> x509.Certificate:
+        """Invite it; the certificate of its first call."""
+        return self.leaf(self.authority.invite(site.settings().site))
+
+    def waiting(self, site: agent_home.Home) -> x509.Certificate:
+        """Invite it and take its request; the certificate that it asks again with."""
+        said = self.authority.join(site.settings().site, self.invited(site), request(site))
+        assert said.state == "waiting"
+        return identity.leaf_of(said.waiting_certificate)
+
+    def approve(
+        self,
+        site: agent_home.Home,
+        serial: str = "s1",
+        persons: int = 2,
+        changes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        name, digest = site.settings().site, hashlib.sha256(request(site)).hexdigest()
+        said: dict[str, str] = {"serial": serial, "action": "enrol", "subject": name, "value": digest, **changes}
+        sealed = [p.approval(origin=self.store.origin, **said) for p in self.persons[:persons]]
+        self.authority.enrol(name, serial, sealed)
+
+    def joined(self, site: agent_home.Home) -> tuple[x509.Certificate, x509.Certificate]:
+        """A site that takes part: the certificate that it asked with, and the one it has."""
+        waiting = self.waiting(site)
+        self.approve(site, f"s1{site.settings().site.replace('a', '')}")
+        said = self.authority.join(site.settings().site, waiting, b"")
+        assert said.state == "enrolled"
+        return waiting, identity.leaf_of(said.certificate)
+
+    def entries(self, kind: type) -> list[Any]:
+        found = [self.store.line(seq).record.entry for seq in range(self.store.state.size)]
+        return [entry for entry in found if isinstance(entry, kind)]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.store.close()
+
+
+def request(site: agent_home.Home) -> bytes:
+    return (site.root / "request.json").read_bytes()
+
+
+def spliced(csr_pem: bytes, old: bytes, new: bytes) -> bytes:
+    """A signing request with other bytes in one place."""
+    der = x509.load_pem_x509_csr(csr_pem).public_bytes(Encoding.DER)
+    at = der.index(old, der.index(b"spiffe") - 2 if old == b"\x86" else 0)
+    body = base64.encodebytes(der[:at] + new + der[at + len(old) :])
+    return b"-----BEGIN CERTIFICATE REQUEST-----\n" + body + b"-----END CERTIFICATE REQUEST-----\n"
+
+
+def public(site: agent_home.Home) -> ec.EllipticCurvePublicKey:
+    return keyfile.ec_key(site.keys / "request.key").public_key()
+
+
+def test_a_site_joins_by_token_request_two_approvals_and_a_certificate_for_its_own_key(desk: Desk) -> None:
+    site = desk.site()
+    invitation = desk.authority.invite("a")
+    body = json.loads(invitation.body)
+    assert (body["site"], body["coordinator"]) == ("a", "hub.example:7443")
+    assert body["until"] == int((desk.now + HOUR / 2).timestamp())
+    assert invitation.fingerprint == identity.root_fingerprint(desk.home.root_crt())
+    assert body["root"].encode() == desk.home.root_crt()
+    root, joining = desk.home.root_crt(), identity.joining_name("a")
+    key = token_key(read_token(invitation.token))
+    leaf = identity.checked_chain(body["certificate"].encode(), root, joining, key.public_key(), desk.now)
+    assert leaf.not_valid_after_utc == desk.now + HOUR / 2
+
+    said = desk.authority.join("a", leaf, request(site))
+    assert (said.state, said.fingerprint) == ("waiting", identity.fingerprint(request(site)))
+    assert not said.certificate
+    assert not said.policy
+    assert not said.ledger_key
+    waiting = identity.checked_chain(said.waiting_certificate, root, joining, public(site), desk.now)
+    assert waiting.not_valid_after_utc == desk.now + 7 * DAY
+    (pending,) = desk.authority.enrolments()
+    assert (pending.site, pending.state, pending.fingerprint) == ("a", "waiting", said.fingerprint)
+    assert pending.digest == hashlib.sha256(request(site)).hexdigest()
+
+    desk.approve(site)
+    assert desk.authority.enrolments()[0].state == "enrolled"
+    said = desk.authority.join("a", waiting, b"")
+    own = identity.checked_chain(said.certificate, root, identity.agent_name("a"), public(site), desk.now)
+    assert said.state == "enrolled"
+    assert (said.policy, said.ledger_key) == (desk.home.policy_text(), desk.store.public)
+    (issued,) = desk.entries(Issued)
+    assert issued.number == f"{own.serial_number:x}"
+    assert issued.certificate == hashlib.sha256(own.public_bytes(Encoding.DER)).digest()
+    assert desk.store.state.admits("a", issued.number)
+    (enrolled,) = desk.entries(Enrolled)
+    assert enrolled.serial == "s1"
+
+
+def test_the_token_is_stored_nowhere_and_neither_is_its_key(desk: Desk) -> None:
+    invitation = desk.authority.invite("a")
+    token = read_token(invitation.token)
+    secrets = [token, token.hex().encode(), invitation.token.encode(), invitation.token.replace("-", "").encode()]
+    secrets += [base64.b64encode(token), keyfile.pem(token_key(token)).split(b"\n")[2]]
+    files = [path for path in desk.root.rglob("*") if path.is_file()]
+    assert (desk.home.enrolments / "a.json") in files
+    assert (desk.home.enrolments / "a.json").stat().st_mode & 0o777 == 0o600
+    assert desk.home.enrolments.stat().st_mode & 0o777 == 0o700
+    for path in files:
+        body = path.read_bytes()
+        assert not any(secret in body for secret in secrets), path.name
+    assert invitation.token.encode() not in invitation.body
+
+
+@pytest.mark.parametrize("name", ["", "A", "a b", "../a", "coordinator", "a" * 64, "a\n"])
+def test_nobody_is_invited_under_what_is_no_name(desk: Desk, name: str) -> None:
+    with pytest.raises(JoinRefused):
+        desk.authority.invite(name)
+    assert not list(desk.home.enrolments.iterdir())
+
+
+def test_two_tokens_are_never_the_same(desk: Desk) -> None:
+    assert len({desk.authority.invite("a").token for _ in range(5)}) == 5
+
+
+def test_a_token_is_good_for_one_request_and_a_second_one_is_written_down(desk: Desk) -> None:
+    site, thief = desk.site(), desk.site("a", "thief")
+    leaf = desk.invited(site)
+    first = desk.authority.join("a", leaf, request(site))
+    again = desk.authority.join("a", leaf, request(site))  # the reply was lost
+    assert (again.state, again.fingerprint) == (first.state, first.fingerprint)
+    for _ in range(3):
+        with pytest.raises(JoinRefused, match="another request"):
+            desk.authority.join("a", leaf, request(thief))
+    assert [e.findings for e in desk.entries(Refused)] == [["invitation_used"]]  # once, however often it is tried
+    assert desk.authority.enrolments()[0].digest == hashlib.sha256(request(site)).hexdigest()
+    desk.restart()
+    with pytest.raises(JoinRefused, match="another request"):
+        desk.authority.join("a", leaf, request(thief))
+    desk.approve(site)
+    assert desk.authority.join("a", leaf, request(site)).state == "enrolled"
+
+
+def test_of_two_requests_at_the_same_moment_one_is_taken(desk: Desk) -> None:
+    sites = [desk.site("a", f"site-{i}") for i in range(6)]
+    leaf, said = desk.invited(sites[0]), list[JoinState | None]()
+
+    def knock(site: agent_home.Home) -> None:
+        try:
+            said.append(desk.authority.join("a", leaf, request(site)))
+        except JoinRefused:
+            said.append(None)
+
+    threads = [threading.Thread(target=knock, args=(site,)) for site in sites]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([s for s in said if s is not None]) == 1
+    assert len(said) == len(sites)
+
+
+def test_an_invitation_ends_after_half_an_hour_by_the_stored_state_too(desk: Desk) -> None:
+    site = desk.site()
+    leaf = desk.invited(site)
+    desk.now += HOUR / 2 - dt.timedelta(seconds=1)
+    assert desk.authority.enrolments()[0].state == "invited"
+    desk.now += dt.timedelta(seconds=1)
+    with pytest.raises(JoinRefused, match="ended"):
+        desk.authority.join("a", leaf, request(site))
+    assert desk.authority.enrolments() == []
+    assert not list(desk.home.enrolments.iterdir())
+    with pytest.raises(JoinRefused, match="no open invitation"):
+        desk.authority.join("a", leaf, request(site))
+
+
+def test_a_new_invitation_ends_the_one_before(desk: Desk) -> None:
+    site = desk.site()
+    old, new = desk.invited(site), desk.invited(site)
+    with pytest.raises(JoinRefused, match="replaced"):
+        desk.authority.join("a", old, request(site))
+    assert desk.authority.join("a", new, request(site)).state == "waiting"
+    assert len(desk.authority.enrolments()) == 1
+
+
+def test_a_replaced_request_is_declined_and_kept(desk: Desk) -> None:
+    first, second = desk.site(), desk.site("a", "second")
+    waiting = desk.waiting(first)
+    later = desk.waiting(second)
+    assert desk.authority.join("a", waiting, b"").state == "declined"
+    assert desk.authority.join("a", later, b"").state == "waiting"
+    kept = json.loads((desk.home.enrolments / "a.json").read_bytes())["earlier"]
+    assert [base64.b64decode(k["envelope"]) for k in kept] == [request(first)]
+    with pytest.raises(JoinRefused, match="something else"):
+        desk.approve(first)
+    desk.approve(second)
+    assert desk.store.state.sites["a"].envelope == hashlib.sha256(request(second)).digest()
+
+
+def test_an_invitation_of_one_site_takes_no_request_of_another(desk: Desk) -> None:
+    site, other = desk.site(), desk.site("b")
+    leaf, foreign = desk.invited(site), desk.invited(other)
+    with pytest.raises(JoinRefused, match="another site"):
+        desk.authority.join("a", leaf, request(other))
+    with pytest.raises(JoinRefused):
+        desk.authority.join("a", foreign, request(site))
+    assert desk.authority.join("a", leaf, request(site)).state == "waiting"  # a refused request binds nothing
+
+
+def test_a_request_for_the_tokens_own_key_is_refused(desk: Desk) -> None:
+    site, invitation = desk.site(), desk.authority.invite("a")
+    key = token_key(read_token(invitation.token))
+    sign = site.sign_key()
+    statement = Enrolment(
+        "a",
+        base64.b64encode(sign.public_key().public_bytes_raw()).decode(),
+        identity.request(key, identity.agent_name("a")).decode(),
+        (site.keys / "node.pub").read_text(),
+        site.policy_text(),
+    )
+    with pytest.raises(JoinRefused, match="key of your own"):
+        desk.authority.join("a", desk.leaf(invitation), seal(encode(statement), PAYLOAD_TYPE, sign))
+
+
+BAD_REQUESTS = ["csr of another name", "csr of nobody", "csr of a strange kind", "csr of no version"]
+
+
+@pytest.mark.parametrize("what", [*BAD_REQUESTS, "signature", "signer", "junk", "empty", "nested", "large"])
+def test_a_request_that_cannot_be_used_is_refused_and_the_invitation_stays_open(desk: Desk, what: str) -> None:
+    site = desk.site()
+    sign, leaf = site.sign_key(), desk.invited(site)
+    csr = identity.request(
+        keyfile.ec_key(site.keys / "request.key"), identity.agent_name("b" if "csr" in what else "a")
+    )
+    odd = {"csr of nobody": b"nothing", "csr of a strange kind": spliced(csr, b"\x86", b"\xa3")}
+    odd["csr of no version"] = spliced(csr, b"\x02\x01\x00", b"\x02\x01\x07")
+    statement = Enrolment(
+        "a",
+        base64.b64encode(sign.public_key().public_bytes_raw()).decode(),
+        odd.get(what, csr).decode(),
+        (site.keys / "node.pub").read_text(),
+        site.policy_text(),
+    )
+    sealed = seal(encode(statement), PAYLOAD_TYPE, desk.persons[0].key if what == "signer" else sign)
+    if what == "signature":
+        document = json.loads(sealed)
+        document["signatures"][0]["sig"] = base64.b64encode(bytes(64)).decode()
+        sealed = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    bad = {"junk": b"junk", "empty": b"", "nested": b"[" * 200_000, "large": b" " * MAX_BYTES + sealed}.get(
+        what, sealed
+    )
+    with pytest.raises((BadEnvelope, identity.BadCertificate, JoinRefused)):
+        desk.authority.join("a", leaf, bad)
+    assert desk.authority.join("a", leaf, request(site)).state == "waiting"
+
+
+def test_one_only_asks_with_the_waiting_certificate(desk: Desk) -> None:
+    site = desk.site()
+    waiting = desk.waiting(site)
+    with pytest.raises(JoinRefused):
+        desk.authority.join("a", waiting, request(desk.site("a", "second")))
+    assert desk.authority.join("a", waiting, request(site)).state == "waiting"
+    with pytest.raises(JoinRefused):
+        desk.authority.join("b", waiting, b"")
+
+
+def test_asking_again_never_makes_the_waiting_longer(desk: Desk) -> None:
+    site = desk.site()
+    waiting, end = desk.waiting(site), desk.now + 7 * DAY
+    for _ in range(3):
+        desk.now += 2 * DAY
+        waiting = identity.leaf_of(desk.authority.join("a", waiting, b"").waiting_certificate)
+        assert waiting.not_valid_after_utc == end
+    desk.now = end
+    assert desk.authority.join("a", waiting, b"").state == "declined"
+    with pytest.raises(JoinRefused, match="no request"):
+        desk.approve(site)
+    assert desk.authority.enrolments() == []
+
+
+@pytest.mark.parametrize("persons", [0, 1])
+def test_one_role_is_not_enough_and_what_was_approved_is_kept(desk: Desk, persons: int) -> None:
+    site = desk.site()
+    waiting = desk.waiting(site)
+    with pytest.raises(JoinRefused, match="more are needed"):
+        desk.approve(site, persons=persons)
+    assert len(desk.entries(Approved)) == persons
+    assert desk.authority.join("a", waiting, b"").state == "waiting"
+    desk.approve(site)  # those that are written already are handed in again
+    assert desk.authority.join("a", waiting, b"").state == "enrolled"
+    assert len(desk.entries(Approved)) == 2
+
+
+def test_two_persons_of_one_role_are_not_enough(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, persons=[Person("dpo", "compliance")])
+    try:
+        second = Person("dpo2", "compliance")
+        words = ("s0", "appoint", "dpo2", f"compliance {second.public.hex()}", desk.store.origin)
+        governance.approve(desk.store, desk.persons[0].approval(*words))
+        governance.appoint(desk.store, "dpo2", "compliance", second.public, "s0")
+        desk.persons.append(second)
+        desk.waiting(site := desk.site())
+        with pytest.raises(JoinRefused, match="role of hospital"):
+            desk.approve(site)
+        assert not desk.store.state.sites
+    finally:
+        desk.store.close()
+
+
+def test_nobody_is_enrolled_where_nobody_is_in_office(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, persons=[])
+    try:
+        desk.waiting(site := desk.site())
+        with pytest.raises(JoinRefused, match="compliance and hospital"):
+            desk.approve(site)
+        with pytest.raises(JoinRefused, match="compliance and hospital"):
+            desk.authority.enrol("a", "", [])
+        assert not desk.store.state.sites
+    finally:
+        desk.store.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"action": "release"}, {"subject": "b"}, {"value": "0" * 64}],
+    ids=["action", "subject", "request"],
+)
+def test_an_approval_of_something_else_counts_for_nothing_and_is_not_written(
+    desk: Desk, changes: dict[str, str]
+) -> None:
+    desk.waiting(site := desk.site())
+    with pytest.raises(JoinRefused, match="something else"):
+        desk.approve(site, changes=changes)
+    assert not desk.entries(Approved)
+    assert not desk.store.state.sites
+
+
+def test_an_approval_by_nobody_or_for_another_ledger_is_refused(desk: Desk) -> None:
+    desk.waiting(site := desk.site())
+    digest = hashlib.sha256(request(site)).hexdigest()
+    words = ("s1", "enrol", "a", digest)
+    person, stranger = desk.persons[0], Person("x", "hospital")
+    for sealed in (
+        stranger.approval(*words, desk.store.origin),
+        stranger.approval(*words, desk.store.origin, name=person.name),
+        person.approval(*words, "lazaret/elsewhere"),
+    ):
+        with pytest.raises(InvalidEntry):
+            desk.authority.enrol("a", "s1", [sealed])
+    with pytest.raises(JoinRefused, match="cannot be read"):
+        desk.authority.enrol("a", "s1", [b"junk"])
+    with pytest.raises(JoinRefused, match="no request"):
+        desk.authority.enrol("b", "s1", [])
+    assert not desk.entries(Approved)
+
+
+def test_approving_again_changes_nothing(desk: Desk) -> None:
+    site = desk.site()
+    desk.joined(site)
+    size = desk.store.state.size
+    desk.approve(site)
+    assert desk.store.state.size == size
+
+
+def test_approvals_for_a_site_that_is_in_force_are_not_kept_for_later(desk: Desk) -> None:
+    site = desk.site()
+    desk.joined(site)
+    desk.approve(site, "s2")  # "the first got lost, please sign again"
+    desk.waiting(other := desk.site("a", "other"))
+    with pytest.raises(JoinRefused, match="enrolled already"):
+        desk.approve(other, "s3")
+    assert {e.serial for e in desk.entries(Approved)} == {"s1"}
+
+
+@pytest.mark.parametrize("picked_up", [True, False])
+def test_approvals_that_were_left_over_do_not_bring_a_revoked_site_back(desk: Desk, picked_up: bool) -> None:
+    """The operator wrote them by hand, or kept them until after the revocation; and has the stolen request."""
+    site = desk.site()
+    if picked_up:
+        desk.joined(site)
+    else:
+        desk.waiting(site)
+        desk.approve(site)
+    digest = hashlib.sha256(request(site)).hexdigest()
+    for person in desk.persons:
+        governance.approve(desk.store, person.approval("s2", "enrol", "a", digest, desk.store.origin))
+    desk.authority.revoke("a", "", "stolen")
+    with pytest.raises(InvalidEntry, match="fresh"):
+        desk.intake.enrol(request(site), "s2")
+    with pytest.raises(JoinRefused, match="make a new key" if picked_up else "fresh"):
+        desk.authority.join("a", desk.invited(site), request(site))
+    with pytest.raises(JoinRefused, match="no request"):
+        desk.authority.enrol("a", "s2", [])
+    assert desk.store.state.barred == {"a"}
+
+
+def test_a_certificate_is_picked_up_again_while_it_is_good_and_made_anew_when_it_is_not(desk: Desk) -> None:
+    site = desk.site()
+    waiting, own = desk.joined(site)
+    assert identity.leaf_of(desk.authority.join("a", waiting, b"").certificate) == own
+    desk.now += 17 * HOUR
+    later = identity.leaf_of(desk.authority.join("a", waiting, b"").certificate)
+    assert later != own
+    assert later.not_valid_after_utc == desk.now + DAY
+    assert [i.number for i in desk.entries(Issued)] == [identity.number_of(c) for c in (own, later)]
+
+
+def test_a_crash_between_the_entry_and_the_hand_out_costs_nothing(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = desk.site()
+    waiting = desk.waiting(site)
+    desk.approve(site)
+
+    def broken(_record: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(desk.authority._kept, "write", broken)  # the moment after the entry
+    with pytest.raises(OSError, match="disk full"):
+        desk.authority.join("a", waiting, b"")
+    assert len(desk.entries(Issued)) == 1
+    desk.restart()
+    said = desk.authority.join("a", waiting, b"")
+    number = identity.number_of(identity.leaf_of(said.certificate))
+    assert [desk.store.state.admits("a", i.number) for i in desk.entries(Issued)] == [True, True]
+    assert desk.entries(Issued)[1].number == number
+
+
+def test_nothing_is_handed_out_whose_entry_could_not_be_written(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = desk.site()
+    waiting, own = desk.joined(site)
+    fresh = identity.request(ec.generate_private_key(ec.SECP256R1()), identity.agent_name("a"))
+    disk = desk.store._disk  # the disk under it fails
+
+    def full(_batch: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(type(disk), "commit", lambda _self, batch: full(batch))
+    with pytest.raises(LedgerStopped):
+        desk.authority.renew("a", own, fresh)
+    monkeypatch.undo()
+    desk.restart()
+    assert len(desk.entries(Issued)) == 1
+    assert desk.authority.join("a", waiting, b"").state == "enrolled"
+
+
+def test_a_site_that_lost_its_certificate_is_invited_again_and_answered_at_once(desk: Desk) -> None:
+    site = desk.site()
+    desk.joined(site)
+    desk.now += 30 * DAY
+    assert desk.authority.enrolments() == []
+    said = desk.authority.join("a", desk.invited(site), request(site))
+    assert said.state == "enrolled"
+    assert identity.leaf_of(said.certificate).not_valid_after_utc == desk.now + DAY
+
+
+def test_a_second_hospital_cannot_take_an_enrolled_ones_name(desk: Desk) -> None:
+    desk.joined(desk.site())
+    impostor = desk.site("a", "impostor")
+    waiting = desk.waiting(impostor)
+    with pytest.raises(ValueError, match="enrolled already"):
+        desk.approve(impostor, "s2")
+    assert desk.authority.join("a", waiting, b"").state == "waiting"
+
+
+def csr(key: ec.EllipticCurvePrivateKey | None = None, site: str = "a") -> bytes:
+    return identity.request(key or ec.generate_private_key(ec.SECP256R1()), identity.agent_name(site))
+
+
+def test_a_renewal_is_for_a_fresh_key_and_both_certificates_are_good_until_they_end(desk: Desk) -> None:
+    site = desk.site()
+    _, own = desk.joined(site)
+    desk.now += 16 * HOUR
+    key = ec.generate_private_key(ec.SECP256R1())
+    chain = desk.authority.renew("a", own, csr(key))
+    root, name = desk.home.root_crt(), identity.agent_name("a")
+    leaf = identity.checked_chain(chain, root, name, key.public_key(), desk.now)
+    assert leaf.not_valid_after_utc == desk.now + DAY
+    assert desk.store.state.admits("a", identity.number_of(leaf))
+    assert desk.store.state.admits("a", identity.number_of(own))
+    with pytest.raises(JoinRefused, match="fresh key"):
+        desk.authority.renew("a", leaf, csr(key))
+    for bad in (csr(site="b"), b"junk"):
+        with pytest.raises(identity.BadCertificate):
+            desk.authority.renew("a", leaf, bad)
+
+
+def test_who_is_not_admitted_now_renews_nothing(desk: Desk) -> None:
+    site = desk.site()
+    waiting, own = desk.joined(site)
+    unknown = identity.leaf_of(identity.issue(csr(), identity.agent_name("a"), desk.home.ca(), desk.now))
+    for leaf in (waiting, unknown):
+        with pytest.raises(JoinRefused, match="not good"):
+            desk.authority.renew("a", leaf, csr())
+    with pytest.raises(JoinRefused, match="not good"):
+        desk.authority.renew("b", own, csr(site="b"))
+    desk.now += DAY + HOUR
+    with pytest.raises(JoinRefused, match="not good"):
+        desk.authority.renew("a", own, csr())
+    assert len(desk.entries(Issued)) == 1
+
+
+def test_a_site_cannot_flood_the_ledger_with_certificates(desk: Desk) -> None:
+    _, own = desk.joined(desk.site())
+    for _ in range(MOST_VALID - 1):
+        own = identity.leaf_of(desk.authority.renew("a", own, csr()))
+    with pytest.raises(JoinRefused, match="too many"):
+        desk.authority.renew("a", own, csr())
+    desk.now += 23 * HOUR
+    last = own
+    desk.now += 2 * HOUR  # all have ended; by the desk's own clock nothing is renewed then
+    with pytest.raises(JoinRefused, match="not good"):
+        desk.authority.renew("a", last, csr())
+
+
+def test_a_revoked_certificate_is_not_renewed_and_not_handed_out_again(desk: Desk) -> None:
+    site = desk.site()
+    waiting, own = desk.joined(site)
+    desk.authority.revoke("a", "0" + identity.number_of(own).upper(), "stolen")
+    assert not desk.store.state.admits("a", identity.number_of(own))
+    with pytest.raises(JoinRefused, match="not good"):
+        desk.authority.renew("a", own, csr())
+    for _ in range(2):  # the key was stolen, and with it what asks again
+        said = desk.authority.join("a", waiting, b"")
+        assert (said.state, said.certificate, said.waiting_certificate) == ("declined", b"", b"")
+        with pytest.raises(JoinRefused, match="make a new key"):
+            desk.authority.join("a", desk.invited(site), request(site))
+        desk.restart()
+    assert len(desk.entries(Issued)) == 1
+    with pytest.raises(InvalidEntry):
+        desk.authority.revoke("a", "abc", "stolen")
+    for typo in ("0", "000", " ", "0x1", "all", "a" * 41):  # none of them means every certificate
+        with pytest.raises(JoinRefused, match="hexadecimal"):
+            desk.authority.revoke("a", typo, "stolen")
+    assert len(desk.store.state.revoked) == 1
+
+
+def test_the_key_of_a_revoked_certificate_is_not_renewed_to_and_any_other_is(desk: Desk) -> None:
+    _, own = desk.joined(desk.site())
+    stolen = ec.generate_private_key(ec.SECP256R1())
+    second = identity.leaf_of(desk.authority.renew("a", own, csr(stolen)))
+    desk.authority.revoke("a", identity.number_of(second), "stolen")
+    desk.now += 40 * DAY  # longer than a request is kept
+    desk.authority.enrolments()
+    desk.restart()
+    desk.now -= 40 * DAY
+    with pytest.raises(JoinRefused, match="make a new key"):
+        desk.authority.renew("a", own, csr(stolen))
+    assert len(desk.entries(Issued)) == 2
+    assert desk.store.state.admits("a", identity.number_of(identity.leaf_of(desk.authority.renew("a", own, csr()))))
+
+
+def test_a_lost_memory_of_keys_is_not_taken_for_an_empty_one(desk: Desk) -> None:
+    waiting, _ = desk.joined(desk.site())
+    path = desk.home.enrolments / "a.keys"
+    for bad in (b"junk", b"[]", b'{"1f": 1}'):
+        path.write_bytes(bad)
+        with pytest.raises(homes.BadCoordinator, match=r"a\.keys"):
+            desk.authority.join("a", waiting, b"")
+
+
+def test_a_revoked_site_is_out_and_comes_back_by_a_new_request_and_new_approvals_alone(desk: Desk) -> None:
+    site = desk.site()
+    waiting, own = desk.joined(site)
+    leaf = desk.invited(site)
+    desk.authority.revoke("a", "", "key")
+    assert not desk.store.state.admits("a", identity.number_of(own))
+    assert desk.authority.join("a", waiting, b"").state == "declined"
+    with pytest.raises(JoinRefused):
+        desk.authority.join("a", leaf, request(site))  # the invitation that was open ended too
+    with pytest.raises(JoinRefused, match="no request"):
+        desk.approve(site, "s2")
+    with pytest.raises(JoinRefused, match="nothing of that site"):
+        desk.authority.revoke("a", identity.number_of(own), "key")
+
+    again = desk.site("a", "again")
+    waiting = desk.waiting(again)
+    with pytest.raises((JoinRefused, InvalidEntry)):
+        desk.approve(again, "s1")  # that proposal is closed
+    desk.approve(again, "s3")
+    desk.restart()
+    leaf = identity.leaf_of(desk.authority.join("a", waiting, b"").certificate)
+    assert desk.store.state.admits("a", identity.number_of(leaf))
+    assert not desk.store.state.admits("a", identity.number_of(own))
+    assert desk.intake.node_keys["a"] == (again.keys / "node.pub").read_text()
+
+
+def test_a_site_that_comes_back_may_keep_its_node_key_and_no_other_site_may_have_it(desk: Desk) -> None:
+    site = desk.site()
+    desk.joined(site)
+    desk.authority.revoke("a", "", "left")
+    (site.keys / "request.key").unlink()
+    keyfile.write_private(site.keys / "request.key", keyfile.pem(ec.generate_private_key(ec.SECP256R1())))
+    (site.root / "request.json").write_bytes(agent_home.enrolment(site))
+    assert desk.authority.join("a", desk.invited(site), request(site)).state == "waiting"
+    desk.approve(site, "s2")
+    assert desk.store.state.barred == set()
+    other = desk.site("b")
+    (other.keys / "node.pub").write_bytes((site.keys / "node.pub").read_bytes())
+    with pytest.raises(BadEnvelope, match="another site's"):
+        desk.authority.join("b", desk.invited(other), agent_home.enrolment(other))
+
+
+def test_a_request_that_waits_is_declined_by_revoking_the_site(desk: Desk) -> None:
+    site = desk.site()
+    waiting = desk.waiting(site)
+    desk.authority.revoke("a", "", "left")
+    assert desk.authority.join("a", waiting, b"").state == "declined"
+    desk.now += 30 * DAY
+    assert [(p.site, p.state) for p in desk.authority.enrolments()] == [("a", "declined")]  # nothing of it is lost
+    kept = json.loads((desk.home.enrolments / "a.json").read_bytes())["asked"]
+    assert base64.b64decode(kept["envelope"]) == request(site)
+    for name in ("b", "../a", ""):
+        with pytest.raises(JoinRefused):
+            desk.authority.revoke(name, "", "left")
+
+
+def test_a_file_that_was_changed_by_hand_is_not_believed(desk: Desk) -> None:
+    site = desk.site()
+    waiting = desk.waiting(site)
+    path = desk.home.enrolments / "a.json"
+    body = path.read_bytes()
+    for bad in (b"junk", b"{}", b"[]", body.replace(b'"site": "a"', b'"site": "b"')):
+        path.write_bytes(bad)
+        with pytest.raises(homes.BadCoordinator, match="invite the site anew"):
+            desk.authority.join("a", waiting, b"")
+    path.write_bytes(body)
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="chmod"):
+        desk.authority.join("a", waiting, b"")
+
+
+def test_the_root_key_is_offline_and_nothing_but_the_yearly_ceremony_needs_it(desk: Desk) -> None:
+    offline = desk.home.root / "offline"
+    assert {p.name for p in offline.iterdir()} == {"root.key", "root.crt", "README"}
+    assert keyfile.read_private(offline / "root.key")
+    taken = offline.rename(desk.root / "medium")
+    desk.joined(desk.site())
+    for days, due in ((100, False), (200, True)):
+        desk.now += days * DAY
+        assert (desk.home.ca_ends() - desk.now < 90 * DAY) is due
+    before = desk.home.ca()
+    homes.renew_intermediate(desk.home, taken, desk.now)
+    assert desk.home.ca() != before
+    assert desk.home.ca_ends() == desk.now + 365 * DAY
+    _, chain = homes.own_certificate(desk.home, desk.now)
+    key = keyfile.ec_key(desk.home.keys / "tls.key").public_key()
+    identity.checked_chain(chain, desk.home.root_crt(), identity.COORDINATOR, key, desk.now)
+    desk.joined(desk.site("b"))
+
+
+def test_another_federations_root_renews_nothing(desk: Desk, tmp_path: Path) -> None:
+    other = homes.create(tmp_path / "other", 'listen = "127.0.0.1:0"\n', preset("internal"), desk.now)
+    before = desk.home.ca()
+    with pytest.raises(homes.BadCoordinator, match="another federation"):
+        homes.renew_intermediate(desk.home, other.root / "offline", desk.now)
+    with pytest.raises(keyfile.BadKeyFile):
+        homes.renew_intermediate(desk.home, tmp_path / "nowhere", desk.now)
+    (other.root / "offline" / "root.crt").write_bytes(desk.home.root_crt())
+    with pytest.raises(homes.BadCoordinator, match="together"):
+        homes.renew_intermediate(desk.home, other.root / "offline", desk.now)
+    assert desk.home.ca() == before
+
+
+def test_a_ceremony_that_broke_off_in_the_middle_is_repeated(desk: Desk) -> None:
+    (desk.home.keys / "intermediate.key").write_bytes(
+        identity.make_intermediate(
+            ((desk.home.root / "offline" / "root.key").read_bytes(), desk.home.root_crt()), desk.now
+        )[0]
+    )
+    with pytest.raises(identity.BadCertificate, match="together"):
+        desk.authority.invite("a")
+    homes.renew_intermediate(desk.home, desk.home.root / "offline", desk.now)
+    desk.joined(desk.site())
+
+
+def test_the_coordinators_own_certificate_is_renewed_in_its_last_third(desk: Desk) -> None:
+    first = homes.own_certificate(desk.home, desk.now)
+    assert homes.own_certificate(desk.home, desk.now + 15 * HOUR) == first
+    second = homes.own_certificate(desk.home, desk.now + 17 * HOUR)
+    assert second != first
+    assert desk.home.tls() == second
+    assert identity.leaf_of(second[1]).not_valid_after_utc == desk.now + 41 * HOUR
+    names = identity.leaf_of(second[1]).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "hub.example"]
+
+
+def test_after_a_long_rest_the_coordinator_and_its_operator_have_certificates_again(desk: Desk) -> None:
+    later = desk.now + 100 * DAY
+    for made, name, stem in (
+        (homes.own_certificate, identity.COORDINATOR, "tls"),
+        (homes.operator_certificate, identity.OPERATOR, "operator"),
+    ):
+        key, chain = made(desk.home, later)
+        public_key = keyfile.ec_key(desk.home.keys / f"{stem}.key").public_key()
+        identity.checked_chain(chain, desk.home.root_crt(), name, public_key, later)
+        assert key == keyfile.pem(keyfile.ec_key(desk.home.keys / f"{stem}.key"))
+    with pytest.raises(homes.BadCoordinator, match="renew"):
+        homes.own_certificate(desk.home, desk.now + 400 * DAY)
+
+
+def test_a_missing_intermediate_stops_nothing_before_the_certificate_ends(desk: Desk) -> None:
+    chain = homes.own_certificate(desk.home, desk.now)[1]
+    (desk.home.keys / "intermediate.key").unlink()
+    assert homes.own_certificate(desk.home, desk.now + 20 * HOUR)[1] == chain
+    with pytest.raises(homes.BadCoordinator, match=r"intermediate\.key"):
+        homes.own_certificate(desk.home, desk.now + 25 * HOUR)
+
+
+@pytest.mark.parametrize("name", ["tls.key", "operator.key", "intermediate.key", "ledger.key"])
+def test_the_coordinator_uses_no_key_that_others_can_read(desk: Desk, name: str) -> None:
+    uses: dict[str, Callable[[], object]] = {
+        "ledger.key": desk.home.ledger_key,
+        "intermediate.key": lambda: desk.authority.invite("a"),
+        "tls.key": lambda: homes.own_certificate(desk.home, desk.now),
+        "operator.key": lambda: homes.operator_certificate(desk.home, desk.now),
+    }
+    (desk.home.keys / name).chmod(0o640)
+    with pytest.raises(keyfile.BadKeyFile, match="chmod 600"):
+        uses[name]()
+    (desk.home.keys / name).chmod(0o600)
+    uses[name]()
+    desk.home.keys.chmod(0o750)
+    with pytest.raises(keyfile.BadKeyFile, match="chmod 700"):
+        uses[name]()

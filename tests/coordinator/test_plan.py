@@ -1,0 +1,342 @@
+"""A job is checked as a whole, its claim is the agent's own, and the forecast is the real review's word."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.mechanisms.federated import BadConfiguration, Federated, FederatedMasked
+from coordinator.plan import KEYS, BadJob, Decision, Job, SiteCost, claim_of, decide, forecast, job_from, quorum
+from policies.accounting import epsilon_of
+from policies.claims import DistributedGaussian, SubsampledGaussian
+from policies.entries import Opened
+from policies.ledger import Account
+from policies.policy import parse, preset
+from policies.rdp import NANO, allowance, cost, epsilon_nano
+from policies.review import TERMS, Standing, review_reservation
+from policies.statement import Reservation
+from protos.secagg_ring import Ring
+from protos.secagg_session import Quorum
+
+SHARED = {
+    "sampling_rate": 0.25,
+    "noise_multiplier": 1.8,
+    "rounds": 4,
+    "clip": 0.1,
+    "images_per_patient": 2,
+    "public_patients": 225,
+    "learning_rate": 4.0,
+    "classes": ("0", "1"),
+    "shape": (32, 32),
+    "centre": (0.0,) * 64,
+}
+PLAIN = Federated(**SHARED, steps_per_round=15, proximal=0.0)
+MASKED = FederatedMasked(**SHARED, sites=3, honest=2, value_bound=8.0, scale=20, ring_bits=32)
+SITES = ("site-a", "site-b", "site-c")
+POLICY = parse(preset("controlled"), "controlled.toml")
+
+
+def _job(**changes):
+    values = {
+        "run": "run-1",
+        "mechanism": "federated",
+        "config": PLAIN.to_json(),
+        "parameters": 130,
+        "sites": SITES,
+        "rounds": 4,
+        "min_sites": 2,
+    }
+    return Job(**{**values, **changes})
+
+
+def _secure(**changes):
+    return _job(
+        **{"mechanism": "federated-masked", "config": MASKED.to_json(), "min_sites": 3, "secure": True, **changes}
+    )
+
+
+def _account(epsilon=8.0, delta="4e-06", order=4, held=0, spent=0):
+    opened = Opened("site-a/rdp", allowance(epsilon, float(delta), order), order, repr(epsilon), delta)
+    return Account(opened, held, spent)
+
+
+def _policy(**changes):
+    values = {"mechanisms": POLICY.mechanisms | set(KEYS), "epsilon": 8.0, "delta": 1e-5}
+    return dataclasses.replace(POLICY, **{**values, **changes})
+
+
+# --- the job
+
+
+def test_a_job_survives_its_json():
+    job = _job(strategy='{"name":"krum","byzantine":1,"multi":1}', sites=("a", "b", "c", "d", "e"), min_sites=5)
+    assert job_from(job.to_json()) == job
+    assert job_from(_secure().to_json()).to_json() == _secure().to_json()
+
+
+def test_the_default_is_a_uniform_mean_that_drops_sites_and_hides_nothing():
+    job = _job()
+    assert (job.aggregator().to_json(), job.all_or_none, job.secure) == ('{"name":"fedavg"}', False, False)
+
+
+def test_all_problems_of_a_job_are_told_at_once():
+    with pytest.raises(BadJob) as refusal:
+        _job(
+            run="Release", parameters=0, sites=("a", "a"), rounds=9, min_sites=3, strategy='{"name":"x"}', secure=True
+        )
+    for name in ("run:", "parameters:", "sites:", "rounds:", "min_sites:", "strategy:", "secure:"):
+        assert name in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"run": "release-1"}, "run:"),
+        ({"mechanism": "ksame"}, "mechanism:"),
+        ({"config": "{}"}, "config:"),
+        ({"config": MASKED.to_json()}, "config: .*honest"),
+        ({"config": PLAIN.to_json()[:-1] + ',"clip":0.1}'}, "distinct"),
+        ({"config": "[" * 100_000}, "config:"),
+        ({"rounds": 5}, "at most the 4"),
+        ({"sites": ("site-a", "../b")}, "a site's name"),
+        ({"min_sites": 4}, "min_sites:"),
+        ({"strategy": '{"name":"trimmed-mean","trim":1}'}, "min_sites: at least 3"),
+        ({"strategy": '{"name":"krum","byzantine":1,"multi":1}', "min_sites": 3}, "min_sites: at least 5"),
+        ({"strategy": '{"name":"fedavg","weights":{"site-a":1,"site-b":1}}'}, "every site"),
+        (
+            {"strategy": '{"name":"fedavg","weights":{"site-a":1,"site-b":1,"site-c":1}}', "min_sites": 1},
+            "at least 2",
+        ),
+        ({"strategy": '{"name":"fedprox","mu":0.1}'}, "proximal"),
+        ({"secure": True}, "secure:"),
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused_with_its_reason(changes, why):
+    with pytest.raises(BadJob, match=why):
+        _job(**changes)
+
+
+def test_fedprox_runs_where_the_sites_apply_the_same_mu():
+    config = dataclasses.replace(PLAIN, proximal=0.1).to_json()
+    assert _job(config=config, strategy='{"name":"fedprox","mu":0.1}').aggregator().mu == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"secure": False}, "secure:"),
+        ({"min_sites": 2}, "min_sites: at least 3"),
+        ({"sites": (*SITES, "site-d"), "min_sites": 4}, "the 3 that the configuration names"),
+        ({"strategy": '{"name":"trimmed-mean","trim":1}'}, "single updates"),
+        ({"strategy": '{"name":"fedprox","mu":0.0}'}, "single updates"),
+        ({"strategy": '{"name":"fedavg","weights":{"site-a":1,"site-b":1,"site-c":1}}'}, "single updates"),
+        ({"config": dataclasses.replace(MASKED, honest=1).to_json()}, "min_sites: at least 3"),
+    ],
+)
+def test_a_secure_job_that_cannot_keep_its_promise_is_refused(changes, why):
+    with pytest.raises(BadJob, match=why):
+        _secure(**changes)
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedadam", "fedyogi"])
+def test_a_secure_job_takes_the_strategies_that_need_the_sum_alone(strategy):
+    adaptive = {"server_lr": 0.1, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3} if strategy != "fedavg" else {}
+    job = _secure(strategy=json.dumps({"name": strategy, **adaptive}))
+    assert hasattr(job.aggregator(), "advance")
+
+
+@given(st.integers(3, 40), st.integers(2, 40))
+def test_the_quorum_is_that_of_the_secure_aggregation(sites, honest):
+    if honest < sites:
+        assert quorum(sites, honest) == Quorum.smallest(sites, 1, honest).min_survivors
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        _job().to_json()[:-1] + ',"run":"run-2"}',
+        json.dumps({**json.loads(_job().to_json()), "seed": 1}),
+        json.dumps({k: v for k, v in json.loads(_job().to_json()).items() if k != "secure"}),
+        json.dumps({**json.loads(_job().to_json()), "secure": 0}),
+        json.dumps({**json.loads(_job().to_json()), "rounds": 4.0}),
+        json.dumps({**json.loads(_job().to_json()), "sites": [1, 2]}),
+        json.dumps({**json.loads(_job().to_json()), "sites": "abc"}),
+        json.dumps({**json.loads(_job().to_json()), "min_sites": math.nan}),
+    ],
+)
+def test_a_job_file_that_is_not_exactly_one_is_refused(text):
+    with pytest.raises(BadJob):
+        job_from(text)
+
+
+# --- the claim
+
+
+_plain = st.builds(
+    lambda q, sigma, steps, rounds: dataclasses.replace(
+        PLAIN, sampling_rate=q, noise_multiplier=sigma, steps_per_round=steps, rounds=rounds
+    ),
+    st.floats(0.001, 1.0),
+    st.floats(0.01, 100.0),
+    st.integers(1, 10_000),
+    st.integers(1, 1000),
+)
+_masked = st.builds(
+    lambda q, sigma, rounds, sites, honest: dataclasses.replace(
+        MASKED, sampling_rate=q, noise_multiplier=sigma, rounds=rounds, sites=sites, honest=min(sites, honest)
+    ),
+    st.floats(0.1, 1.0),
+    st.floats(0.5, 4.0),
+    st.integers(1, 1000),
+    st.integers(2, 100),
+    st.integers(1, 100),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(_plain, _masked))
+def test_the_coordinator_reads_the_claim_that_the_agent_makes(mechanism):
+    assert claim_of(mechanism.name, mechanism.to_json()) == mechanism.claim()
+
+
+def test_the_keys_of_a_configuration_are_those_of_the_mechanism():
+    for mechanism in (PLAIN, MASKED):
+        assert KEYS[mechanism.name].keys() == {f.name for f in dataclasses.fields(mechanism)}
+        values = json.loads(mechanism.to_json())
+        assert all(type(values[key]) is kind for key, kind in KEYS[mechanism.name].items())
+        assert TERMS[mechanism.name].claim is type(mechanism.claim())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sampling_rate", 2.0), ("noise_multiplier", 0.0), ("rounds", 0), ("rounds", -1), ("steps_per_round", -4)],
+)
+def test_what_the_agent_would_not_price_the_coordinator_does_not_either(key, value):
+    text = json.dumps({**json.loads(PLAIN.to_json()), key: value})
+    with pytest.raises(BadConfiguration):
+        Federated.from_json(text)
+    with pytest.raises(BadJob, match="config"):
+        claim_of("federated", text)
+
+
+def test_two_negative_counts_do_not_make_a_positive_one():
+    text = json.dumps({**json.loads(PLAIN.to_json()), "rounds": -2, "steps_per_round": -3})
+    with pytest.raises(BadJob, match="at least 1"):
+        claim_of("federated", text)
+
+
+def test_the_parts_of_a_masked_run_fit_the_ring_of_the_secure_aggregation():
+    ring = Ring(MASKED.parameters, MASKED.ring_bits, MASKED.value_bound, MASKED.scale)
+    assert ring.max_members >= MASKED.sites
+
+
+# --- the forecast
+
+
+def test_the_forecast_is_what_the_real_reservation_is_charged():
+    job, account = _job(), _account()
+    (a, b, c) = forecast(job, dict.fromkeys(SITES, Standing(account)), dict.fromkeys(SITES, _policy()), job.claim())
+    real = Reservation(
+        "grant-1", "site-a", "run-1", "federated", PLAIN.claim(), PLAIN.components(), min(_policy().modalities)
+    )
+    verdict = review_reservation(real, Standing(account), _policy())
+    assert verdict.admitted
+    assert (a.fits, a.amount, a.reason) == (True, verdict.amount, "")
+    assert a.left == account.left
+    assert float(a.epsilon) == pytest.approx(epsilon_nano(PLAIN.claim(), 4e-6, 4) / NANO, abs=1e-9)
+    assert float(a.left_epsilon) == pytest.approx(epsilon_of(account.left, 4e-6, 4), abs=1e-8)
+    assert float(a.left_epsilon) <= 8.0
+    assert [cost_.site for cost_ in (a, b, c)] == list(SITES)
+
+
+def test_a_masked_run_is_priced_like_the_sum_that_it_protects():
+    job = _secure()
+    policy = _policy(levels=_policy().levels | {"A*"})
+    (a, *_) = forecast(job, dict.fromkeys(SITES, Standing(_account())), dict.fromkeys(SITES, policy), job.claim())
+    assert a.fits, a.reason
+    assert a.amount == cost(SubsampledGaussian(0.25, 1.8, 4), 4)
+    assert isinstance(job.claim(), DistributedGaussian)
+
+
+def test_every_way_not_to_fit_is_told():
+    job = _job(sites=("full", "none", "lawless", "strict", "frozen", "tight", "kind", "ok"), min_sites=1)
+    account = _account()
+    standings = {site: Standing(account) for site in job.sites if site != "none"}
+    standings["full"] = Standing(_account(spent=account.limit - 5))
+    standings["frozen"] = Standing(account, frozen=True)
+    standings["kind"] = Standing(Account(Opened("kind/k", 1, 0, "", "")))
+    policies = {site: _policy() for site in job.sites if site != "lawless"}
+    policies["strict"] = _policy(mechanisms=frozenset({"ksame"}))
+    policies["tight"] = _policy(epsilon=5.0)  # P12: opened for 8, tightened since
+    said = {one.site: one for one in forecast(job, standings, policies, job.claim())}
+    assert {site for site, one in said.items() if one.fits} == {"ok"}
+    wanted = {"full": "budget", "none": "account", "lawless": "policy", "strict": "admit", "frozen": "restored"}
+    for site, word in {**wanted, "tight": "budget", "kind": "priced"}.items():
+        assert word in said[site].reason, site
+    assert said["full"].left == 5
+    assert said["tight"].left < said["ok"].left
+
+
+def test_an_overdrawn_account_has_nothing_left():
+    job, account = _job(), _account()
+    over = Standing(_account(spent=account.limit + 5))
+    (a, *_) = forecast(job, dict.fromkeys(SITES, over), dict.fromkeys(SITES, _policy()), job.claim())
+    assert (a.fits, a.left, float(a.left_epsilon)) == (False, 0, 0.0)
+
+
+def test_a_delta_that_the_public_bound_outgrows_does_not_fit():
+    job = _job(config=dataclasses.replace(PLAIN, public_patients=250_000).to_json())
+    (a, *_) = forecast(job, dict.fromkeys(SITES, Standing(_account())), dict.fromkeys(SITES, _policy()), job.claim())
+    assert not a.fits
+    assert "1 / patients" in a.reason
+
+
+def test_a_claim_that_no_account_can_hold_is_no_fit_and_no_fault():
+    job = _job(config=dataclasses.replace(PLAIN, noise_multiplier=0.0011, steps_per_round=10_000).to_json())
+    (a, *_) = forecast(job, dict.fromkeys(SITES, Standing(_account())), dict.fromkeys(SITES, _policy()), job.claim())
+    assert not a.fits
+    assert a.reason
+
+
+# --- the decision
+
+
+def _costs(*fits):
+    return [SiteCost(s, f, "1.0", "1e-6", 1, 1, "1.0", "" if f else "no") for s, f in zip(SITES, fits, strict=False)]
+
+
+def test_all_that_fit_are_launched():
+    assert decide(_job(), _costs(True, True, True)) == Decision(True, SITES, {}, "")
+
+
+def test_a_site_that_does_not_fit_is_dropped_down_to_the_smallest_number():
+    decision = decide(_job(), _costs(True, False, True))
+    assert (decision.go, decision.sites, dict(decision.dropped)) == (True, ("site-a", "site-c"), {"site-b": "no"})
+    refused = decide(_job(), _costs(True, False, False))
+    assert (refused.go, refused.sites) == (False, ())
+    assert "2 sites are needed" in refused.reason
+
+
+def test_all_or_none_drops_nobody():
+    decision = decide(_job(all_or_none=True), _costs(True, False, True))
+    assert (decision.go, decision.sites) == (False, ())
+    assert "site-b" in decision.reason
+    assert decide(_job(all_or_none=True), _costs(True, True, True)).go
+
+
+def test_a_site_without_exactly_one_forecast_does_not_fit():
+    assert decide(_job(), _costs(True, True)).dropped.keys() == {"site-c"}
+    twice = [*_costs(True, True, True), *_costs(False)]
+    assert decide(_job(), twice).dropped.keys() == {"site-a"}
+
+
+def test_forecasts_of_other_sites_count_for_nothing():
+    others = [SiteCost(f"other-{i}", True, "1", "1", 1, 1, "1", "") for i in range(9)]
+    assert not decide(_job(), others).go

@@ -1,0 +1,238 @@
+"""What an operator types, against a coordinator that serves: the operator's certificate, and the sites' port."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import coordinator.__main__ as cli
+from agent.edges import enrol as joining
+from agent.edges import home as agent_home
+from coordinator.edges import conductor, remote
+from coordinator.edges.home import BadCoordinator
+from coordinator.edges.operations import Operations
+from coordinator.edges.runs import Runs
+from policies.policy import preset
+from protos.identity import same_fingerprint
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayStub
+from tests.support.books import Person
+from tests.support.federation import SETTINGS, Federation
+from tests.support.runs import job
+from tests.support.wards import Grid, Host, Vault, Ward, conduct_here, federated
+
+
+@pytest.fixture
+def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
+    """A service on a port that is written in its settings, as an operator's command reads it."""
+    monkeypatch.setattr(conductor, "conduct", conduct_here)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    made = Federation(tmp_path)
+    with made:
+        made.server.stop(0).wait()
+        made.store.close()
+    toml = tmp_path / "coordinator" / "coordinator.toml"
+    toml.write_text(toml.read_text().replace('"127.0.0.1:0"', f'"127.0.0.1:{port}"'))
+    with made:
+        yield made
+
+
+def typed(fed: Federation, *words: str) -> int:
+    return cli.main(["--home", str(fed.home.root), *words])
+
+
+def out(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def err(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_hospital_is_invited_shown_approved_and_revoked_with_five_commands(
+    fed: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invitation, token = tmp_path / "north.invitation", tmp_path / "north.token"
+    assert typed(fed, "invite", "north", "--out", str(invitation), "--token-file", str(token)) == 0
+    root = out(capsys).partition("root: ")[2].split(" tell")[0]
+    assert "token" not in invitation.read_text()
+    home = agent_home.create(
+        tmp_path / "north", SETTINGS.format(site="north", listen=f"127.0.0.1:{fed.port}"), preset("internal")
+    )
+    given = joining.Given(invitation.read_bytes(), token.read_text(), root)
+    now = dt.datetime.now(dt.UTC)
+    progress = joining.enrol(home, given, joining.over_grpc(), now)
+    assert progress.state == "waiting"
+
+    assert typed(fed, "enrolments", "--json") == 0
+    (pending,) = json.loads(capsys.readouterr().out)
+    assert (pending["site"], pending["state"]) == ("north", "waiting")
+    assert same_fingerprint(pending["fingerprint"], progress.fingerprint)
+    assert typed(fed, "enrolments") == 0
+    assert "north" in out(capsys)
+
+    files = []
+    for person, sealed in zip(fed.persons, fed.approvals("north", "enrol-1", pending["digest"]), strict=True):
+        files.append(tmp_path / f"{person.name}.json")
+        files[-1].write_bytes(sealed)
+    assert typed(fed, "approve", "north", str(files[0]), "--serial", "enrol-1") == 1, "one person is not two"
+    assert "refused" in err(capsys)
+    assert typed(fed, "approve", "north", *map(str, files), "--serial", "enrol-1") == 0
+    assert joining.enrol(home, None, joining.over_grpc(), now).state == "enrolled"
+
+    assert typed(fed, "revoke", "north", "--reason", "left") == 1, "it asks first"
+    assert "say --yes" in err(capsys)
+    assert typed(fed, "revoke", "north", "--reason", "Dr Müller left", "--yes") == 1
+    assert typed(fed, "revoke", "north", "--reason", "left", "--yes") == 0
+    assert "north" in fed.store.state.barred
+
+
+def test_a_token_is_shown_when_no_file_is_named_and_a_bad_name_is_refused_in_words(
+    fed: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(fed, "invite", "north", "--out", str(tmp_path / "i")) == 0
+    assert "30 minutes" in out(capsys)
+    assert typed(fed, "invite", "No Name", "--out", str(tmp_path / "j")) == 1
+    assert "refused" in err(capsys)
+    assert not (tmp_path / "j").exists()
+
+
+def test_a_sites_certificate_is_no_operators(fed: Federation) -> None:
+    site = fed.join("north")
+    chain = site.door()._credentials.channel_credentials()
+    with grpc.secure_channel(f"127.0.0.1:{fed.port}", chain) as channel:
+        stub = GatewayStub(channel)
+        for call in (
+            lambda: stub.Invite(pb.InviteRequest(site="x"), timeout=10),
+            lambda: stub.Revoke(pb.RevokeRequest(site="north", reason="left"), timeout=10),
+            lambda: stub.Plan(pb.LaunchRequest(run="r"), timeout=10),
+            lambda: stub.Stop(pb.RunRequest(run="r"), timeout=10),
+            lambda: list(stub.Launch(pb.LaunchRequest(run="r"), timeout=10)),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                call()
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert not fed.store.state.barred
+
+
+def written(tmp_path: Path, **changes: Any) -> Path:
+    mechanism = federated(rounds=1)
+    made = {
+        "mechanism": mechanism.name,
+        "config": json.loads(mechanism.to_json()),
+        "parameters": mechanism.parameters,
+        "sites": ["north", "south"],
+        "rounds": 1,
+        "min_sites": 2,
+        **changes,
+    }
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+@pytest.fixture
+def conducting(fed: Federation) -> dict[str, Ward]:
+    """The service conducts runs over wards of two enrolled sites."""
+    wards = {
+        name: Ward(fed.root, fed.join(name).hospital, fed.intake, vault=Vault(seed=i), seed=i + 1)
+        for i, name in enumerate(("north", "south"))
+    }
+    for name, ward in wards.items():  # the key it enrolled with
+        ward.hospital.key = agent_home.Home(fed.root / name).sign_key()
+        ward.folder = fed.root / "wards"
+        ward.folder.mkdir(exist_ok=True)
+        ward.start()
+    runs = Runs(fed.root / "runs", Host(Grid(wards)), fed.intake, fed.shelf, fed.service.at.log)  # type: ignore[arg-type]
+    fed.service.at = replace(fed.service.at, conducting=Operations(runs))
+    return wards
+
+
+def test_a_run_is_planned_launched_watched_and_stopped_from_the_command_line(
+    fed: Federation, conducting: dict[str, Ward], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(written(tmp_path))
+    size = fed.store.state.size
+    assert typed(fed, "round", "plan", path, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["go"], [s["site"] for s in plan["sites"]]) == (True, ["north", "south"])
+    assert all(s["fits"] and float(s["epsilon"]) > 0 for s in plan["sites"])
+    assert typed(fed, "round", "plan", path) == 0
+    assert "can go" in out(capsys)
+    assert fed.store.state.size == size, "a plan holds nothing"
+
+    assert typed(fed, "round", "launch", path, "--run", "run-1", "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["state"] for line in lines] == ["granted", "sent", "closed", "finished"]
+    assert typed(fed, "round", "launch", path, "--run", "run-1") == 0, "again: followed, not begun anew"
+    assert "round 1 of 1: closed north, south" in out(capsys)
+    assert typed(fed, "round", "watch", "run-1") == 0
+    assert "finished" in out(capsys)
+    assert typed(fed, "round", "stop", "run-1") == 1
+    assert "run-1: finished" in out(capsys)
+    assert [ward.vault.reads for ward in conducting.values()] == [1, 1]
+
+
+def test_a_run_that_cannot_be_is_refused_with_the_reason_and_exit_1(
+    fed: Federation, conducting: dict[str, Ward], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dear = json.loads(federated(rounds=40).to_json())
+    path = str(written(tmp_path, config=dear, rounds=40))
+    assert typed(fed, "round", "plan", path) == 1
+    assert "cannot go" in out(capsys)
+    assert typed(fed, "round", "launch", path, "--run", "run-1") == 1
+    assert "the forecast refuses it" in out(capsys)
+    path = str(written(tmp_path, sites=["north", "nobody"], min_sites=1))
+    assert typed(fed, "round", "plan", path) == 1
+    assert "not enrolled: nobody" in out(capsys)
+    assert typed(fed, "round", "launch", str(written(tmp_path, rounds=0)), "--run", "run-2") == 1
+    assert "rounds: 1 to" in out(capsys)
+    for what in ("watch", "resume"):
+        assert typed(fed, "round", what, "run-9") == 1
+        assert "no run of that name" in out(capsys)
+    assert typed(fed, "round", "stop", "run-9") == 1
+    assert "no run of that name" in out(capsys)
+    assert fed.store.state.grants == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mechanism": 1},
+        {"sites": "north"},
+        {"rounds": "1"},
+        {"rounds": True},
+        {"secure": 1},
+        {"strategy": "fedavg"},
+        {"run": "x"},
+        {"min_sites": None},
+    ],
+    ids=str,
+)
+def test_a_job_file_with_a_wrong_key_names_the_keys(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(BadCoordinator, match=r"job.json: the keys are mechanism \(str\)"):
+        remote.read_job(written(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "nothing", "[]", "1", "null", '"x"'])
+def test_a_job_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.json").write_text(text)
+    with pytest.raises(BadCoordinator, match=r"job.json"):
+        remote.read_job(tmp_path / "job.json")
+
+
+def test_a_job_file_says_what_is_left_out(tmp_path: Path) -> None:
+    found = remote.read_job(written(tmp_path))
+    assert (found["strategy"], found["all_or_none"], found["secure"]) == ({"name": "fedavg"}, False, False)
+    assert remote.read_job(written(tmp_path, all_or_none=True))["all_or_none"]
+    assert job().strategy == '{"name":"fedavg"}'
+    assert Person("dpo-1", "compliance").role == "compliance"

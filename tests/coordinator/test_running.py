@@ -1,0 +1,690 @@
+"""One process for each run: what it is given, what is believed of what it says, and what its death costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from coordinator.edges import conducting
+from coordinator.edges.conducting import Child, Desk, RunLost
+from coordinator.edges.conductor import Conductor
+from coordinator.edges.feed import Event, Feed, Line
+from coordinator.edges.grid import PrivateWay
+from coordinator.edges.listeners import KEY_HEADER, PrivateGate
+from coordinator.edges.log import open_log
+from coordinator.edges.runframes import TO_RUN, BadFrame, Frame, Order, Pipe, from_run
+from coordinator.edges.runs import Runs
+from coordinator.edges.strategy import Model, Progress, RoundFailed, RoundPlan
+from coordinator.plan import Job
+from coordinator.rounds import FedAdam, Moments
+from protos.artifact import pack_vector
+from protos.weights import pack_ring
+from tests.support.books import DP
+from tests.support.federation import Federation as Books
+from tests.support.federation import Site, vector
+from tests.test_federation_contract import ADD, SITES, Federation
+
+START = np.linspace(-1.0, 1.0, 10, dtype=np.float32)
+PLAN = RoundPlan(
+    run="run-1",
+    sites=SITES,
+    rounds=2,
+    first_round=0,
+    model=Model(START),
+    config=b"{}",
+    min_sites=2,
+    least_grants=2,
+    round_timeout_s=5.0,
+    node_wait_s=1.0,
+)
+WAY = PrivateWay("127.0.0.1:9", "k" * 64)
+NONE = Moments(1).to_bytes()
+
+
+@dataclass
+class Gate:
+    """Says yes and remembers what it was asked; ``breaks`` names what fails."""
+
+    breaks: str = ""
+    asked: list[Any] = field(default_factory=list)
+
+    def _hear(self, what: str, *about: Any) -> None:
+        self.asked.append((what, *about))
+        if what == self.breaks:
+            raise OSError("no space left on device")
+
+    def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
+        self._hear("reserve", dict(sealed), least)
+        return {"west": "budget"}
+
+    def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
+        self._hear("admit", site, round_index, envelope, artifact)
+        return "a text, not a code" if envelope == b"odd" else None
+
+    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+        self._hear("done", round_index, used, dict(refused))
+
+    def progress(self, event: Progress) -> None:
+        self._hear("progress", event.stage)
+
+
+def desk(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[Desk, Gate]:
+    """A desk whose gate remembers."""
+    gate = Gate(breaks)
+    return Desk(plan, gate, gate.progress), gate
+
+
+def reserve(**sealed: bytes) -> Frame:
+    sizes = [[site, len(envelope)] for site, envelope in sealed.items()]
+    return Frame("reserve", {"least": 2, "sealed": sizes}, b"".join(sealed.values()))
+
+
+def admit(site: str, index: int = 0, artifact: bytes | None = None, envelope: bytes = b"e") -> Frame:
+    return Frame("admit", {"site": site, "round": index}, envelope, artifact or pack_vector(START))
+
+
+def done(index: int, *used: str, vector: bytes | None = None, moments: bytes = NONE, **refused: str) -> Frame:
+    text = {"round": index, "used": list(used), "refused": refused}
+    return Frame("done", text, vector or pack_vector(START), moments)
+
+
+def priced(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[Desk, Gate]:
+    """A desk after the price: north and south are granted."""
+    made, gate = desk(plan)
+    made.take(reserve(north=b"n", south=b"ss", west=b""))
+    gate.breaks = breaks
+    return made, gate
+
+
+# ---------------------------------------------------------------- frames
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[Pipe, Pipe, socket.socket]]:
+    """The coordinator's end, the run's end, and the socket under the latter."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Pipe(ours, from_run(PLAN)), Pipe(theirs, TO_RUN), theirs
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PLAN,
+        replace(PLAN, first_round=1, aggregator=FedAdam(0.1, 0.9, 0.99, 1e-3)),
+        replace(PLAN, config=bytes(range(256)), roster={site: bytes([i] * 32) for i, site in enumerate(SITES)}),
+        replace(PLAN, model=Model(START, Moments(3, np.ones(10), np.full(10, 0.1)))),
+    ],
+)
+def test_a_plan_arrives_bit_for_bit(pipes: tuple[Pipe, Pipe, socket.socket], plan: RoundPlan) -> None:
+    ours, theirs, _ = pipes
+    Order(plan, WAY, "token").send(ours)
+    order = Order.of(theirs.receive())
+    assert (order.way, order.token) == (WAY, "token")
+    assert order.plan.model.vector.tobytes() == plan.model.vector.tobytes()
+    assert order.plan.model.moments.to_bytes() == plan.model.moments.to_bytes()
+    same = replace(order.plan, model=plan.model)
+    assert all(getattr(same, name) == getattr(plan, name) for name in RoundPlan.__slots__)
+
+
+def raw(word: bytes, text: bytes = b"{}", sizes: tuple[int, int] = (0, 0)) -> bytes:
+    return struct.pack(">8sQQQ", word, len(text), *sizes) + text
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        raw(b"start"),  # what only the coordinator says
+        raw(b"\xff\xff"),
+        raw(b"over", b"[]"),
+        raw(b"over", b"{" + b'"a":' * 100_000),
+        raw(b"fault", b'{"kind":"a","kind":"b"}'),
+        raw(b"fault", b'{"kind":NaN}'),
+        raw(b"over", sizes=(1, 0)),
+        raw(b"done", sizes=(4 * 10 + 4097, 0)),
+        raw(b"admit", sizes=(0, 1 << 63)),
+        struct.pack(">8sQQQ", b"over", (4 << 20) + 1, 0, 0),
+    ],
+)
+def test_what_is_not_a_frame_is_refused_before_its_bytes_are_waited_for(
+    pipes: tuple[Pipe, Pipe, socket.socket], said: bytes
+) -> None:
+    ours, _, end = pipes
+    threading.Thread(target=end.sendall, args=(said,), daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(BadFrame):
+        ours.receive()
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_frame_that_breaks_off_is_refused(pipes: tuple[Pipe, Pipe, socket.socket]) -> None:
+    ours, _, end = pipes
+    end.sendall(raw(b"done", sizes=(40, 0)) + bytes(39))
+    end.shutdown(socket.SHUT_WR)
+    with pytest.raises(BadFrame, match="the end"):
+        ours.receive()
+
+
+# ---------------------------------------------------------------- what is believed
+
+
+def test_an_honest_run_is_answered_and_its_result_is_what_the_gate_said() -> None:
+    made, gate = priced()
+    moved = (START + 1).astype(np.float32)
+    text = {"stage": "priced", "round": 0, "sites": ["north", "south"], "refused": {"west": "budget"}}
+    assert made.take(Frame("progress", text)) == ("answer", {})
+    for index in range(2):
+        assert made.take(admit("north", index)) == ("answer", {"code": None})
+        assert made.take(admit("south", index, envelope=b"odd")) == ("answer", {"code": "internal"})
+        assert made.take(Frame("progress", {**text, "stage": "sent", "round": index})) == ("answer", {})
+        if index == 0:
+            with pytest.raises(BadFrame):
+                made.take(done(0, "north"))  # the plan wants two
+            made, gate = priced(replace(PLAN, min_sites=1))
+            made.take(Frame("progress", text))
+            made.take(admit("north"))
+        assert made.take(done(index, "north", vector=pack_vector(moved), south="internal")) == ("answer", {})
+    assert made.take(Frame("over", {})) is None
+    result = made.result()
+    assert (result.granted, result.declined) == ({"north": b"n", "south": b"ss"}, {"west": "budget"})
+    assert (result.used, result.rounds_done) == ((("north",), ("north",)), 2)
+    assert result.refused == ({"south": "internal"}, {"south": "internal"})
+    assert result.model.vector.tobytes() == moved.tobytes()
+    assert gate.asked[0] == ("reserve", {"north": b"n", "south": b"ss", "west": b""}, 2)
+
+
+NAN = START.copy()
+NAN[3] = np.nan
+
+
+def safetensors(vector: NDArray[Any]) -> bytes:
+    """A vector's file with values that `pack_vector` would refuse."""
+    return pack_vector(START)[: -4 * START.size] + vector.tobytes()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        reserve(north=b"n"),  # a second time
+        Frame("reserve", {"least": 1, "sealed": []}),
+        admit("west"),  # declined
+        admit("east"),
+        admit("north", 1),
+        admit("north", artifact=pack_vector(START[:-1])),
+        admit("north", artifact=safetensors(NAN)),
+        admit("north", artifact=pack_vector(START) + b"\0"),
+        admit("north", artifact=pack_ring(np.arange(10, dtype=np.uint32))),
+        Frame("admit", {"site": ["north"], "round": 0}, b"e", pack_vector(START)),
+        Frame("admit", {"site": "north", "round": False}, b"e", pack_vector(START)),
+        Frame("admit", {"site": "north", "round": 0, "and": 1}, b"e", pack_vector(START)),
+        done(0, "north", "south"),  # never admitted
+        done(0),
+        Frame("over", {}),
+        Frame("failed", {"round": 2, "reason": "few", "refused": {}}),
+        Frame("failed", {"round": 0, "reason": "patient 4711", "refused": {}}),
+        Frame("failed", {"round": 0, "reason": "few", "refused": {"east": "few"}}),
+        Frame("failed", {"round": 0, "reason": "few", "refused": {"north": "patient 4711"}}),
+        Frame("progress", {"stage": "odd", "round": 0, "sites": [], "refused": {}}),
+        Frame("progress", {"stage": "sent", "round": 0, "sites": ["north", "north"], "refused": {}}),
+        Frame("progress", {"stage": "sent", "round": 0.0, "sites": [], "refused": {}}),
+        Frame("progress", {"stage": "sent", "round": 0, "sites": [], "refused": []}),
+        Frame("fault", {"kind": "patient 4711"}),
+    ],
+)
+def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame: Frame) -> None:
+    made, gate = priced()
+    before = list(gate.asked)
+    with pytest.raises(BadFrame):
+        made.take(frame)
+    assert gate.asked == before
+
+
+@pytest.mark.parametrize(
+    "sealed",
+    [
+        [["north", 2]],
+        [["north", 0]],
+        [["north", -1], ["south", 2]],
+        [["north", 1], ["north", 0]],
+        [["north"]],
+        ["n"],
+        {},
+    ],
+)
+def test_reservations_that_do_not_add_up_are_refused(sealed: object) -> None:
+    made, gate = desk()
+    with pytest.raises(BadFrame):
+        made.take(Frame("reserve", {"least": 2, "sealed": sealed}, b"n"))
+    assert gate.asked == []
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        done(0, "north", "south", "west"),
+        done(0, "north", "north"),
+        done(1, "north", "south"),
+        done(0, "north", "south", vector=pack_vector(START[:-1])),
+        done(0, "north", "south", vector=safetensors(NAN)),
+        done(0, "north", "south", moments=Moments(1, np.ones(9), np.ones(9)).to_bytes()),
+        done(0, "north", "south", moments=b""),
+        done(0, "north", "south", west="patient 4711"),
+        admit("north"),  # asked before
+    ],
+)
+def test_a_round_is_closed_only_as_it_was_reviewed(frame: Frame) -> None:
+    made, gate = priced()
+    for site in ("north", "south"):
+        made.take(admit(site))
+    before = list(gate.asked)
+    with pytest.raises(BadFrame):
+        made.take(frame)
+    assert gate.asked == before
+
+
+def test_an_update_of_one_round_does_not_count_in_the_next() -> None:
+    made, _ = priced()
+    for site in ("north", "south"):
+        made.take(admit(site))
+    made.take(done(0, "north", "south"))
+    with pytest.raises(BadFrame):
+        made.take(done(1, "north", "south"))
+
+
+def test_a_round_beyond_the_last_is_refused() -> None:
+    made, _ = priced(replace(PLAN, rounds=1))
+    for site in ("north", "south"):
+        made.take(admit(site))
+    made.take(done(0, "north", "south"))
+    for frame in (admit("north", 1), done(1, "north", "south")):
+        with pytest.raises(BadFrame):
+            made.take(frame)
+
+
+def test_a_masked_update_is_as_many_elements_of_the_ring() -> None:
+    plan = replace(PLAN, roster={site: bytes(32) for site in SITES})
+    made, _ = priced(plan)
+    assert made.take(admit("north", artifact=pack_ring(np.arange(10, dtype=np.uint64)))) == ("answer", {"code": None})
+    for artifact in (pack_ring(np.arange(9, dtype=np.uint64)), pack_vector(START)):
+        with pytest.raises(BadFrame):
+            made.take(admit("south", artifact=artifact))
+
+
+def test_what_a_gate_raises_stays_with_the_coordinator() -> None:
+    made, gate = desk(breaks="reserve")
+    assert made.take(reserve(north=b"n", south=b"s")) == ("broken", {})
+    assert gate.asked[-1][0] == "reserve"
+    with pytest.raises(BadFrame):  # nobody is granted
+        made.take(admit("north"))
+    made, _ = priced(breaks="admit")
+    assert made.take(admit("north")) == ("broken", {})
+    with pytest.raises(BadFrame):
+        made.take(done(0, "north"))
+
+
+def test_a_round_that_cannot_be_made_durable_ends_the_run_with_its_own_error() -> None:
+    made, gate = priced()
+    for site in ("north", "south"):
+        made.take(admit(site))
+    gate.breaks = "done"
+    with pytest.raises(OSError, match="no space"):
+        made.take(done(0, "north", "south"))
+    assert made.result().used == ()
+
+
+# ---------------------------------------------------------------- a process that was taken over
+
+
+@pytest.fixture
+def rogue(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gate]:
+    """Let such a process conduct a run; gives the gate when it is over."""
+    monkeypatch.setattr(conducting, "MODULE", "tests.support.flower.rogue_run")
+
+    def conduct(what: bytes, stopping: threading.Event | None = None) -> Gate:
+        plan = replace(PLAN, config=what)
+        made, gate = desk(plan)
+        with Child(plan) as child:
+            process = vars(child)["_process"]
+            try:
+                child.conduct(Order(plan, WAY, "token"), made, stopping or threading.Event())
+            finally:
+                child.end()
+                assert process.returncode is not None
+        return gate
+
+    return conduct
+
+
+@pytest.mark.parametrize("what", [b"noise", b"announce", b"done", b"over", b"part", b"fault"])
+def test_a_process_that_speaks_nonsense_is_ended_and_the_run_lost(rogue: Callable[..., Gate], what: bytes) -> None:
+    with pytest.raises(RunLost) as lost:
+        rogue(what)
+    assert "4711" not in str(lost.value)
+
+
+def test_a_process_that_does_not_heed_a_stop_is_ended(
+    rogue: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conducting, "_LEAVE_S", 1.0)
+    stopping = threading.Event()
+    stopping.set()
+    with pytest.raises(RoundFailed, match="stopped"):
+        rogue(b"deaf", stopping)
+
+
+def test_a_process_that_says_nothing_for_longer_than_the_plan_allows_is_ended(
+    rogue: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conducting, "_SLACK_S", -4.0)  # of six seconds
+    with pytest.raises(RunLost, match="silent"):
+        rogue(b"mute")
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/runtime/pull-messages", "task", 200),
+        ("/v1/runtime/acquire-task", "task", 404),
+        ("/v1/runtime/create-task", "task", 404),
+        ("/v1/control/start-run", "task", 404),
+        ("/v1/control/register-node", "task", 404),
+        ("/v1/fleet/pull-messages", "task", 404),
+        ("/v1/runtime/pull-messages", "over", 404),
+        ("/v1/control/start-run", "whole", 200),
+    ],
+)
+def test_a_runs_key_opens_a_tasks_calls_and_nothing_else(path: str, key: str, status: int) -> None:
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    said: list[dict[str, Any]] = []
+
+    async def call() -> None:
+        async def send(message: dict[str, Any]) -> None:
+            said.append(message)
+
+        scope = {"type": "http", "path": path, "headers": [(KEY_HEADER.encode(), key.encode())]}
+        await PrivateGate(app, "whole", {"task"})(scope, lambda: None, send)
+
+    asyncio.run(call())
+    assert said[0]["status"] == status
+
+
+# ---------------------------------------------------------------- whose turn it is
+
+
+class Turns:
+    """Runs that stand in a line until they are told to go on."""
+
+    def __init__(self, line: Line) -> None:
+        self.line, self.going, self.ends = line, [], {}  # type: ignore[var-annotated]
+
+    def come(self, name: str, *sites: str) -> None:
+        standing, end = threading.Event(), threading.Event()
+        self.ends[name] = end
+
+        def take() -> None:
+            with self.line.take(standing, sites):
+                self.going.append(name)
+                end.wait(20)
+                self.going.remove(name)
+
+        threading.Thread(target=take, daemon=True).start()
+        assert standing.wait(5)
+
+    def end(self, name: str) -> None:
+        self.ends[name].set()
+
+    def settle(self, *names: str) -> None:
+        """Until exactly these have their turn, and a little longer."""
+        until = time.monotonic() + 5
+        while sorted(self.going) != sorted(names) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert sorted(self.going) == sorted(names)
+
+
+def test_runs_that_share_a_site_wait_for_one_another_and_others_go_side_by_side() -> None:
+    turns = Turns(Line())
+    turns.come("first", "north", "south")
+    turns.come("second", "south", "west")
+    turns.come("third", "west", "east")  # not before the second, which came earlier and wants the west too
+    turns.come("fourth", "far")
+    turns.settle("first", "fourth")
+    turns.end("first")
+    turns.settle("second", "fourth")
+    turns.end("second")
+    turns.settle("third", "fourth")
+    turns.end("third")
+    turns.end("fourth")
+    turns.settle()
+
+
+def test_no_more_runs_than_the_bound_go_at_once() -> None:
+    turns = Turns(Line(2))
+    for name in "abcd":
+        turns.come(name, name)
+    turns.settle("a", "b")
+    turns.end("b")
+    turns.settle("a", "c")
+    turns.end("a")
+    turns.settle("c", "d")
+    turns.end("c")
+    turns.end("d")
+    turns.settle()
+
+
+# ---------------------------------------------------------------- the conductor
+
+
+CONFIG = {
+    "sampling_rate": 0.25,
+    "noise_multiplier": 1.8,
+    "steps_per_round": 15,
+    "rounds": 4,
+    "learning_rate": 0.1,
+    "images_per_patient": 2,
+    "public_patients": 40,
+    "clip": 1.0,
+    "proximal": 0.0,
+    "classes": ["0", "1"],
+    "shape": [8, 8],
+    "centre": [0.0] * 64,
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A site of a coordinator with real books."""
+    with Books(tmp_path) as books:
+        yield books.join("site-a")
+
+
+@pytest.fixture
+def run(site: Site) -> Conductor:
+    """A run's real conductor over these books, without Flower."""
+    books, runs = site.federation, Runs.__new__(Runs)
+    runs.root, runs.intake, runs.shelf, runs.turn = books.root / "runs", books.intake, books.shelf, Line()
+    runs.log, runs.tell = open_log(books.root / "run.log"), lambda *_: None
+    runs.host = SimpleNamespace(stopping=threading.Event())  # type: ignore[assignment]
+    (runs.root / "run-1").mkdir(parents=True)
+    return Conductor(runs, Job("run-1", "federated", json.dumps(CONFIG), 10, ("site-a",), 4, 1), Feed())
+
+
+def test_a_run_whose_process_dies_again_and_again_in_the_same_round_has_failed(
+    run: Conductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def dies(done: int) -> Event:
+        tried.append(done)
+        raise RunLost("the run's process is lost: the end")
+
+    monkeypatch.setattr(run, "_conduct", dies)
+    run.run()
+    assert tried == [0, 0, 0]
+    lost = ("waiting", "run_process_lost")
+    assert [(e.state, e.reason) for e in run.feed.follow()] == [lost, lost, ("failed", "internal")]
+
+
+def test_a_closed_round_gives_a_run_new_tries(run: Conductor, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def dies(done: int) -> Event:
+        tried.append(done)
+        if len(tried) == 2:
+            run.register.close_round("run-1", 1, ["site-a"], bytes(32))
+        raise RunLost("the run's process is lost: the end")
+
+    site.reserved("grant-1", DP, "federated", "run-1")
+    release = site.update("grant-1", vector(), 15, run="run-1", round=1)
+    assert site.door().submit("k", site.seal(release), vector()).admitted
+    monkeypatch.setattr(run, "_conduct", dies)
+    run.run()
+    assert tried == [0, 0, 1, 1, 1]
+
+
+# ---------------------------------------------------------------- real rounds
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """Three agents online at one coordinator, in whose environment a password stands."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PGPASSWORD", "hunter2-of-the-ledger")
+        made = Federation(tmp_path_factory.mktemp("running"))
+    try:
+        for site in SITES:
+            made.start_agent(site)
+        for agent in made.agents.values():
+            agent.wait_for("online")
+        yield made
+    finally:
+        made.close()
+
+
+def processes(federation: Federation, most_s: float = 30.0) -> list[int]:
+    """The processes of the runs that the coordinator conducts; waits for one."""
+    until = time.monotonic() + most_s
+    while time.monotonic() < until:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if (
+                    parent == federation.coordinator.process.pid
+                    and b"flower.running" in (path / "cmdline").read_bytes()
+                ):
+                    found.append(int(path.name))
+            except (OSError, IndexError):
+                continue
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("no run has a process")
+
+
+def begin(federation: Federation, run: str, **plan: Any) -> dict[str, Any]:
+    """Start a run in which north takes its time over every round; gives the plan."""
+    config = {"add": ADD, "sleep": {"north": 3.0}}
+    plan = {
+        "run": run,
+        "config": config,
+        "sites": SITES,
+        "rounds": 2,
+        "min_sites": 3,
+        "round_timeout_s": 60.0,
+        **plan,
+    }
+    federation.coordinator.tell(do="conduct", **plan)
+    return plan
+
+
+def test_nothing_secret_is_on_the_processs_command_line_or_in_its_environment(federation: Federation) -> None:
+    begin(federation, "seen", rounds=1)
+    (pid,) = processes(federation)
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    assert words[1:4] == [b"-P", b"-m", b"tests.support.flower.running"]
+    assert len(words) == 5
+    assert words[4].isdigit()
+    environment = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"FLWR_TELEMETRY_ENABLED=0" in environment
+    assert b"hunter2" in Path(f"/proc/{federation.coordinator.process.pid}/environ").read_bytes()
+    assert b"hunter2" not in environment
+    assert not re.search(rb"[0-9a-f]{64}", environment)
+    report = federation.coordinator.hear(90.0)
+    assert '"rounds_done": 1' in report, report
+
+
+def test_a_process_killed_in_the_middle_of_a_round_loses_that_round_only(federation: Federation) -> None:
+    plan = begin(federation, "cut")
+    (pid,) = processes(federation)
+    time.sleep(5.0)  # a round is being trained
+    os.kill(pid, signal.SIGKILL)
+    report = json.loads(federation.coordinator.hear(30.0))
+    assert "lost" in report
+    closed = len(report["checkpoints"])
+    again = federation.conduct(**{**plan, "first_round": closed, "config": plan["config"]})
+    assert again["rounds_done"] == 2
+    assert again["used"] == [list(SITES)] * (2 - closed)
+    assert again["shift"] == [3.0 * (2 - closed)]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_its_process_and_not_the_next_run(
+    federation: Federation,
+) -> None:
+    report = federation.conduct("full", {"disk_full": 1})
+    assert report["lost"] == "no space left on device"
+    assert [point["round"] for point in report["checkpoints"]] == [0]
+    with pytest.raises(AssertionError, match="no run has a process"):
+        processes(federation, 0.5)
+    assert federation.conduct("full", first_round=1)["shift"] == [3.0]
+
+
+def test_runs_of_other_sites_go_side_by_side_and_do_not_mix(federation: Federation) -> None:
+    common = {"rounds": 2, "min_sites": 1, "round_timeout_s": 60.0}
+    one = {"run": "one", "sites": ["north"], "config": {"add": ADD, "sleep": {"north": 2.0}}, **common}
+    two = {"run": "two", "sites": ["south", "west"], "config": {"add": ADD, "sleep": {"west": 2.0}}, **common}
+    first, second = federation.coordinator.ask(do="conduct", runs=[one, two])
+    assert (first["shift"], second["shift"]) == ([2.0], [8.0])
+    assert (first["used"], second["used"]) == ([["north"]] * 2, [["south", "west"]] * 2)
+    assert first["granted"] == {"north": "grant one north"}
+    assert max(first["span"][0], second["span"][0]) < min(first["span"][1], second["span"][1])
+
+
+def test_the_process_ends_with_the_coordinator(federation: Federation) -> None:
+    begin(federation, "orphan")
+    (pid,) = processes(federation)
+    time.sleep(2.0)
+    federation.coordinator.kill()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_process_does_nothing_without_the_settings_that_keep_flower_quiet() -> None:
+    code = (
+        "import socket, sys; a, b = socket.socketpair(); from coordinator.edges.running import main; main(b.fileno())"
+    )
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
+    ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, check=False, timeout=60)
+    assert b"NotQuiet" in ended.stderr

@@ -1,0 +1,502 @@
+"""Runs: forecast, launch, stop, wait, resume; the budgets of all sites at once. Real books and agents, no Flower."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from coordinator.edges import conductor
+from coordinator.edges.feed import Event
+from coordinator.edges.operations import Operations
+from coordinator.edges.strategy import pack
+from coordinator.plan import BadJob
+from policies.policy import parse
+from policies.register import Register
+from policies.sqlite import export_file
+from policies.verify import verify
+from protos.v1 import gateway_pb2 as pb
+from tests.support.runs import SITES, Federation, job
+from tests.support.wards import admitting, conduct_here, federated
+
+
+def strategy(**values: Any) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+def states(events: Iterator[Event] | list[Event]) -> list[tuple[int, str, tuple[str, ...]]]:
+    return [(e.round, e.state, e.sites) for e in events]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's strategy is in this process, and the sites too; tests/test_federation_contract.py has them apart."""
+    monkeypatch.setattr(conductor, "conduct", conduct_here)
+
+
+@pytest.fixture
+def fed(tmp_path: Path) -> Iterator[Federation]:
+    made = Federation(tmp_path)
+    yield made
+    made.host.stopping.set()
+    for feed in made.runs._feeds.values():
+        list(feed.follow())
+    made.store.close()
+
+
+def sealed(fed: Federation, run: str, rounds: int = 3, **rounds_of: int) -> dict[str, bytes]:
+    """Each site's own reservation."""
+    return {
+        site: ward.part.participant.join(run, federated(rounds=rounds_of.get(site, rounds)))
+        for site, ward in fed.wards.items()
+    }
+
+
+# the budgets of all sites at once
+
+
+def test_all_sites_are_reserved_in_one_entry_each_and_asked_again_the_answer_is_the_same(fed: Federation) -> None:
+    asked = sealed(fed, "run-1")
+    size = fed.store.state.size
+    first = fed.intake.reserve_run("run-1", asked, 3)
+    assert all(verdict.admitted for verdict in first.values())
+    assert fed.store.state.size == size + 3
+    again = fed.intake.reserve_run("run-1", asked, 3)
+    assert {s: v.admitted for s, v in again.items()} == {s: v.admitted for s, v in first.items()}
+    assert fed.store.state.size == size + 3
+    assert fed.grants() == ["held"] * 3
+
+
+def test_one_refused_site_is_dropped_when_enough_are_left_and_else_nobody_is_held(tmp_path: Path) -> None:
+    poor = {"west": admitting()}
+    fed = Federation(tmp_path, policies=poor)
+    # west has spent most of its budget at the coordinator, and does not know it: its own ledger was restored
+    spent = fed.wards["west"].hospital.reservation("old", federated().claim(), "federated", "run-0")
+    assert fed.intake.reserve("west", "reserve-old", fed.wards["west"].hospital.seal(spent)).admitted
+    asked = sealed(fed, "run-1")
+    all_of_them = fed.intake.reserve_run("run-1", asked, 3)
+    assert not any(verdict.admitted for verdict in all_of_them.values())
+    assert fed.grants() == ["held"], "the old one"
+    rules = {site: verdict.findings[0].rule for site, verdict in all_of_them.items()}
+    assert rules == {"north": "together", "south": "together", "west": "budget"}
+    for ward in fed.wards.values():
+        assert not ward.part.participant.confirm()
+        assert ward.account() == (0, 0), "what the site held is free again"
+    two = fed.intake.reserve_run("run-2", sealed(fed, "run-2"), 2)
+    assert {site: verdict.admitted for site, verdict in two.items()} == {"north": True, "south": True, "west": False}
+    fed.store.close()
+
+
+def test_a_reservation_for_another_run_of_another_site_or_seen_before_is_refused_by_itself(fed: Federation) -> None:
+    other = sealed(fed, "run-0")
+    mine = sealed(fed, "run-1")
+    verdicts = fed.intake.reserve_run(
+        "run-1", {"north": other["north"], "south": mine["west"], "west": mine["west"]}, 1
+    )
+    assert {s: v.findings[0].rule if v.findings else "" for s, v in verdicts.items()} == {
+        "north": "bad_statement",
+        "south": "bad_envelope",
+        "west": "",
+    }
+    again = fed.intake.reserve_run("run-9", {"west": mine["west"]}, 1)
+    assert not again["west"].admitted, "a reservation names its run"
+    assert fed.grants() == ["held"]
+
+
+def test_a_site_that_was_not_in_the_reservation_is_told_nothing_and_is_not_granted_later(fed: Federation) -> None:
+    asked = sealed(fed, "run-1")
+    late = asked.pop("west")
+    assert len(fed.intake.reserve_run("run-1", asked, 2)) == 2
+    assert fed.intake.reserved_run("run-1")
+    assert fed.intake.outcome("west", "run-run-1") is None
+    assert fed.intake.outcome("north", "run-run-1") is not None
+    gate = conductor.Conductor(fed.runs, job(), fed.runs._feeds.setdefault("x", conductor.Feed()))
+    assert gate.reserve({**asked, "west": late}, 2) == {"west": "not_granted"}
+    assert not fed.wards["west"].part.participant.confirm()
+    fed.runs._feeds.clear()
+
+
+# plan and launch
+
+
+def test_a_forecast_writes_nothing(fed: Federation) -> None:
+    size = fed.store.state.size
+    costs, decision = fed.runs.plan(job())
+    assert decision.go
+    assert [c.fits for c in costs] == [True] * 3
+    assert all(0 < c.amount <= c.left for c in costs)
+    assert fed.store.state.size == size
+    assert fed.store.state.grants == {}
+    assert not list((fed.folder / "runs").iterdir())
+
+
+def test_a_run_that_the_forecast_refuses_is_not_launched_and_leaves_nothing(fed: Federation) -> None:
+    dear = job(rounds=9)
+    assert not fed.runs.plan(dear)[1].go
+    size = fed.store.state.size
+    with pytest.raises(BadJob, match="forecast"):
+        fed.runs.launch(dear)
+    with pytest.raises(BadJob, match="not enrolled: nowhere"):
+        fed.runs.launch(job(sites=("north", "nowhere")))
+    assert (fed.store.state.size, list((fed.folder / "runs").iterdir())) == (size, [])
+    assert all(ward.asked == [] for ward in fed.wards.values())
+
+
+def test_a_run_goes_from_price_to_model_and_a_second_launch_of_the_same_job_follows_it(fed: Federation) -> None:
+    events = list(fed.runs.launch(job(rounds=2)))
+    assert states(events) == [
+        (0, "granted", SITES),
+        (1, "sent", SITES),
+        (1, "closed", SITES),
+        (2, "sent", SITES),
+        (2, "closed", SITES),
+        (2, "finished", SITES),
+    ]
+    assert states(fed.runs.launch(job(rounds=2))) == states(events)
+    with pytest.raises(BadJob, match="another content"):
+        fed.runs.launch(job(rounds=2, min_sites=3))
+    assert fed.grants() == ["spent"] * 3
+    assert [ward.vault.reads for ward in fed.wards.values()] == [2, 2, 2]
+    assert fed.told == [("run", "run-1", SITES), ("over", "run-1", SITES)]
+    certificate = json.loads((fed.folder / "releases" / "run-1" / "certificate.json").read_text())
+    assert certificate["level"] == "A"
+    assert len(certificate["updates"]) == 6
+    assert (fed.folder / "releases" / "run-1" / "model.safetensors").read_bytes() == (
+        fed.folder / "runs" / "run-1" / "round-2.safetensors"
+    ).read_bytes()
+    fed.store.close()
+    verify(export_file(fed.folder / "hub.db", "lazaret/coordinator", fed.key))
+    fed.open()
+
+
+# stop, wait, resume
+
+
+def stop_in_round(fed: Federation, number: int) -> None:
+    """The operator's stop arrives while a site trains."""
+
+    def before(site: str, message: Message) -> Message:
+        if message.metadata.message_type == "train" and int(message.metadata.group_id) == number - 1:
+            assert fed.runs.stop("run-1") == "stopping"
+        return message
+
+    fed.grid.before = before
+
+
+def test_a_run_is_stopped_after_the_round_in_progress_its_grants_stay_held_and_resume_finishes_it(
+    fed: Federation,
+) -> None:
+    stop_in_round(fed, 1)
+    events = list(fed.runs.launch(job()))
+    assert [e.state for e in events][-2:] == ["closed", "stopped"]
+    assert events[-1].reason == "by an operator"
+    assert (fed.state(), fed.grants()) == ("stopped", ["held"] * 3)
+    assert [e.state for e in fed.runs.launch(job())][-1] == "stopped", "a launch is not a resume"
+    fed.grid.before = lambda _site, message: message
+    again = list(fed.runs.resume("run-1"))
+    assert states(again) == [
+        (0, "granted", SITES),
+        (2, "sent", SITES),
+        (2, "closed", SITES),
+        (3, "sent", SITES),
+        (3, "closed", SITES),
+        (3, "finished", SITES),
+    ]
+    assert [ward.vault.reads for ward in fed.wards.values()] == [3, 3, 3]
+    assert (fed.state(), fed.runs.stop("run-1")) == ("finished", "finished")
+    assert [e.state for e in fed.runs.resume("run-1")][-1] == "finished"
+
+
+def test_a_disk_that_is_full_or_no_descriptor_left_stops_a_run_with_its_grants_held(
+    fed: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else somebody who fills the table of open files spends every site's budget."""
+    write = conductor.write_durably
+
+    def full(path: Path, body: bytes) -> None:
+        if path.name == "round-2.safetensors":
+            raise OSError(errno.EMFILE, "too many open files")
+        write(path, body)
+
+    monkeypatch.setattr(conductor, "write_durably", full)
+    events = list(fed.runs.launch(job()))
+    assert (events[-1].state, events[-1].reason) == ("stopped", "storage")
+    assert (fed.state(), fed.grants()) == ("stopped", ["held"] * 3)
+    monkeypatch.setattr(conductor, "write_durably", write)
+    assert [e.state for e in fed.runs.resume("run-1")][-1] == "finished"
+    assert [ward.vault.reads for ward in fed.wards.values()] == [3, 3, 3], "no round was trained twice"
+
+
+def test_a_stopped_run_stays_stopped_over_a_restart_and_can_be_resumed_then(fed: Federation) -> None:
+    stop_in_round(fed, 1)
+    list(fed.runs.launch(job(rounds=2)))
+    fed.restart()
+    fed.runs.resume_all()
+    assert fed.state() == "stopped"
+    assert [e.state for e in fed.runs.watch("run-1")] == ["stopped"]
+    assert [e.state for e in fed.runs.resume("run-1")][-1] == "finished"
+    assert [ward.vault.reads for ward in fed.wards.values()] == [2, 2, 2]
+
+
+def test_runs_that_nobody_knows_are_said_to_be_unknown(fed: Federation) -> None:
+    assert fed.runs.stop("nothing") == "unknown"
+    assert fed.runs.stop("../hub.db") == "unknown"
+    for act in (fed.runs.watch, fed.runs.resume):
+        with pytest.raises(BadJob, match="no run of that name"):
+            act("../run-1")
+
+
+def quick(monkeypatch: pytest.MonkeyPatch, patience_s: float = 60.0) -> None:
+    monkeypatch.setattr(conductor, "NODE_WAIT_S", 0.0)
+    monkeypatch.setattr(conductor, "_PAUSES_S", (0.1, 0.2))
+    monkeypatch.setattr(conductor, "PATIENCE_S", patience_s)
+
+
+def test_a_run_waits_for_sites_that_sleep_and_goes_on_when_they_are_back(
+    fed: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch)
+    fed.wards["south"].online = fed.wards["west"].online = False
+    seen = []
+    for event in fed.runs.launch(job(rounds=1)):
+        seen.append(event.state)
+        if event.state == "waiting" and not fed.wards["west"].online:
+            assert (event.reason, fed.grants()) == ("too_few_grants", []), (
+                "nothing is held for a run that cannot begin"
+            )
+            fed.wards["south"].online = fed.wards["west"].online = True
+    assert seen[-1] == "finished"
+    assert "waiting" in seen
+    assert [ward.vault.reads for ward in fed.wards.values()] == [1, 1, 1]
+
+
+def test_a_run_whose_sites_fall_asleep_in_the_middle_waits_with_its_grants_and_each_round_is_trained_once(
+    fed: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch)
+    for event in fed.runs.launch(job(rounds=3)):
+        if (event.round, event.state) == (1, "closed"):
+            fed.wards["south"].online = fed.wards["west"].online = False
+        if event.state == "waiting":
+            assert fed.grants() == ["held"] * 3
+            fed.wards["south"].online = fed.wards["west"].online = True
+    assert event.state == "finished"
+    assert all(ward.vault.reads <= 3 for ward in fed.wards.values())
+
+
+def test_a_run_for_which_nobody_comes_back_is_stopped_with_its_grants_held_not_failed(
+    fed: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch, patience_s=0.0)
+
+    def sleep(site: str, message: Message, reply: Message) -> list[Message]:
+        fed.wards["south"].online = fed.wards["west"].online = message.metadata.message_type != "train"
+        return [reply]
+
+    fed.grid.twist = sleep
+    events = list(fed.runs.launch(job(rounds=2)))
+    assert (events[-1].state, events[-1].reason) == ("stopped", "too_few_sites_online")
+    assert fed.grants() == ["held"] * 3
+    fed.grid.twist = None
+    fed.wards["south"].online = fed.wards["west"].online = True
+    assert [e.state for e in fed.runs.resume("run-1")][-1] == "finished"
+
+
+def test_a_run_that_too_few_sites_want_has_failed_and_what_was_held_for_it_is_not_held_on(fed: Federation) -> None:
+    for site in ("south", "west"):
+        ward = fed.wards[site]
+        site_of_it = ward.part.participant.site
+        tight = parse(admitting(epsilon="0.5"), "tightened since")
+        books = Register(site_of_it.books.store, lambda _site, tight=tight: tight)
+        ward.part.participant.site = replace(site_of_it, books=books)
+    events = list(fed.runs.launch(job()))
+    assert (events[-1].state, events[-1].reason) == ("failed", "too_few_grants")
+    assert "held" not in fed.grants()
+    assert fed.state() == "failed"
+    assert fed.wards["north"].vault.reads == 0
+
+
+def test_a_coordinator_that_is_killed_between_rounds_goes_on_from_the_round_that_its_ledger_closed(
+    fed: Federation,
+) -> None:
+    reached = threading.Event()
+
+    def before(site: str, message: Message) -> Message:
+        if message.metadata.group_id == "1" and message.metadata.message_type == "train":
+            fed.host.stopping.set()
+            reached.set()
+        return message
+
+    fed.grid.before = before
+    events = list(fed.runs.launch(job(rounds=3)))
+    assert reached.is_set()
+    assert fed.state() == "open", "a stopping coordinator leaves its runs to be resumed"
+    assert events[-1].state in ("failed", "waiting", "stopped", "closed", "finished")
+    fed.restart()
+    fed.runs.resume_all()
+    assert [e.state for e in fed.runs.watch("run-1")][-1] == "finished"
+    assert all(ward.vault.reads == 3 for ward in fed.wards.values()), "no round was trained twice"
+    assert fed.grants() == ["spent"] * 3
+
+
+def test_an_agent_that_was_killed_in_a_round_is_back_in_the_next(fed: Federation) -> None:
+    crashed: list[str] = []
+
+    def twist(site: str, message: Message, reply: Message) -> list[Message]:
+        if site == "west" and message.metadata.group_id == "0" and message.metadata.message_type == "train":
+            assert fed.wards["west"].crash(), "its part is taken up"
+            crashed.append(site)
+            return []
+        return [reply]
+
+    fed.grid.twist = twist
+    events = list(fed.runs.launch(job(rounds=2)))
+    assert crashed
+    closed = [e.sites for e in events if e.state == "closed"]
+    assert closed[0] == ("north", "south")
+    assert events[-1].state == "finished"
+    assert fed.wards["west"].vault.reads <= 2
+    fed.store.close()
+    verify(export_file(fed.folder / "hub.db", "lazaret/coordinator", fed.key))
+    fed.open()
+
+
+def test_an_all_or_none_run_begins_with_all_or_with_nobody(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    spent = fed.wards["west"].hospital.reservation("old", federated().claim(), "federated", "run-0")
+    assert fed.intake.reserve("west", "reserve-old", fed.wards["west"].hospital.seal(spent)).admitted
+    with pytest.raises(BadJob, match="west"):
+        fed.runs.launch(job(all_or_none=True))
+    assert fed.runs.plan(job())[1].sites == ("north", "south")
+
+
+# strategies
+
+
+@pytest.mark.parametrize(
+    ("which", "least"),
+    [
+        (strategy(name="fedadam", server_lr=0.1, beta1=0.9, beta2=0.99, tau=0.001), 2),
+        (strategy(name="fedyogi", server_lr=0.1, beta1=0.9, beta2=0.99, tau=0.001), 2),
+    ],
+    ids=["fedadam", "fedyogi"],
+)
+def test_a_servers_optimiser_goes_on_with_its_moments_after_a_stop_and_a_restart(
+    tmp_path: Path, which: str, least: int
+) -> None:
+    """Stopped and resumed in another process, it comes to the very numbers of the run that was not."""
+    results = []
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+        fed = Federation(tmp_path / name)
+        if name == "stopped":
+            stop_in_round(fed, 2)
+        end = list(fed.runs.launch(job(rounds=3, min_sites=least, strategy=which)))[-1]
+        if name == "stopped":
+            assert end.state == "stopped"
+            assert (tmp_path / name / "runs" / "run-1" / "round-2.moments").stat().st_size > 8 * 195
+            fed.restart()
+            end = list(fed.runs.resume("run-1"))[-1]
+        assert end.state == "finished"
+        results.append(fed.model("run-1", 3))
+        fed.store.close()
+    assert np.array_equal(*results)
+    assert np.abs(results[0]).max() > 0.01
+
+
+FIVE = ("east", "north", "south", "up", "west")
+
+
+@pytest.mark.parametrize(
+    ("which", "sites", "least"),
+    [
+        (strategy(name="trimmed-mean", trim=1), ("north", "south", "west", "zulu"), 3),
+        (strategy(name="krum", byzantine=1, multi=1), FIVE, 5),
+    ],
+    ids=["trimmed-mean", "krum"],
+)
+def test_a_poisoned_site_does_not_move_the_model_far_under_a_robust_strategy(
+    tmp_path: Path, which: str, sites: tuple[str, ...], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = Federation(tmp_path, sites=sites)
+    bad = fed.wards[sites[-1]].part.participant
+    honest_run = type(federated()).run_round
+
+    def far_away(self: Any, cohort: Any, start: Any, entropy: Any) -> Any:
+        update = honest_run(self, cohort, start, entropy)
+        return replace(update, vector=update.vector + np.float32(1000)) if entropy is bad.entropy else update
+
+    monkeypatch.setattr(type(federated()), "run_round", far_away)
+    events = list(fed.runs.launch(job(rounds=1, sites=sites, min_sites=least, strategy=which)))
+    assert events[-1].state == "finished"
+    assert np.abs(fed.model("run-1", 1)).max() < 100
+    closed = next(e.sites for e in events if e.state == "closed")
+    if "krum" in which:
+        assert len(closed) == 1
+        assert sites[-1] not in closed
+        refused = {e.sites[0]: e.reason for e in events if e.state == "refused"}
+        assert refused[sites[-1]] == "not_selected"
+    certificate = json.loads((tmp_path / "releases" / "run-1" / "certificate.json").read_text())
+    assert certificate["strategy"]["name"] == json.loads(which)["name"]
+    assert len(certificate["updates"]) == len(closed)
+    fed.store.close()
+
+
+def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_not_aggregated(fed: Federation) -> None:
+    kept: dict[str, Message] = {}
+
+    def twist(site: str, message: Message, reply: Message) -> list[Message]:
+        if message.metadata.message_type != "train":
+            return [reply]
+        if site == "west":
+            reply.content["parameters"] = pack(np.zeros(195, np.float32))
+        if site == "south" and message.metadata.group_id == "1":
+            reply.content["answer"] = kept["south"].content["answer"]
+        kept[site] = reply
+        return [reply]
+
+    fed.grid.twist = twist
+    events = list(fed.runs.launch(job(rounds=2, min_sites=1)))
+    refused = {(e.round, e.sites[0]): e.reason for e in events if e.state == "refused"}
+    assert refused == {
+        (1, "west"): "artifact_changed",
+        (2, "west"): "artifact_changed",
+        (2, "south"): "another_round",
+    }
+    assert [e.sites for e in events if e.state == "closed"] == [("north", "south"), ("north",)]
+
+
+# what an operator sees
+
+
+def test_an_operators_requests_are_answered_in_words(fed: Federation) -> None:
+    at = Operations(fed.runs)
+    good = job(rounds=1)
+    request = pb.LaunchRequest(
+        run="run-1",
+        mechanism=good.mechanism,
+        config=good.config.encode(),
+        parameters=good.parameters,
+        sites=good.sites,
+        rounds=1,
+        min_sites=2,
+    )
+    reply = at.plan(request)
+    assert (reply.refused, [c.fits for c in reply.sites]) == ("", [True] * 3)
+    assert [e.state for e in at.launch(request)][-1] == "finished"
+    bad = pb.LaunchRequest(run="run-2", mechanism="ksame", config=b"\xff", rounds=1)
+    assert "not text" in at.plan(bad).refused
+    (event,) = at.launch(bad)
+    assert (event.state, "not text" in event.reason) == ("failed", True)
+    for events in (at.watch("run-3"), at.resume("run-3")):
+        (event,) = events
+        assert (event.state, event.reason) == ("failed", "there is no run of that name")
+    assert at.stop("run-3") == "unknown"

@@ -1,0 +1,254 @@
+"""The shelf: what was admitted lies in its place, whole, and nothing else does; also after a crash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.edges import shelf as module
+from coordinator.edges.shelf import SEALED, UNSEEN, WORDING, Shelf, certificate
+from coordinator.edges.uploads import Uploads
+from coordinator.wording import LEVELS
+from policies.claims import DistributedGaussian, assumption
+from policies.entries import Admitted, Opened
+from policies.policy import parse
+from policies.register import Facts, Register
+from policies.review import Finding, Verdict
+from policies.statement import Release, canonical, claim_json
+from protos.artifact import pack_images
+from protos.hpke import fingerprint, make_reader, open_sealed_artifact, seal_to
+from tests.support.books import K5, Hospital, open_register, policy
+from tests.support.receiving import staged
+
+PRIVATE, PUBLIC = make_reader()
+READERS = f'["{fingerprint(PUBLIC)}"]'
+
+
+def pictures(seed: int = 0) -> bytes:
+    images = np.random.default_rng(seed).integers(0, 256, (3, 8, 8)).astype(np.uint8)
+    return pack_images(images, ("0", "1", "2"))
+
+
+@dataclass
+class Desk:
+    """Books, uploads and a shelf, as the service holds them; :meth:`restart` is what a crash leads to."""
+
+    root: Path
+    register: Register
+    hospital: Hospital
+    shelf: Shelf = field(init=False)
+    uploads: Uploads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.shelf = Shelf(self.root / "releases", self.register.store)
+        self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
+
+    def upload(self, body: bytes) -> Path:
+        return staged(self.uploads, "site-a", body)
+
+    def admit(self, grant: str, body: bytes, *wrong: Finding, **changes: object) -> tuple[Release, bytes, Verdict]:
+        reserved = self.hospital.reservation(grant)
+        assert self.register.reserve(f"r-{grant}", reserved, self.hospital.seal(reserved)).admitted
+        digest = hashlib.sha256(body).hexdigest()
+        release = self.hospital.release(grant, artifact_sha256=digest, artifact_bytes=len(body), **changes)
+        envelope = self.hospital.seal(release)
+        return release, envelope, self.register.admit(f"s-{grant}", release, envelope, Facts(wrong))
+
+    def place(self, release: Release) -> Path:
+        return self.shelf.root / release.release
+
+    def left(self) -> list[str]:
+        return [p.name for p in (self.shelf.staging / "ready").glob("*/*")]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    text = policy(max_releases_per_patient=9, readers=READERS)
+    hospital = Hospital("site-a", text)
+    register = open_register(tmp_path / "ledger.db", hospital)
+    both = parse(text, "both")
+    return Desk(tmp_path, replace(register, policy_of=lambda _site: both), hospital)
+
+
+def test_an_admitted_set_lies_in_its_place_with_its_images(desk: Desk) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    release, envelope, verdict = desk.admit("g1", body)
+    assert verdict.admitted, verdict
+    desk.shelf.settle(path, release, envelope, verdict)
+    place = desk.place(release)
+    assert (place / "images.tar").read_bytes() == body
+    assert len(list((place / "images").glob("*.png"))) == 3
+    assert (place / "envelope.json").read_bytes() == envelope
+    facts = json.loads((place / "certificate.json").read_text())
+    assert (facts["level"], facts["meaning"]) == ("B", WORDING["B"])
+    assert "unseen" not in facts
+    assert desk.left() == []
+
+
+def test_a_refused_one_is_removed(desk: Desk) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    release, envelope, verdict = desk.admit("g1", body, Finding("artifact_malformed", "a test"))
+    desk.shelf.settle(path, release, envelope, verdict)
+    assert desk.left() == []
+    assert not desk.place(release).exists()
+
+
+def test_an_encrypted_set_is_kept_as_it_is_and_the_certificate_says_so(desk: Desk, tmp_path: Path) -> None:
+    body = pictures()
+    seal_to(PUBLIC, body, tmp_path / "sealed")
+    sealed = (tmp_path / "sealed").read_bytes()
+    path = desk.upload(sealed)
+    release, envelope, verdict = desk.admit("g1", sealed, reader=fingerprint(PUBLIC))
+    assert verdict.admitted, verdict
+    desk.shelf.settle(path, release, envelope, verdict)
+    place = desk.place(release)
+    assert sorted(p.name for p in place.iterdir()) == [SEALED, "certificate.json", "envelope.json"]
+    facts = json.loads((place / "certificate.json").read_text())
+    assert (facts["reader"], facts["unseen"]) == (fingerprint(PUBLIC), UNSEEN)
+    open_sealed_artifact(PRIVATE, place / SEALED, tmp_path / "plain")
+    assert (tmp_path / "plain").read_bytes() == body
+
+
+def test_a_crash_between_the_verdict_and_the_shelf_is_made_good(desk: Desk) -> None:
+    body = pictures()
+    desk.upload(body)
+    release, _envelope, verdict = desk.admit("g1", body)
+    assert verdict.admitted
+    desk.restart()
+    assert (desk.place(release) / "images.tar").read_bytes() == body
+    assert desk.left() == []
+
+
+def test_a_crash_before_the_verdict_loses_nothing_while_the_upload_is_open(desk: Desk) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    desk.restart()
+    assert path.exists()
+    release, envelope, verdict = desk.admit("g1", body)
+    desk.shelf.settle(desk.uploads.finish("site-a", release.artifact_sha256), release, envelope, verdict)
+    assert (desk.place(release) / "images.tar").read_bytes() == body
+
+
+def test_what_nobody_waits_for_and_nobody_admitted_is_removed_at_a_start(desk: Desk) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    desk.uploads.drop("site-a", hashlib.sha256(body).hexdigest())
+    assert path.exists()
+    desk.restart()
+    assert desk.left() == []
+
+
+def test_what_cannot_be_placed_now_is_placed_at_the_next_start(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    release, envelope, verdict = desk.admit("g1", body)
+
+    def full(*_words: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(module, "_unfold", full)
+        with pytest.raises(OSError, match="no space"):
+            desk.shelf.settle(path, release, envelope, verdict)
+        assert not desk.place(release).exists()
+        desk.uploads.drop("site-a", release.artifact_sha256)
+        desk.restart()
+        assert path.exists()
+    desk.restart()
+    assert (desk.place(release) / "images.tar").read_bytes() == body
+    assert desk.left() == []
+
+
+def test_a_file_system_without_links_is_copied_to(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_words: object) -> None:
+        raise PermissionError("links are not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    body = pictures()
+    path = desk.upload(body)
+    release, envelope, verdict = desk.admit("g1", body)
+    desk.shelf.settle(path, release, envelope, verdict)
+    assert (desk.place(release) / "images.tar").read_bytes() == body
+
+
+def test_the_same_bytes_under_two_grants_are_two_releases(desk: Desk) -> None:
+    """Also when both were admitted before the first was in its place."""
+    body = pictures()
+    path = desk.upload(body)
+    both = [desk.admit(grant, body) for grant in ("g1", "g2")]
+    for release, envelope, verdict in both:
+        assert verdict.admitted, verdict
+        desk.shelf.settle(path, release, envelope, verdict)
+    for release, _envelope, _verdict in both:
+        assert (desk.place(release) / "images.tar").read_bytes() == body
+
+
+def test_bytes_that_changed_on_the_disk_are_not_put_on_the_shelf(desk: Desk) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    release, envelope, verdict = desk.admit("g1", body)
+    with path.open("r+b") as stream:
+        stream.seek(600)
+        stream.write(b"\xff\xff\xff\xff")
+    desk.shelf.settle(path, release, envelope, verdict)
+    assert not desk.place(release).exists()
+
+
+def test_what_lies_in_a_releases_place_is_moved_aside_and_never_removed(desk: Desk) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    release, envelope, verdict = desk.admit("g1", body)
+    desk.place(release).mkdir()
+    (desk.place(release) / "images.tar").write_bytes(b"somebody's")
+    desk.shelf.settle(path, release, envelope, verdict)
+    assert (desk.place(release) / "images.tar").read_bytes() == body
+    (aside,) = desk.shelf.root.glob(".*.aside")
+    assert (aside / "images.tar").read_bytes() == b"somebody's"
+
+
+def test_a_model_comes_from_a_file_or_from_bytes(desk: Desk, tmp_path: Path) -> None:
+    model = tmp_path / "round-3.safetensors"
+    model.write_bytes(b"weights")
+    for _ in range(2):  # a resumed run closes again
+        desk.shelf.place_model("run-1", model, {"level": "A"}, {"r1": b"{}"})
+    desk.shelf.place_model("run-2", b"weights", {"level": "A"}, {})
+    for run in ("run-1", "run-2"):
+        assert (desk.shelf.root / run / "model.safetensors").read_bytes() == b"weights"
+    assert sorted(p.name for p in (desk.shelf.root / "run-1").iterdir()) == [
+        "certificate.json",
+        "model.safetensors",
+        "updates",
+    ]
+    assert model.exists()
+
+
+def test_a_certificate_of_shared_noise_prints_what_it_takes_for_granted() -> None:
+    opened = Opened("site-a/rdp", 10**12, 8, "8.0", "1e-05")
+    for honest in (1, 2):
+        claim = DistributedGaussian(0.25, 1.8, 10, sites=3, honest=honest)
+        level = "A*" if assumption(claim) else "A"
+        entry = Admitted(
+            "r", "g", "site-a", "run-1", 1, "federated-masked", level, 1, canonical(claim_json(claim)), bytes(32),
+            bytes(32), "",
+        )  # fmt: skip
+        facts = certificate(entry, opened)
+        assert facts["meaning"] == LEVELS[level][1]
+        assert facts["epsilon"] > 0
+        assert facts.get("assumption", "") == assumption(claim)
+    assert "assumption" in facts
+    assert "honest" in facts["meaning"]
+
+
+def test_a_claim_without_assumptions_prints_none() -> None:
+    assert assumption(K5) == ""
