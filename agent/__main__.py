@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
+import getpass
 import json
 import os
 import sys
@@ -14,7 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from agent.edges import enrol as joining
 from agent.edges import home as homes
+from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
 from agent.edges.watch import Watch
 from agent.nouns import Unreachable
@@ -26,8 +30,8 @@ from policies.sqlite import export_file, open_sqlite, read_lines
 from policies.statement import PAYLOAD_TYPE, MalformedStatement
 from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, Store
 from policies.view import as_json, rows
-from protos.envelope import seal
-from protos.identity import BadKeyFile, pem, signing_key, write_private
+from protos.envelope import key_id, seal
+from protos.keyfile import BadKeyFile, pem, signing_key, write_private
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -48,24 +52,54 @@ def _init(arguments: argparse.Namespace) -> int:
     settings = (
         f"site = {json.dumps(arguments.site)}\n"
         f"coordinator = {json.dumps(arguments.coordinator)}\n"
-        f"superlink = {json.dumps(arguments.superlink)}\n"
         f"input = {json.dumps(str(arguments.input))}  # the folder that `ingest` reads, relative to this one\n"
         f"modalities = {json.dumps(arguments.modality)}\n"
         f"secondary_capture_modalities = {listed}  # captures may show names: vouch for each\n"
         f"public_components = {json.dumps(arguments.public_component)}  # SHA-256 of bases you vouch to be public\n"
     )
+    settings += f"proxy = {json.dumps(arguments.proxy)}\n" if arguments.proxy else ""
     policy = Path(arguments.policy)
     text = policy.read_text() if policy.suffix == ".toml" else preset(arguments.policy)
     homes.create(arguments.home, settings, text)
     OUT.print(f"made {arguments.home.name}: keys (they never leave it), site.toml, policy.toml")
-    OUT.print("give request.json to the coordinator, and run `enrol` with what comes back")
+    OUT.print("ask the coordinator for an invitation, and run `enrol` with it")
     return 0
 
 
 def _enrol(arguments: argparse.Namespace) -> int:
-    homes.accept(homes.Home(arguments.home), arguments.bundle.read_bytes())
-    OUT.print("enrolled; `doctor` checks the way to the coordinator")
-    return 0
+    """Hand in this site's request with an invitation, or ask what became of it; exit 1 while it waits."""
+    home = homes.Home(arguments.home)
+    given = None
+    if arguments.invitation is not None:
+        if not arguments.fingerprint:
+            raise homes.BadSite("compare the root's fingerprint by telephone, and type it: --fingerprint")
+        token = arguments.token_file.read_text() if arguments.token_file else _typed("token: ")
+        given = joining.Given(arguments.invitation.read_bytes(), token, arguments.fingerprint)
+    until, told = time.monotonic() + arguments.wait, ""
+    while True:
+        progress = joining.enrol(home, given, joining.over_grpc(home.settings().proxy), dt.datetime.now(dt.UTC))
+        given = None
+        if progress.fingerprint != told:
+            told = progress.fingerprint
+            OUT.print(f"fingerprint of this site's request: {told}", soft_wrap=True)
+        if progress.state == "enrolled":
+            OUT.print("enrolled; `doctor` checks the way to the coordinator")
+            public = home.sign_key().public_key().public_bytes_raw()
+            OUT.print(f"this site's key id, for partners that know it: {key_id(public)}", soft_wrap=True)
+            return 0
+        if progress.state == "declined" or not time.monotonic() < until:
+            break
+        time.sleep(min(5.0, max(0.2, until - time.monotonic())))
+    if progress.state == "declined":
+        OUT.print("the coordinator has declined the request: ask for a new invitation")
+    else:
+        OUT.print("it waits for two persons: tell them the fingerprint by telephone; then run `enrol` again")
+    return 1
+
+
+def _typed(prompt: str) -> str:
+    """A secret from the terminal, unseen, or a line of standard input."""
+    return getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline()
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -76,6 +110,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         ("policy.toml", home.policy),
         ("keys are private", lambda: [home.sign_key(), home.secret("vault"), home.secret("deidentify")]),
         ("enrolled", home.federation_policy),
+        ("the certificate is good", lambda: _good(home)),
         ("coordinator answers over mutual TLS", lambda: _knock(home)),
     ]
     found = {name: _tried(check) for name, check in checks}
@@ -96,9 +131,17 @@ def _tried(check: Callable[[], Any]) -> str | None:
     return None
 
 
+def _good(home: homes.Home) -> None:
+    """Is the certificate valid for a while yet?"""
+    end = Credentials(home.keys).not_after
+    if not dt.datetime.now(dt.UTC) < end:
+        raise homes.BadSite(f"it ended at {end:%Y-%m-%d %H:%M} UTC: ask for an invitation, and run `enrol`")
+
+
 def _knock(home: homes.Home) -> str:
     watch = Watch(home.root / "watch", home.coordinator_key(), forgetful=True)
-    door = GrpcDoor(home.settings().coordinator, home.keys, watch, patience_s=10)
+    settings = home.settings()
+    door = GrpcDoor(settings.coordinator, Credentials(home.keys), watch, patience_s=10, proxy=settings.proxy)
     try:
         return door.hello()
     finally:
@@ -160,10 +203,18 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
     ksame.add_argument("--k", type=int, default=11, help="distinct patients behind every image")
     ksame.add_argument("--l-diversity", type=int, default=2, help="distinct labels behind every image")
     ksame.add_argument("--modality", required=True, help="DICOM modality of the cohort")
+    ksame.add_argument("--form", choices=("png", "dicom"), default="png", help="how the images are written")
+    ksame.add_argument("--spacing-um", type=int, default=1000, help="of DICOM: a pixel's side in micrometres")
+    ksame.add_argument(
+        "--reader", type=Path, help="seal it to this reader's public key: the coordinator sees no image"
+    )
     ksame.add_argument("--json", action="store_true")
     send = add(release, "send", _with_patients("send"), "hand over a release that persons have approved")
     send.add_argument("release", help="its id, as `release` printed it")
     send.add_argument("--json", action="store_true")
+    inspect = add(release, "inspect", _with_patients("inspect"), "show persons what they are asked to approve")
+    inspect.add_argument("release")
+    inspect.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     withdraw = add(release, "withdraw", _with_patients("withdraw"), "give up a release that was not approved")
     withdraw.add_argument("release")
 
@@ -181,14 +232,17 @@ def _parser() -> argparse.ArgumentParser:
     init = add(commands, "init", _init, "make the site's directory, its keys and its request to take part")
     init.add_argument("--site", required=True, help="short lower-case name")
     init.add_argument("--coordinator", default="127.0.0.1:7443", help="host:port")
-    init.add_argument("--superlink", default="127.0.0.1:7444", help="host:port")
+    init.add_argument("--proxy", default="", help="host:port of an HTTP proxy to go through")
     init.add_argument("--input", type=Path, default=Path("../input"), help="the folder that `ingest` reads")
     init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
     init.add_argument("--modality", action="append", required=True, help="let in; may be repeated")
     init.add_argument("--secondary-capture-modality", action="append", default=[], help="see site.toml")
     init.add_argument("--public-component", action="append", default=[], help="SHA-256; see site.toml")
-    enrol = add(commands, "enrol", _enrol, "store what the coordinator issued")
-    enrol.add_argument("bundle", type=Path)
+    enrol = add(commands, "enrol", _enrol, "join the federation by invitation; again without one: ask for the answer")
+    enrol.add_argument("invitation", type=Path, nargs="?", help="the file that the coordinator's operator sent")
+    enrol.add_argument("--fingerprint", default="", help="of the federation's root, as told by telephone")
+    enrol.add_argument("--token-file", type=Path, help="holds the token; else it is read from standard input")
+    enrol.add_argument("--wait", type=float, default=0.0, help="seconds to go on asking while it waits for approval")
     doctor = add(commands, "doctor", _doctor, "check configuration, keys and the way to the coordinator")
     doctor.add_argument("--json", action="store_true")
     into = add(commands, "ingest", _with_patients("ingest"), "read the input folder into the vault")

@@ -8,189 +8,62 @@ import json
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from agent.approval import hand_over, waiting, withdraw
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
+from agent.desk import Desk, close_interrupted, greet, open_desk, start_anew
 from agent.edges import home as homes
-from agent.edges.door import GrpcDoor
 from agent.edges.files import BadFolder, IngestReport, ingest
+from agent.edges.link import Link, LinkConfig
 from agent.edges.log import open_log
+from agent.edges.rounds import Over, Station, attend
+from agent.edges.session import Session
+from agent.edges.showing import show
 from agent.edges.vault import Vault, VaultError
-from agent.edges.watch import Forked, Watch
+from agent.masked import Sum
 from agent.mechanisms.ksame import KSame, RepeatsAnInput
-from agent.nouns import CohortTooSmall, Unreachable
+from agent.nouns import CohortTooSmall, Forked, Unreachable
 from agent.participant import Participant
-from agent.pipeline import Refused, Site, Waiting, hand_over, release_synthetic, withdraw
-from agent.recovery import present, recover
+from agent.pipeline import Refused, Waiting, Wrapping, release_synthetic
 from agent.stages.finetune import SystemEntropy
 from agent.stages.invert import BadBasis, Basis, load_basis
 from policies.claims import UnsupportedClaim
-from policies.policy import Policy, strictest
-from policies.register import Register
 from policies.review import Verdict
-from policies.sqlite import open_sqlite
 from policies.statement import (
-    PAYLOAD_TYPE,
     Amendment,
-    Enrolment,
-    MalformedStatement,
-    Release,
-    Statement,
-    encode,
-    parse,
 )
-from policies.store import Store
-from protos import quiet
-from protos.envelope import open_sealed, seal
+from protos import hpke, quiet
+from protos.artifact import BadArtifact, pack_images
+from protos.secagg_session import Acquaintance
+from protos.shards import Dicom, pack_shard
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
-EXPECTED = (BadBasis, BadFolder, CohortTooSmall, Refused, RepeatsAnInput, UnsupportedClaim, VaultError)
-
-
-@dataclass(frozen=True, slots=True)
-class Desk:
-    """What a command works with, opened once."""
-
-    home: homes.Home
-    settings: homes.Settings
-    site: Site
-    vault: Vault
-    door: GrpcDoor
-    watch: Watch
-    log: Any
-
-
-@contextmanager
-def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
-    """Open the site: ledger (this process alone), vault, door, log."""
-    home = homes.Home(root)
-    settings, key = home.settings(), home.sign_key()
-    log = open_log(root / "agent.log")
-    vault = Vault(root / "vault.db", home.secret("vault"))
-    with Store(open_sqlite(root / "ledger.db"), homes.origin(settings.site), key, lambda: int(time.time())) as store:
-        policy = site_policy(home, store)
-        register = Register(store, lambda _site: policy)
-        check_history(vault, store)
-        watch = Watch(root / "watch", home.coordinator_key())
-        epoch, nonce, seen = vault.note("head") or [1, "", 0]
-        if watch.memory.epoch < epoch or (watch.memory.restored == nonce and watch.seen < seen):
-            raise homes.BadSite("watch/ is missing, or older than this vault: restore it; nothing is sent before")
-        door = GrpcDoor(settings.coordinator, home.keys, watch)
-        _found(home, register)
-        patients = vault.patients()
-        if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
-            raise homes.BadSite("policy.toml: delta must be below 1 / the number of this site's patients")
-
-        def step(name: str, detail: str) -> None:
-            log.info("step", step=name)
-            say(name, detail)
-
-        site = Site(
-            name=settings.site,
-            books=register,
-            door=door,
-            vault=vault,
-            seal=lambda statement: _seal(statement, key),
-            read=lambda envelope: _read(envelope, key),
-            new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
-            say=step,
-        )
-        vault.write_note("ledger", store.state.size)
-        try:
-            yield Desk(home, settings, site, vault, door, watch, log)
-        finally:
-            door.close()
-            vault.write_note("head", [watch.memory.epoch, watch.memory.restored, watch.seen])
-            vault.close()
-
-
-def site_policy(home: homes.Home, store: Store) -> Policy:
-    """The strictest of the site's policy today, the one that it signed last, and the federation's.
-
-    The auditor reviews under the signed one, so loosening takes ``ledger amend``, which signs (P12).
-    """
-    signed = store.state.policies.get(home.settings().site)
-    envelope = store.envelope(signed) if signed else (home.root / "request.json").read_bytes()
-    return strictest(strictest(home.policy(), home.signed_policy(envelope or b"")), home.federation_policy())
-
-
-def check_history(vault: Vault, store: Store) -> None:
-    """The vault remembers how long the ledger was: a removed or older one would give spent budget back."""
-    known = vault.note("ledger") or 0
-    if not store.state.size >= known:
-        raise homes.BadSite("ledger.db is older than this vault, or missing: restore it; nothing is released before")
-
-
-def _found(home: homes.Home, register: Register) -> None:
-    """The site's ledger begins with the site itself and its accounts, at the stricter of both policies."""
-    if register.store.state.sites:
-        return
-    envelope = (home.root / "request.json").read_bytes()
-    public = home.sign_key().public_key().public_bytes_raw()
-    statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
-    assert isinstance(statement, Enrolment)
-    register.enrol(statement, envelope, register.policy_of(statement.site))
-
-
-def _seal(statement: Statement, key: Ed25519PrivateKey) -> bytes:
-    """Seal what reads back as it was written, and nothing else: an unreadable signature binds for ever."""
-    payload = encode(statement)
-    if parse(payload) != statement:
-        raise MalformedStatement("the statement does not read back")
-    return seal(payload, PAYLOAD_TYPE, key)
-
-
-def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
-    """A release statement that this site sealed itself."""
-    public = key.public_key().public_bytes_raw()
-    statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
-    assert isinstance(statement, Release)
-    return statement
-
-
-def _greet(desk: Desk) -> None:
-    """Meet the coordinator: its ledger must extend what was seen; after a restore, show every receipt first.
-
-    Raises:
-        Unreachable: it does not answer; or its ledger forked, and nothing goes to it.
-        Refused: it does not take the receipts.
-    """
-    watch, key = desk.watch, desk.home.sign_key()
-    desk.door.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
-    if watch.must_present:
-        desk.log.warning("ledger_restored", epoch=watch.memory.epoch)
-        lost = present(desk.site, watch.head.origin, watch.memory.restored)
-        watch.presented()
-        ERR.print(f"the coordinator's ledger was restored: {lost} grant(s) it had lost were shown to it")
-    desk.door.hello(watch.cosigned(desk.settings.site, key, int(time.time())))
-
-
-def _recover(desk: Desk) -> None:
-    _greet(desk)
-    _close_interrupted(desk)
-
-
-def _close_interrupted(desk: Desk) -> None:
-    closed = recover(desk.site)
-    for grant in closed:
-        desk.log.warning("grant_closed_at_start", grant=grant)
-    if closed:
-        ERR.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")
+EXPECTED = (
+    hpke.BadReaderKey,
+    BadArtifact,
+    BadBasis,
+    BadFolder,
+    CohortTooSmall,
+    Refused,
+    RepeatsAnInput,
+    UnsupportedClaim,
+    VaultError,
+)
 
 
 def ingest_folder(arguments: argparse.Namespace) -> int:
@@ -251,11 +124,12 @@ def _basis(path: Path, settings: homes.Settings) -> Basis:
 def release(arguments: argparse.Namespace) -> int:
     """Make and submit a synthetic set; exit 1 when any review refuses it."""
     with open_desk(arguments.home, lambda name, detail: _say(name, detail, arguments.json)) as desk:
-        _recover(desk)
+        start_anew(desk)
         mechanism = KSame(arguments.k, arguments.l_diversity, _basis(arguments.basis, desk.settings))
         try:
             rng = np.random.default_rng(secrets.randbits(256))
-            goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng)
+            wrapping = _wrapping(arguments, desk.home.root)
+            goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng, wrapping)
             name = goods.release.release
         except Refused as refusal:
             name, verdict = "", refusal.verdict
@@ -266,6 +140,41 @@ def release(arguments: argparse.Namespace) -> int:
         return 0 if verdict.admitted else 1
 
 
+def _wrapping(arguments: argparse.Namespace, folder: Path) -> Wrapping:
+    """As PNG or DICOM, in clear or sealed to one reader."""
+    pack = pack_images
+    if arguments.form == "dicom":
+        form = Dicom(arguments.modality, (arguments.spacing_um, arguments.spacing_um))
+        pack = lambda images, labels: pack_shard(list(images), labels, form)  # noqa: E731 - one of two ways to pack
+    if arguments.reader is None:
+        return Wrapping(pack)
+    public = hpke.read_reader_public(arguments.reader)
+
+    def sealed(clear: bytes) -> bytes:
+        with tempfile.TemporaryDirectory(dir=folder) as place:  # what a crash leaves there is sealed
+            hpke.seal_to(public, clear, Path(place) / "sealed")
+            return (Path(place) / "sealed").read_bytes()
+
+    return Wrapping(pack, hpke.fingerprint(public), sealed)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Show persons what they are asked to approve: files to look at, and what exactly to sign."""
+    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
+        draft, artifact = waiting(desk.site, arguments.release)
+        files = show(draft, artifact, arguments.out)
+        given = desk.site.books.store.state.approvals(draft.release, "release", draft.release, draft.artifact_sha256)
+        missing = sorted(desk.site.books.policy_of(desk.site.name).approvals - set(given))
+        OUT.print(f"wrote {arguments.out.name}: {', '.join(files)}; not released yet, so keep it where it is")
+        OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
+        OUT.print(
+            f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}"
+        )
+        line = f"ledger sign release {draft.release} {draft.artifact_sha256} --serial {draft.release}"
+        OUT.print(f"to approve: {line} --person NAME --key FILE --out FILE", soft_wrap=True)
+        return 0
+
+
 def _print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
     r = waiting.goods.release
     desk.log.info("release_waits", release=r.release)
@@ -274,6 +183,7 @@ def _print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
         sys.stdout.write(json.dumps(line) + "\n")
     else:
         OUT.print(f"{waiting}", markup=False)
+        OUT.print(f"look at it: release inspect {r.release} --out FOLDER")
         OUT.print(f"each signs: ledger sign release {r.release} {r.artifact_sha256} --serial {r.release} ...")
         OUT.print(f"then: ledger approve FILES, and release send {r.release}")
     return 1
@@ -282,7 +192,7 @@ def _print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
 def send(arguments: argparse.Namespace) -> int:
     """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
     with open_desk(arguments.home, lambda name, detail: _say(name, detail, arguments.json)) as desk:
-        _recover(desk)
+        start_anew(desk)
         try:
             goods, verdict = hand_over(desk.site, arguments.release)
             mechanism = goods.release.mechanism
@@ -296,7 +206,7 @@ def send(arguments: argparse.Namespace) -> int:
 def withdraw_release(arguments: argparse.Namespace) -> int:
     """Give up a release that persons did not approve; its grant is spent."""
     with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
-        _recover(desk)
+        start_anew(desk)
         withdraw(desk.site, arguments.release)
         desk.log.info("release_withdrawn", release=arguments.release)
         OUT.print(f"{arguments.release} is withdrawn, and its grant spent")
@@ -321,39 +231,52 @@ def _print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: boo
 
 def serve(arguments: argparse.Namespace) -> int:
     """Take part in federated rounds until told to stop."""
-    quiet.hush(arguments.home / "flower")
-    from agent.edges.federation import LinkConfig  # noqa: PLC0415 - Flower reads its environment when imported
-    from agent.edges.rounds import attend  # noqa: PLC0415
-
+    quiet.hush(arguments.home / "flower")  # the link's process inherits it
     torch.set_num_threads(1)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
         try:
-            _greet(desk)
+            greet(desk)
         except Forked:
             raise
         except Unreachable as error:  # it may come back; until then nothing is asked of it
             ERR.print(f"not yet: {error}", markup=False)
-        _close_interrupted(desk)
+        close_interrupted(desk)
         keys = desk.home.keys
-        link = LinkConfig(
-            superlink=desk.settings.superlink,
-            ca=keys / "ca.crt",
-            cert=keys / "tls.crt",
-            key=keys / "tls.key",
-            node_key=keys / "node.key",
-            bundle_digest=None,
-        )
+        link = Link(LinkConfig(desk.settings.coordinator, keys, keys / "node.key", desk.settings.proxy))
         participant = Participant(desk.site, arguments.modality, SystemEntropy())
-        return attend(link, participant, lambda: _greet(desk), desk.log, OUT.print, stop)
+        if participant.resume():
+            desk.log.info("run_resumed", run=participant.run)
+        partners = desk.settings.partners
+        known = Acquaintance(partners, desk.settings.least_partners) if partners else None
+        part = Sum(participant, desk.home.sign_key(), known, SystemEntropy())
+        over = Over()
+
+        def heard(kind: str, run: str) -> None:
+            link.wake()
+            if kind == "over":
+                over.say(run)
+
+        session = Session(desk.door.session, heard)
+        try:
+            station = Station(lambda: _keep_in_touch(desk, link), desk.log, OUT.print, stop, over)
+            return attend(link, part, station)
+        finally:
+            session.close()
+
+
+def _keep_in_touch(desk: Desk, link: Link) -> None:
+    """Greet the coordinator; the link opens its channel anew when the certificate is another one."""
+    if greet(desk):
+        link.renew()
 
 
 def amend(arguments: argparse.Namespace) -> int:
     """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
     with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
-        _recover(desk)
+        start_anew(desk)
         state, site = desk.site.books.store.state, desk.settings.site
         number = max(state.amended.get(site, 0) + 1, int(time.time()))  # larger than any before, here and there
         statement = Amendment(site, number, desk.home.policy_text())
@@ -372,6 +295,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "release": release,
     "send": send,
     "withdraw": withdraw_release,
+    "inspect": inspect,
     "serve": serve,
 }
 

@@ -25,6 +25,10 @@ class Unreachable(Exception):
     """No answer from the coordinator. The outcome is unknown, so the grant counts as spent until it is known."""
 
 
+class Forked(Unreachable):
+    """The coordinator's ledger is not the one seen before; nothing goes to it until people have looked."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """One de-identified 2-D image of one patient."""

@@ -1,18 +1,54 @@
-"""A site's part in one federated run: one grant, one update a round, each update made once."""
+"""A site's part in one federated run: one grant, one update a round, each update made once.
+
+The site's own ledger holds the price first; the coordinator then reserves the budgets of all sites at once, and only
+what its ledger shows is trained for. What a part has done is noted in the vault before an image is read, so that a
+killed agent comes back into the run with the rounds it has begun counted as made.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 from dataclasses import dataclass, replace
+from typing import Any
 
-from agent.mechanisms.federated import Federated
-from agent.nouns import Unreachable, Update
-from agent.pipeline import Parcel, Refused, Site, ask, draft_of, finish, parcel, price, set_out
+from agent.mechanisms.federated import Federated, FederatedMasked
+from agent.nouns import Update
+from agent.pipeline import (
+    Parcel,
+    Refused,
+    Site,
+    ask,
+    draft_of,
+    finish,
+    hold,
+    if_reachable,
+    let_go,
+    parcel,
+    set_out,
+    unused,
+)
 from agent.stages.finetune import Entropy
 from policies.claims import Claim
+from policies.entries import Reserved
 from policies.review import Finding, Verdict
 from policies.statement import ID, release_id
 from protos.artifact import pack_vector
+
+NOTE = "run"  # in the vault: the part that is open
+MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
+
+
+def read_mechanism(config: str) -> Federated | FederatedMasked:
+    """The mechanism of a public configuration: only one has these keys.
+
+    Raises:
+        BadConfiguration: it is neither's.
+    """
+    return (FederatedMasked if '"ring_bits"' in config else Federated).from_json(config)
+
+
+def _no(rule: str, detail: str) -> Refused:
+    return Refused("site", Verdict((Finding(rule, detail),)))
 
 
 @dataclass(slots=True)
@@ -24,19 +60,54 @@ class Participant:
     entropy: Entropy
     run: str = ""
     grant: str = ""
-    mechanism: Federated | None = None
+    granted: bool = False  # the coordinator's ledger shows its side of the grant
+    resumed: bool = False  # by another process than reserved: that nothing was read is only the vault's word
+    mechanism: Federated | FederatedMasked | None = None
     rounds_trained: int = 0
+    begun: int = 0  # the newest round that was begun
+    under_way: bool = False  # it was begun by this process, and is neither sealed nor given up: the run is not over
     last: tuple[int, Parcel, Update] | None = None  # the newest round's update, sent again if asked again
 
-    def join(self, run: str, mechanism: Federated) -> None:
-        """Price the whole run. Asked again for the run it is in, it says yes again and reserves nothing.
+    def resume(self) -> bool:
+        """Take up the part that an earlier process had open; False when there is none.
 
-        Raises:
-            Refused: by either ledger, or because the run was priced before a restart and is spent, has no proper
-                name, or is for more patients than delta allows (P1).
+        A round that was begun and did not set out counts as made. The vault may be an older copy, so that it counts
+        too few: no fewer rounds were made than the site's ledger holds as sent, and no part is given back whole.
         """
-        if run == self.run and mechanism == self.mechanism:
-            return
+        note = self.site.vault.note(NOTE)
+        known = self.site.books.store.state.grants.get(note["grant"]) if note else None
+        if not note or known is None or known.state != "held" or note["modality"] != self.modality:
+            return False
+        self.run, self.grant, self.resumed = note["run"], note["grant"], True
+        sent = self._sent()
+        self.rounds_trained = max(note["rounds_trained"], len(sent))
+        self.begun = max([note["begun"], *sent])
+        self.mechanism = MECHANISMS[note["mechanism"]].from_json(note["config"])
+        return True
+
+    def _sent(self) -> list[int]:
+        """The rounds whose updates have set out under this grant, by the site's ledger."""
+        return [s.round for s in self.site.books.store.state.sent.values() if s.grant == self.grant]
+
+    def _note(self) -> None:
+        note: dict[str, Any] | None = None
+        if self.grant and self.mechanism is not None:
+            note = {"run": self.run, "grant": self.grant, "modality": self.modality}
+            note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
+            note |= {"rounds_trained": self.rounds_trained, "begun": self.begun}
+        self.site.vault.write_note(NOTE, note)
+
+    def join(self, run: str, mechanism: Federated | FederatedMasked) -> bytes:
+        """Price the whole run here. Asked again for the run it is in, it reserves nothing more.
+
+        Returns:
+            The site's sealed reservation: the coordinator reserves with it.
+        Raises:
+            Refused: by the site's ledger, or because the run was priced before and is spent, has no proper name, or
+                is for more patients than delta allows (P1).
+        """
+        if run == self.run and mechanism == self.mechanism and self.grant:
+            return self._reservation()
         delta = float(self.site.books.account(self.site.name, mechanism.claim()).opened.delta)
         findings = []
         if not ID.fullmatch(run):
@@ -48,16 +119,69 @@ class Participant:
         if findings:
             raise Refused("site", Verdict(tuple(findings)))
         self.part()
-        self.grant = price(self.site, mechanism, self.modality, run).grant
-        self.run, self.mechanism, self.rounds_trained, self.last = run, mechanism, 0, None
+        reservation, envelope = hold(self.site, mechanism, self.modality, run)
+        self.run, self.grant, self.granted, self.resumed = run, reservation.grant, False, False
+        self.mechanism, self.rounds_trained, self.begun, self.last = mechanism, 0, 0, None
+        self._note()
+        return envelope
+
+    def _reservation(self) -> bytes:
+        store = self.site.books.store
+        return store.envelope(store.state.grants[self.grant].reserved.envelope) or b""
+
+    def confirm(self) -> bool:
+        """Does the coordinator's ledger hold this site's price?
+
+        A no frees what is held here, since nothing was read; in a part that was taken up it is spent: see
+        :meth:`part`.
+
+        Raises:
+            Unreachable: not known now.
+        """
+        if self.granted or not self.grant:
+            return self.granted
+        digest = hashlib.sha256(self._reservation()).digest()
+        verdict = self.site.door.outcome(f"run-{self.run}", digest)
+        if verdict is None:
+            return False
+        if not verdict.admitted and not self.rounds_trained:
+            held = self.site.books.store.state.grants[self.grant].reserved
+            assert isinstance(held, Reserved)
+            if self.resumed:
+                finish(self.site, self.grant, None)
+            else:
+                let_go(self.site, held)
+            self._forget()
+            return False
+        self.granted = verdict.admitted
+        return self.granted
 
     def part(self) -> None:
-        """Leave the run this site is in: write down what is known of it, and spend its grant."""
-        if self.grant:
-            with contextlib.suppress(Unreachable):
+        """Leave the run this site is in: write down what is known of it, and spend what was made under its grant.
+
+        Where nothing was made, the process that reserved frees the grant. After a restart only the vault's note says
+        that nothing was read, and the vault may be an older copy: then the whole grant is spent.
+
+        Raises:
+            Forked: the coordinator's ledger is another one; the grant stays held, or has its end in the books here.
+        """
+        grant = self.site.books.store.state.grants.get(self.grant)
+        if grant is not None and grant.state == "held":
+            with if_reachable():
                 ask(self.site)
-            finish(self.site, self.grant, self._made())
-        self.run, self.grant, self.mechanism, self.rounds_trained, self.last = "", "", None, 0, None
+            untouched = not (self.rounds_trained or self.resumed or grant.sent or grant.used)
+            if untouched and isinstance(grant.reserved, Reserved):
+                unused(self.site, grant.reserved)
+            else:
+                finish(self.site, self.grant, self._made())
+        self._forget()
+
+    def _forget(self) -> None:
+        self.run, self.grant, self.granted, self.mechanism = "", "", False, None
+        self.resumed = False
+        self.rounds_trained, self.begun, self.last = 0, 0, None
+        self.under_way = False
+        self._note()
 
     def _made(self) -> Claim | None:
         """What was made in this run so far, failed rounds included; None before the first round."""
@@ -65,33 +189,65 @@ class Participant:
             return None
         return replace(self.mechanism.claim(), steps=self.mechanism.steps_per_round * self.rounds_trained)
 
+    def begin(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+        """Is this round covered by a grant in both ledgers? Then it is counted, durable before an image is read.
+
+        Args:
+            run: its name.
+            round_index: from 1.
+            once: also refuse a round that was begun before and led to nothing.
+        Raises:
+            Refused: not the run that was priced, a round out of order, or not granted at the coordinator.
+            Unreachable: whether it was granted is not known now.
+        """
+        mechanism = self.mechanism
+        in_order = round_index > max([self.begun if once else 0, *self._sent()])
+        if mechanism is None or run != self.run or not in_order or not self.rounds_trained < mechanism.rounds:
+            raise _no("round", "this round is not covered by a grant")
+        if not self.confirm():
+            raise _no("not_granted", "the coordinator's ledger does not show this site's grant")
+        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
+        self.begun = max(self.begun, round_index)
+        self._note()
+        self.under_way = True
+        return mechanism
+
     def train(self, run: str, round_index: int, start: Update) -> tuple[Parcel, Update]:
         """One round: train on the site's patients from ``start``, and seal the new parameters.
 
         Raises:
-            Refused: not the run that was priced, or a round out of order.
+            Refused: see :meth:`begin`; or a run that is aggregated in secret.
         """
         if self.last is not None and run == self.run and self.last[0] == round_index:
             return self.last[1:]
-        mechanism = self.mechanism
-        in_order = self.last is None or round_index > self.last[0]
-        if mechanism is None or run != self.run or not in_order or not self.rounds_trained < mechanism.rounds:
-            raise Refused("site", Verdict((Finding("round", "this round is not covered by a grant"),)))
-        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
-        cohort = self.site.vault.cohort(self.modality, mechanism.shape)
-        update = mechanism.run_round(cohort, start, self.entropy)
-        claim = replace(mechanism.claim(), steps=mechanism.steps_per_round * self.rounds_trained)
+        if not isinstance(self.mechanism, Federated):
+            raise _no("round", "this run does not send updates in the clear")
+        mechanism = self.begin(run, round_index)
+        try:
+            cohort = self.site.vault.cohort(self.modality, mechanism.shape)
+            update = mechanism.run_round(cohort, start, self.entropy)
+            goods = self.seal(round_index, pack_vector(update.vector))
+        finally:
+            self.under_way = False
+        self.last = (round_index, goods, update)
+        return goods, update
+
+    def seal(self, round_index: int, artifact: bytes) -> Parcel:
+        """A round's artifact, sealed and written down as leaving; the link carries it out."""
+        assert self.mechanism is not None
+        claim = self._made()
+        assert claim is not None, "a round was begun"
         draft = replace(
-            draft_of(self.site, mechanism, self.grant, self.modality, claim),
+            draft_of(self.site, self.mechanism, self.grant, self.modality, claim),
             release=release_id(self.site.name, self.grant, round_index),
-            run=run,
+            run=self.run,
             round=round_index,
         )
-        goods = parcel(self.site, draft, pack_vector(update.vector))
+        goods = parcel(self.site, draft, artifact)
         set_out(self.site, goods)
-        self.last = (round_index, goods, update)
-        self.site.say("round", f"{round_index} of {mechanism.rounds}: update sealed and handed to the link")
-        return goods, update
+        self.under_way = False
+        self.site.say("round", f"{round_index}: update {self.rounds_trained} of {self.mechanism.rounds} sealed")
+        return goods
 
     def follow(self) -> bool:
         """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed.
@@ -99,10 +255,13 @@ class Participant:
         Raises:
             Unreachable: not now; ask again later.
         """
+        self.confirm()
         ask(self.site)
         waiting = any(sent.grant == self.grant for sent, _ in self.site.books.unanswered())
-        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting:
+        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting or self.under_way:
             return False
         self.site.books.close(self.grant, "released")
-        self.mechanism, self.grant = None, ""
+        run = self.run
+        self._forget()
+        self.run = run  # asked again, it is known as spent
         return True

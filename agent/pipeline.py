@@ -9,22 +9,23 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agent.mechanisms.federated import Federated
+from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.mechanisms.ksame import KSame
-from agent.nouns import Clusters, Cohort, Unreachable
+from agent.nouns import Clusters, Cohort, Forked, SyntheticSet, Unreachable
 from policies.accounting import epsilon_nano
 from policies.claims import Claim, Gaussian
 from policies.entries import InvalidEntry, Reserved
 from policies.register import Register
 from policies.review import TERMS, Finding, Verdict
 from policies.review import price as price_of
-from policies.statement import Release, Reservation, Settlement, Statement, encode, parse, release_id
+from policies.statement import Release, Reservation, Settlement, Statement, encode, release_id
 from protos.artifact import pack_images
 
 
@@ -81,6 +82,9 @@ class Vault(Protocol):
         """Store a private note."""
 
 
+Mechanism = KSame | Federated | FederatedMasked
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """One hospital's agent, put together by ``__main__``."""
@@ -95,14 +99,29 @@ class Site:
     say: Callable[[str, str], None]  # step, detail: progress for people
 
 
-def price(site: Site, mechanism: KSame | Federated, modality: str, run: str = "") -> Reservation:
-    """Reserve the mechanism's claim, in the site's ledger and then at the coordinator. No image has been read.
+@contextlib.contextmanager
+def if_reachable() -> Iterator[None]:
+    """What follows can do without the coordinator's answer; but a ledger that forked is no mere silence.
+
+    Raises:
+        Forked: people have to look.
+    """
+    try:
+        yield
+    except Forked:
+        raise
+    except Unreachable:
+        pass
+
+
+def hold(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> tuple[Reservation, bytes]:
+    """Reserve the mechanism's claim in the site's own ledger. No image has been read.
 
     Returns:
-        What was granted.
+        What was granted here, and the sealed reservation for the coordinator.
     Raises:
-        Refused: by either ledger; the other one holds nothing.
-        Unreachable: the site's grant stays held, and is spent at the next start.
+        Refused: by the site; the coordinator is told, and holds nothing.
+        Forked: it could not be told.
     """
     reservation = Reservation(
         site.new_id("grant"), site.name, run, mechanism.name, mechanism.claim(), mechanism.components(), modality
@@ -114,14 +133,45 @@ def price(site: Site, mechanism: KSame | Federated, modality: str, run: str = ""
     verdict = site.books.reserve(f"reserve-{reservation.grant}", reservation, envelope)
     if not verdict.admitted:
         declined = settlement(reservation, "declined", verdict.findings[0].rule)
-        with contextlib.suppress(Unreachable):  # the refusal stands, whether or not the coordinator hears of it
+        with if_reachable():  # the refusal stands, whether or not the coordinator hears of it
             site.door.settle(f"settle-{reservation.grant}", site.seal(declined))
         raise Refused("site", verdict)
+    return reservation, envelope
+
+
+def price(site: Site, mechanism: Mechanism, modality: str) -> Reservation:
+    """Reserve the mechanism's claim, in the site's ledger and then at the coordinator. No image has been read.
+
+    A site's part in a run is reserved by the coordinator, for all sites at once (:mod:`agent.participant`).
+
+    Returns:
+        What was granted.
+    Raises:
+        Refused: by either ledger; the other one holds nothing.
+        Unreachable: the site's grant stays held, and is spent at the next start.
+    """
+    reservation, envelope = hold(site, mechanism, modality)
     verdict = site.door.reserve(f"reserve-{reservation.grant}", envelope)
     if not verdict.admitted:
-        site.books.free(reservation.grant, site.seal(settlement(reservation, "declined", "coordinator")))
+        let_go(site, reservation)
         raise Refused("coordinator", verdict)
     return reservation
+
+
+def let_go(site: Site, reservation: Reservation | Reserved) -> None:
+    """The coordinator refused the price: what the site's ledger holds is free again, since nothing was read."""
+    site.books.free(reservation.grant, "refused", site.seal(settlement(reservation, "declined", "coordinator")))
+
+
+def unused(site: Site, reservation: Reservation | Reserved) -> None:
+    """Leave a run that was granted and in which nothing was begun: what is held here is free again.
+
+    Only the process that reserved it knows that nothing was read. The coordinator hears the same word, and spends.
+    """
+    word = site.seal(settlement(reservation, "declined", "unused"))
+    site.books.free(reservation.grant, "unused", word)
+    with if_reachable():  # there it stays held until the run's end, which is as good as spent
+        site.door.settle(f"settle-{reservation.grant}", word)
 
 
 def give_up(site: Site, reservation: Reservation | Reserved, reason: str) -> None:
@@ -150,7 +200,7 @@ def finish(site: Site, name: str, made: Claim | None) -> None:
     else:
         word = settlement(reserved, "finished", "finished", used)
         site.books.finish(word, site.seal(word))
-    with contextlib.suppress(Unreachable):  # there it stays held, which is as good as spent
+    with if_reachable():  # there it stays held, which is as good as spent
         site.door.settle(f"settle-{name}", site.seal(settlement(reserved, "expired", "finished")))
 
 
@@ -167,6 +217,16 @@ class Parcel:
     release: Release
     envelope: bytes
     artifact: bytes
+    clear: bytes = b""  # the artifact before it was sealed to a reader, for persons to look at; "": it is in clear
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """How an image set is written, and whether to one reader only."""
+
+    pack: Callable[[NDArray[np.uint8], tuple[str, ...]], bytes] = pack_images
+    reader: str = ""  # fingerprint of the reader's key
+    seal: Callable[[bytes], bytes] | None = None
 
 
 def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
@@ -185,7 +245,15 @@ def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
     return Parcel(release, site.seal(release), artifact)
 
 
-def draft_of(site: Site, mechanism: KSame | Federated, grant: str, modality: str, claim: Claim) -> Release:
+def wrapped(site: Site, draft: Release, synthetic: SyntheticSet, wrapping: Wrapping) -> Parcel:
+    """A synthetic set as a parcel, sealed to its reader if there is one."""
+    clear = wrapping.pack(synthetic.images, synthetic.labels)
+    if wrapping.seal is None:
+        return parcel(site, draft, clear)
+    return replace(parcel(site, replace(draft, reader=wrapping.reader), wrapping.seal(clear)), clear=clear)
+
+
+def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim: Claim) -> Release:
     """All but the artifact's digest and the epsilon, which :func:`parcel` fills in."""
     return Release(
         release=release_id(site.name, grant, 0),
@@ -206,6 +274,7 @@ def draft_of(site: Site, mechanism: KSame | Federated, grant: str, modality: str
         modality=modality,
         reid_rate=None,
         approvals={},
+        reader="",
     )
 
 
@@ -253,9 +322,9 @@ def ask(site: Site) -> None:
 
 
 def release_synthetic(
-    site: Site, mechanism: KSame, modality: str, rng: np.random.Generator
+    site: Site, mechanism: KSame, modality: str, rng: np.random.Generator, wrapping: Wrapping | None = None
 ) -> tuple[Parcel, Verdict]:
-    """A k-anonymous synthetic set, from price to verdict.
+    """A k-anonymous synthetic set, from price to verdict; as PNG in clear unless ``wrapping`` says otherwise.
 
     Raises:
         Refused: the price was refused; nothing was read.
@@ -269,10 +338,11 @@ def release_synthetic(
         cohort = site.vault.cohort(modality, mechanism.basis.shape, ever_released(record))
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
         synthetic, clusters = mechanism.run(cohort, rng)
-        goods = parcel(
+        goods = wrapped(
             site,
             draft_of(site, mechanism, grant.grant, modality, mechanism.claim()),
-            pack_images(synthetic.images, synthetic.labels),
+            synthetic,
+            wrapping or Wrapping(),
         )
         site.vault.write_note("releases", [*record, _remember(goods.release.release, clusters)])
         needed = site.books.policy_of(site.name).approvals
@@ -284,7 +354,7 @@ def release_synthetic(
     except (Unreachable, Waiting):
         raise  # the outcome may be a yes: the next start asks for it; or persons decide
     except Exception:  # whatever it was: the grant is spent, and the fault is passed on
-        with contextlib.suppress(Unreachable):  # what went wrong is what the operator must hear
+        with if_reachable():  # what went wrong is what the operator must hear
             give_up(site, grant, "failed")
         raise
 
@@ -296,51 +366,9 @@ def wait(site: Site, goods: Parcel) -> None:
         "grant": goods.release.grant,
         "statement": encode(goods.release).decode(),
         "artifact": base64.b64encode(goods.artifact).decode(),
+        "clear": base64.b64encode(goods.clear).decode(),
     }
     site.vault.write_note("pending", {**pending, goods.release.release: kept})
-
-
-def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
-    """A release that waited, with the approvals that persons gave it since.
-
-    Raises:
-        Refused: it is not one that waits, or an approval is missing; it waits on. Or by the site's own review.
-        Unreachable: no verdict yet.
-    """
-    pending = site.vault.note("pending") or {}
-    if release not in pending:
-        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
-    draft = parse(pending[release]["statement"].encode())
-    assert isinstance(draft, Release)
-    given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
-    missing = site.books.policy_of(site.name).approvals - set(given)
-    if missing:
-        raise Refused("site", Verdict((Finding("approval", f"not yet approved by: {', '.join(sorted(missing))}"),)))
-    goods = parcel(site, replace(draft, approvals=given), base64.b64decode(pending[release]["artifact"]))
-    try:
-        return goods, leave(site, goods)
-    finally:  # refused, unanswered or admitted: it waits no longer, and its grant has an end at the next start
-        _forget(site, release)
-
-
-def withdraw(site: Site, release: str) -> None:
-    """A release that persons will not approve: its grant is spent, since images were read; the artifact is gone.
-
-    Raises:
-        Refused: no release of that name waits.
-    """
-    pending = site.vault.note("pending") or {}
-    if release not in pending:
-        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
-    grant = site.books.store.state.grants[pending[release]["grant"]].reserved
-    _forget(site, release)
-    if isinstance(grant, Reserved):
-        give_up(site, grant, "withdrawn")
-
-
-def _forget(site: Site, release: str) -> None:
-    pending = site.vault.note("pending") or {}
-    site.vault.write_note("pending", {name: kept for name, kept in pending.items() if name != release})
 
 
 def _remember(release: str, clusters: Clusters) -> dict[str, Any]:

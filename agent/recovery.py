@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent.pipeline import Refused, Site, ask, give_up
+from policies.entries import Recovered, Reserved
 from policies.review import Verdict
 from policies.statement import Receipts
 
@@ -10,7 +11,7 @@ from policies.statement import Receipts
 def recover(site: Site) -> list[str]:
     """At every start: ask for missing verdicts; every grant that is still without an end is spent.
 
-    But for a release that waits for persons in the vault.
+    But for a release that waits for persons in the vault, and for the part in a run that is open.
 
     Patients of a release that never set out may take part again; those of one that did may not, whatever became
     of it, since its images may have been seen.
@@ -22,6 +23,7 @@ def recover(site: Site) -> list[str]:
     """
     pending = site.vault.note("pending") or {}
     waiting = {kept["grant"] for name, kept in pending.items() if name not in site.books.store.state.sent}
+    waiting |= {(site.vault.note("run") or {}).get("grant", "")}  # a part in a run goes on where it was
     held = [reserved for reserved in site.books.held() if reserved.grant not in waiting]
     ask(site)
     for reserved in site.books.held():
@@ -48,7 +50,7 @@ def present(site: Site, origin: str, nonce: str) -> int:
     """
     lost, store = 0, site.books.store
     for name, grant in store.state.grants.items():
-        if grant.state == "freed" or _known(site, name, grant.reserved.envelope):
+        if grant.state == "freed" or _known(site, grant.reserved):
             continue
         lost += _taken(site.door.present(f"recover-{name}", store.envelope(grant.reserved.envelope) or b""))
     _taken(site.door.present(f"present-{nonce}", site.seal(Receipts(site.name, origin, nonce, lost))))
@@ -58,14 +60,21 @@ def present(site: Site, origin: str, nonce: str) -> int:
     return lost
 
 
-def _known(site: Site, grant: str, envelope: bytes) -> bool:
-    """Does the restored ledger hold this grant? A refusal is no sign of it: it refuses whatever comes early."""
-    found = (site.door.outcome(f"{how}-{grant}", envelope) for how in ("reserve", "recover"))
+def _known(site: Site, held: Reserved | Recovered) -> bool:
+    """Does the restored ledger hold this grant? A refusal is no sign of it: it refuses whatever comes early.
+
+    A part in a run was reserved by the coordinator under the run's own key, for all of its sites.
+    """
+    keys = [f"reserve-{held.grant}", f"recover-{held.grant}"] + ([f"run-{held.run}"] if held.run else [])
+    found = (site.door.outcome(key, held.envelope) for key in keys)
     return any(verdict is not None and verdict.admitted for verdict in found)
 
 
 def _taken(verdict: Verdict) -> bool:
-    """Was a receipt taken? Two are none to insist on: nobody waits for this site, or the request had been refused."""
-    if not verdict.admitted and not {f.rule for f in verdict.findings} <= {"not_awaited", "was_refused"}:
+    """Was a receipt taken, for a grant that had been lost?
+
+    Three are none to insist on: nobody waits for this site, the request had been refused, or the grant is known.
+    """
+    if not verdict.admitted and not {f.rule for f in verdict.findings} <= {"not_awaited", "was_refused", "known"}:
         raise Refused("coordinator", verdict)
     return verdict.admitted

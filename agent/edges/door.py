@@ -7,52 +7,90 @@ before.
 
 from __future__ import annotations
 
+import base64
+import datetime as dt
 import hashlib
+import json
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from agent.edges.channel import open_channel
+from agent.edges.credentials import Credentials
+from agent.edges.upload import Patience, Progress, send
 from agent.edges.watch import Epoch, ShownEntry, Watch
 from agent.nouns import Unreachable
 from policies.entries import Admitted, Amended, Presented, Recovered, Refused, Reserved
 from policies.review import Finding, Verdict
-from policies.statement import ID
-from protos.identity import read_private
+from policies.statement import ID, Release, parse
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
-CHUNK = 1 << 20
-_LEADS_TO = {"reserve": Reserved, "submit": Admitted, "recover": Recovered}  # a key's first word, and its entry
-_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# a key's first word, and the entry it leads to
+_LEADS_TO = {"reserve": Reserved, "run": Reserved, "submit": Admitted, "recover": Recovered}
+_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_LEVELS = frozenset({"A", "A*", "B", "C"})
+_PAUSE_S = (0.2, 8.0)  # before the first retry, and at most; each is shortened at random
 
 
 class GrpcDoor:
     """The port :class:`agent.pipeline.Door` over gRPC."""
 
-    def __init__(self, target: str, keys: Path, watch: Watch, patience_s: float = 30.0) -> None:
+    def __init__(
+        self, target: str, credentials: Credentials, watch: Watch, patience_s: float = 30.0, proxy: str = ""
+    ) -> None:
         """Open a channel; nothing is sent yet.
 
         Args:
             target: host:port of the coordinator.
-            keys: the site's key directory, with ``tls.key``, ``tls.crt`` and ``ca.crt``.
+            credentials: the site's key and certificate, and the federation's root.
             watch: what this site has seen of the coordinator's ledger.
             patience_s: how long an unreachable coordinator is tried again.
+            proxy: host:port of the HTTP proxy to go through; nothing: none.
         """
-        credentials = grpc.ssl_channel_credentials(
-            (keys / "ca.crt").read_bytes(), read_private(keys / "tls.key"), (keys / "tls.crt").read_bytes()
-        )
-        options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.enable_http_proxy", 0)]
-        self._channel = grpc.secure_channel(target, credentials, options)
-        self._stub = GatewayStub(self._channel)
+        self._target, self._credentials, self._proxy = target, credentials, proxy
         self.watch, self._patience_s, self._turn = watch, patience_s, threading.Lock()
+        self.progress: Progress | None = None  # hears how far an artifact has got
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = open_channel(self._target, self._credentials.channel_credentials(), self._proxy)
+        self._stub = GatewayStub(self._channel)
 
     def close(self) -> None:
         """Hang up."""
         self._channel.close()
+
+    def renew(self, now: dt.datetime, jitter: float) -> bool:
+        """Get a fresh certificate when two thirds of the old one's life are over; the next call uses it.
+
+        Returns:
+            Whether there is a new one: whoever holds another channel opens it again.
+        Raises:
+            Unreachable: not now; the old one is good for a while yet.
+        """
+        if not self._credentials.due(now, jitter):
+            return False
+        with self._turn:
+
+            def ask(csr: bytes) -> bytes:
+                reply = self._ask(lambda: self._stub.Renew(pb.RenewRequest(csr=csr), timeout=15))
+                return bytes(reply.certificate)
+
+            self._credentials.renew(ask, now)
+            old = self._channel
+            self._open()
+            old.close()
+        return True
+
+    def session(self, version: str) -> Any:
+        """The long-lived stream of what the coordinator says without being asked; cancel it to end it."""
+        return self._stub.Session(pb.SessionRequest(version=version))
 
     def hello(self, cosigned: str = "") -> str:
         """The federation's policy, TOML. Also the cheapest test of the whole way.
@@ -93,16 +131,15 @@ class GrpcDoor:
                 self._ask(lambda: call(request, timeout=15)), kinds, hashlib.sha256(envelope).digest()
             )
 
-    def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
-        """Stream an artifact after its sealed statement, and wait for the verdict."""
-
-        def parts() -> Iterator[Any]:
-            yield pb.SubmitPart(header=pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen))
-            for at in range(0, len(artifact), CHUNK):
-                yield pb.SubmitPart(data=artifact[at : at + CHUNK])
-
+    def submit(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
+        """Hand in an artifact with its sealed statement, in resumable pieces, and wait for the verdict."""
         with self._turn:
-            reply = self._ask(lambda: self._stub.Submit(parts(), timeout=120))
+            sealed = pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen)
+            patience = Patience(still_s=self._patience_s)
+            try:
+                reply = send(self._stub, sealed, artifact, patience, self.progress, _named(envelope))
+            except grpc.RpcError as error:
+                raise Unreachable(_hint(error.code(), error.details())) from None
             return self._verdict(reply, (Admitted,), hashlib.sha256(envelope).digest())
 
     def outcome(self, key: str, envelope: bytes) -> Verdict | None:
@@ -114,7 +151,7 @@ class GrpcDoor:
         return verdict if reply.known else None
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        until = time.monotonic() + self._patience_s
+        until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
         while True:
             try:
                 return call()
@@ -122,7 +159,8 @@ class GrpcDoor:
                 code = error.code()
                 if code not in _AGAIN or not time.monotonic() < until:
                     raise Unreachable(_hint(code, error.details())) from None
-            time.sleep(0.5)
+            time.sleep(random.SystemRandom().uniform(0, pause))  # full jitter: many sites must not come at once
+            pause = min(2 * pause, _PAUSE_S[1])
 
     def _verdict(self, reply: Any, kinds: tuple[type, ...], envelope: bytes) -> Verdict:
         """A yes counts when the ledger holds it, about this envelope: the receipt that auditors will look for."""
@@ -133,7 +171,16 @@ class GrpcDoor:
         findings = tuple(Finding(f.rule if ID.fullmatch(f.rule) else "unreadable", f.detail[:500]) for f in said)
         if not reply.admitted and not findings:
             findings = (Finding("no_reason", "the coordinator refused without a reason"),)
-        return Verdict(findings, reply.level[:1])
+        return Verdict(findings, reply.level if reply.level in _LEVELS else "")
+
+
+def _named(envelope: bytes) -> str:
+    """The artifact's SHA-256 by the statement that this site sealed over it; nothing: it cannot be read there."""
+    try:
+        statement = parse(base64.b64decode(json.loads(envelope)["payload"], validate=True))
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return statement.artifact_sha256 if isinstance(statement, Release) else ""
 
 
 def _hint(code: grpc.StatusCode, details: str | None) -> str:

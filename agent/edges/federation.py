@@ -2,25 +2,24 @@
 
 All use of Flower's private interfaces at this side is in this file (coordinator/edges/federation.py and
 grid.py are the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them
-to it. What travels is documented in protos/rounds.py:
+to it. What travels is documented in protos/rounds.py, the records are read and made in records.py.
 
-``query.price``: ConfigRecord ``order`` {run, round, config}  ->  ConfigRecord ``answer`` {envelope}
-``train``: the same and ArrayRecord ``parameters`` {flat}  ->  ``answer`` and ``parameters`` {flat}
-
-One outbound TLS 1.3 connection with the site's client certificate, polling; nothing listens here. The
+The calls go through the coordinator's one port (agent/edges/tunnel.py), polling; nothing listens here. The
 app bundle of a run is never fetched: a message whose run does not carry the pinned stub, or of another
-type, is declined before its content is downloaded. What answers is the ``handle`` that the caller gives.
+type, is declined before its content is downloaded. Tasks go to the caller, and what it answers goes back.
 
-This speaks the protocol through Flower's own client class, not through its SuperNode loop: that loop
-sends SIGINT to the process on a 401 and ends it when the node is not registered yet.
+This runs in a process of its own (agent/edges/link.py), for three reasons: it parses foreign bytes, and that
+process holds no vault and no ledger; Flower's classes may end or signal the process they are in; and a hospital's
+training must not keep the heartbeat from leaving. It speaks the protocol through Flower's own client class, not
+through its SuperNode loop, which sends SIGINT on a 401 and exits when the node is not registered yet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import secrets
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from flwr.proto.fleet_pb2 import (
     PushMessagesRequest,
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
@@ -66,109 +66,106 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from agent.edges.tasks import CODES, Answer, Declined, Task, read_task, records_of
+from agent.edges.channel import open_channel
+from agent.edges.credentials import Credentials
+from agent.edges.link import LinkConfig
+from agent.edges.records import read_task, records_of
+from agent.edges.tasks import MAX_TICKET, Declined, Reply, Task
+from agent.edges.tunnel import FleetTransport, TurnedAway
 from protos import quiet
 from protos import rounds as wire
+from protos.keyfile import read_private
 
-__all__ = ["CODES", "Answer", "Declined", "LinkConfig", "Task", "serve"]
+__all__ = ["Desk", "serve"]
 
 for _name in ("flwr", "httpx", "httpcore"):  # they log addresses and exception texts
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
 
-_POLL_S: Final = 0.3
+_POLL_S: Final = 0.3  # while a run is on
+_IDLE_S: Final = 3.0  # otherwise; the coordinator's session wakes us
+_FIRST_S: Final = 5.0  # after signing on
+_BUSY_S: Final = 60.0  # a run is taken to be on for so long after a message or a wake-up
 _CALL_S: Final = 30.0
 _INTERVAL_S: Final = 10.0  # heartbeat; Flower's minimum. Offline after two missed ones
 _BACKOFF_S: Final = (0.5, 15.0)  # first and longest wait before connecting again
 _PATIENCE_S: Final = 60.0  # how long one message is kept through connection faults
 _PULL_S: Final = 600.0  # how long the parameters of one message may take to arrive
-_FEW_OBJECTS: Final = 64
 _T = TypeVar("_T")
 
 # What may go wrong with the other side or the way to it; anything else is our own fault and is raised.
 _FAULTS: Final = (httpx.HTTPError, ObjectPullError, ObjectPushError, OSError, ValueError)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkConfig:
-    """The way to the coordinator."""
+@dataclass(slots=True, eq=False)
+class Desk:
+    """Where the link meets the one who handles tasks; the methods are called from the link's thread."""
 
-    superlink: str  # host:port of its public listener
-    ca: Path  # PEM; issued the coordinator's certificate
-    cert: Path  # PEM, this site's client certificate
-    key: Path  # PEM
-    node_key: Path  # OpenSSH private key, EC P-384, registered at the coordinator
-    bundle_digest: str | None  # SHA-256 of the only bundle a run may carry; None: the stub in protos.rounds
-    proxy: str | None = None  # the hospital's forward proxy; proxy variables of the environment are ignored
+    task: Callable[[bytes, Task], None]  # take this; a `Reply` with the same ticket is expected in ``replies``
+    state: Callable[[str], None]  # hears each change, see `serve`
+    node: Callable[[int], None]  # hears the node id, for a link that is started again
+    replies: queue.SimpleQueue[Reply]
+    renew: threading.Event  # set: open the channel anew
+    wake: threading.Event  # set: something is about to come, look often
+    stop: threading.Event
 
 
 class _FleetClient(FleetHttpClient):
-    """Flower's Fleet client with a client certificate, for which Flower has no option."""
+    """Flower's Fleet client over our transport."""
 
-    def __init__(self, link: LinkConfig, key: ec.EllipticCurvePrivateKey) -> None:
+    def __init__(self, transport: FleetTransport, key: ec.EllipticCurvePrivateKey) -> None:
         version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
-        super().__init__(
-            f"https://{link.superlink}",
-            interceptors=[version, NodeAuthHttpInterceptor(key, key.public_key())],
-        )
+        super().__init__("http://coordinator", interceptors=[version, NodeAuthHttpInterceptor(key, key.public_key())])
         self._client.close()
-        self._client = httpx.Client(
-            verify=_tls(link), proxy=link.proxy, trust_env=False, timeout=_CALL_S, follow_redirects=False
-        )
-
-
-def _tls(link: LinkConfig) -> ssl.SSLContext:
-    """TLS 1.3, the federation's CA and no other, this site's certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(link.ca)
-    context.load_cert_chain(link.cert, link.key)
-    return context
+        self._client = httpx.Client(transport=transport, trust_env=False, follow_redirects=False)
 
 
 def _node_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    key = load_ssh_private_key(path.read_bytes(), None)
+    key = load_ssh_private_key(read_private(path), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP384R1):
         raise ValueError("the node key must be EC P-384 in OpenSSH format")
     return key
 
 
-def serve(
-    link: LinkConfig, handle: Callable[[Task], Answer], stop: threading.Event, on_state: Callable[[str], None]
-) -> None:
-    """Take part in rounds until ``stop`` is set. Blocks; may run in any thread.
+def serve(link: LinkConfig, desk: Desk, node_id: int = 0) -> None:
+    """Take part in rounds until ``desk.stop`` is set. Blocks; may run in any thread.
 
     A lost connection is opened again with growing waits, for ever: the coordinator may restart, and the
-    site may be registered later.
+    site may be registered later. The states that the desk hears: "online"; "unreachable" (no connection, or a
+    TLS fault); "turned away" (the certificate is not accepted); "unregistered" (the node key is unknown, or its
+    earlier session has not timed out yet); "stopped".
 
     Args:
         link: the way to the coordinator.
-        handle: our installed code. One task at a time, in this thread; what it raises becomes a code.
-        stop: ends the service; a task being handled is finished and answered first.
-        on_state: hears each change: "online"; "unreachable" (no connection, or a TLS fault); "unregistered"
-            (the node key is unknown, or its earlier session has not timed out yet); "stopped".
+        desk: takes the tasks, gives the replies; one task at a time.
+        node_id: of an earlier link of this site that did not sign off; 0: none.
     Raises:
         NotQuiet: `protos.quiet.hush` was not called before the imports.
-        OSError, ssl.SSLError, ValueError: a key or certificate of ``link`` cannot be used.
+        OSError, ValueError: a key or certificate of ``link`` cannot be used.
     """
     quiet.require()
     key = _node_key(link.node_key)
-    states = _States(on_state)
+    # Read anew each time: another process renews them.
+    transport = FleetTransport(
+        lambda: open_channel(link.target, Credentials(link.keys).channel_credentials(), link.proxy)
+    )
+    states = _States(desk.state)
     wait = _BACKOFF_S[0]
-    with _FleetClient(link, key) as client:
-        session = _Session(client, key, link.bundle_digest or wire.STUB_DIGEST, handle)
+    with _FleetClient(transport, key) as client:
+        session = _Session(client, key, link.bundle_digest, desk, node_id)
         with session.heartbeats():
-            while not stop.is_set():
+            while not desk.stop.is_set() or not desk.replies.empty():
+                if desk.renew.is_set():
+                    desk.renew.clear()
+                    transport.renew()
                 try:
                     node = session.activate()
+                    session.step(node)
                     states("online")
-                    answered = session.step(node)
                     wait = _BACKOFF_S[0]
-                    if not answered:
-                        stop.wait(_POLL_S)
                 except _FAULTS as fault:
                     states(session.lost(fault))
                     # Jitter, so that many sites do not come back in the same instant.
-                    stop.wait(wait * secrets.SystemRandom().uniform(0.5, 1.0))
+                    desk.stop.wait(wait * secrets.SystemRandom().uniform(0.5, 1.0))
                     wait = min(2 * wait, _BACKOFF_S[1])
         session.leave()
     states("stopped")
@@ -190,21 +187,20 @@ class _Session:
     """One node's conversation with the SuperLink."""
 
     def __init__(
-        self,
-        client: _FleetClient,
-        key: ec.EllipticCurvePrivateKey,
-        digest: str,
-        handle: Callable[[Task], Answer],
+        self, client: _FleetClient, key: ec.EllipticCurvePrivateKey, digest: str, desk: Desk, node_id: int
     ) -> None:
-        self.client, self.digest, self.handle = client, digest, handle
+        self.client, self.digest, self.desk = client, digest, desk
         self.public_key = public_key_to_bytes(key.public_key())
-        self.node: Node | None = None
+        self.node: Node | None = Node(node_id=node_id) if node_id else None
+        self.out = 0  # tasks that wait for their reply
+        self.busy_until = time.monotonic() + _FIRST_S  # monotonic seconds: look often until then
 
     def activate(self) -> Node:
         """Sign on, unless that is done already. A coordinator that restarted still knows the node."""
         if self.node is None:
             request = ActivateNodeRequest(public_key=self.public_key, heartbeat_interval=_INTERVAL_S)
             self.node = Node(node_id=self.client.ActivateNode(request).node_id)
+            self.desk.node(self.node.node_id)
         return self.node
 
     def leave(self) -> None:
@@ -215,9 +211,11 @@ class _Session:
 
     def lost(self, fault: Exception) -> str:
         """The state that a fault means. A node that is no longer known signs on anew; else it goes on."""
+        if isinstance(fault, TurnedAway):
+            return "turned away"
         if not isinstance(fault, httpx.HTTPStatusError) or fault.response.is_server_error:
             return "unreachable"
-        if fault.response.status_code == httpx.codes.UNAUTHORIZED:
+        if fault.response.status_code == httpx.codes.UNAUTHORIZED:  # 403: a run that has ended
             self.node = None
         # With a node the link is sound: the SuperLink refused one call, say for a run that has ended.
         return "unregistered" if self.node is None else "online"
@@ -244,34 +242,73 @@ class _Session:
             over.set()
             thread.join(_CALL_S)
 
-    def step(self, node: Node) -> bool:
-        """Fetch one message and answer it; False when there was none."""
+    def step(self, node: Node) -> None:
+        """Send a reply that is there; else fetch a message, unless one is being handled; else wait a moment."""
+        try:
+            reply = self.desk.replies.get(timeout=_POLL_S if self.out else 0.0)
+        except queue.Empty:
+            if not self.out:
+                self._rest(self._fetch(node))
+            return
+        self.out = 0
+        message = message_from_proto(ProtoMessage.FromString(reply.ticket))
+        try:
+            if reply.answer is None:
+                self._decline(node, message, reply.code)
+            else:
+                self._send(node, Message(records_of(reply), reply_to=message))
+        except httpx.TransportError:
+            if not self.desk.stop.is_set():
+                self.desk.replies.put(reply)  # it was paid for; the SuperLink says when it is too late
+            raise
+
+    def _rest(self, fetched: bool) -> None:
+        """Wait a moment, longer while nothing is on."""
+        now = time.monotonic()
+        if fetched:
+            self.busy_until = now + _BUSY_S
+            return
+        if self.desk.wake.wait(
+            _POLL_S if now < self.busy_until else _IDLE_S * secrets.SystemRandom().uniform(0.7, 1.0)
+        ):
+            self.desk.wake.clear()
+            self.busy_until = time.monotonic() + _BUSY_S
+
+    def _fetch(self, node: Node) -> bool:
+        """Fetch one message and hand its task over, or decline it; False when there was none."""
         got = self.client.PullMessages(PullMessagesRequest(node=node))
         if not got.messages_list:
             return False
+        ticket = got.messages_list[0].SerializeToString()
         message = message_from_proto(got.messages_list[0])
         try:
-            task, original = self._accept(node, message, got.message_object_trees[0])
-            reply = Message(records_of(task, self._handled(task)), reply_to=original)
+            if len(ticket) > MAX_TICKET:
+                raise Declined("malformed")
+            task = self._accept(node, message, got.message_object_trees[0])
         except Declined as refusal:
-            reply = Message(Error(wire.CODES[refusal.code], refusal.code), reply_to=message)
-        self._send(node, reply)
+            self._decline(node, message, refusal.code)
+        else:
+            self.out = 1
+            self.desk.task(ticket, task)
         return True
 
-    def _accept(self, node: Node, message: Message, tree: ObjectTree) -> tuple[Task, Message]:
+    def _decline(self, node: Node, message: Message, code: str) -> None:
+        self._send(node, Message(Error(wire.CODES[code], code), reply_to=message))
+
+    def _accept(self, node: Node, message: Message, tree: ObjectTree) -> Task:
         """The task of a message. Type and bundle decide first; only then is its content downloaded.
 
         Raises:
             Declined: "message_type", "bundle" or "malformed".
         """
         kind = message.metadata.message_type
-        if kind not in (wire.PRICE, wire.TRAIN):
+        if kind not in wire.KINDS:
             raise Declined("message_type")
         run_id = message.metadata.run_id
         run = _patiently(lambda: self.client.GetRun(GetRunRequest(node=node, run_id=run_id))).run
         if not secrets.compare_digest(run.fab_hash.encode(), self.digest.encode()):
             raise Declined("bundle")
-        if sum(1 for _ in iterate_object_tree(tree)) > _FEW_OBJECTS:
+        if sum(1 for _ in iterate_object_tree(tree)) > wire.MAX_OBJECTS:
             raise Declined("malformed")
         try:
             content = self._pull(node, run_id, tree).content
@@ -279,7 +316,7 @@ class _Session:
             raise  # the way failed, not the message
         except Exception:  # noqa: BLE001 - bytes from outside; whatever they break, they are malformed
             raise Declined("malformed") from None
-        return read_task(kind, content), message
+        return read_task(kind, content)
 
     def _pull(self, node: Node, run_id: int, tree: ObjectTree) -> Message:
         return pull_and_inflate_object_from_tree(
@@ -291,19 +328,6 @@ class _Session:
             backoff_cap=2.0,
             max_time=_PULL_S,
         )
-
-    def _handled(self, task: Task) -> Answer:
-        """What the installed code answers.
-
-        Raises:
-            Declined: by that code, or "internal" for anything else it raises. Its text stays here.
-        """
-        try:
-            return self.handle(task)
-        except Declined:
-            raise
-        except Exception:  # noqa: BLE001 - an exception's text may hold patient data
-            raise Declined("internal") from None
 
     def _send(self, node: Node, reply: Message) -> None:
         reply.metadata.__dict__["_message_id"] = reply.object_id

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import base64
-import json
-import os
 import secrets
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
-from policies.statement import PAYLOAD_TYPE, Amendment, Enrolment, MalformedStatement, encode
+from policies.statement import HEX, PAYLOAD_TYPE, Amendment, Enrolment, MalformedStatement, encode
 from policies.statement import parse as parse_statement
 from protos.envelope import BadEnvelope, open_sealed, seal
-from protos.identity import SITE_NAME, agent_name, node_public, pem, read_private, request, signing_key, write_private
+from protos.identity import SITE_NAME, agent_name, node_public, request
+from protos.keyfile import ec_key, pem, read_private, signing_key, write_private
 
 _KEYS = {
     "site": str,
     "coordinator": str,
-    "superlink": str,
     "input": str,
     "modalities": list,
     "secondary_capture_modalities": list,
     "public_components": list,
 }
+_OPTIONAL = {"proxy": str, "partners": list, "least_partners": int}
+_NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the coordinator's invitation"
 
 
 class BadSite(ValueError):
@@ -42,12 +41,14 @@ class Settings:
     """``site.toml``, checked."""
 
     site: str
-    coordinator: str  # host:port of the coordinator's gRPC service
-    superlink: str  # host:port of the coordinator's Flower listener
+    coordinator: str  # host:port of the coordinator's gRPC service, the one port that is dialled
     input: Path  # the folder that `ingest` reads
     modalities: frozenset[str]
     secondary_capture_modalities: frozenset[str]
     public_components: frozenset[str]  # SHA-256 of bases and models that the site vouches to be public (P6)
+    proxy: str = ""  # host:port of an HTTP proxy that CONNECTs to the coordinator; nothing: straight
+    partners: frozenset[str] = frozenset()  # key ids of sites that this hospital knows by its own means
+    least_partners: int = 1  # how many of them must be in a secret sum beside this site
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +112,14 @@ class Home:
         try:
             return parse_policy((self.keys / "federation.toml").read_text(), "federation.toml")
         except OSError:
-            raise BadSite("the site is not enrolled: run `lazaret-agent enrol BUNDLE`") from None
+            raise BadSite(_NOT_ENROLLED) from None
 
     def coordinator_key(self) -> bytes:
         """The Ed25519 key that signs the coordinator's ledger, as received at enrolment."""
         try:
             return base64.b64decode((self.keys / "coordinator.pub").read_text(), validate=True)
         except (OSError, ValueError):
-            raise BadSite("the site is not enrolled: run `lazaret-agent enrol BUNDLE`") from None
+            raise BadSite(_NOT_ENROLLED) from None
 
 
 def parse_settings(root: Path, text: str) -> Settings:
@@ -135,11 +136,19 @@ def parse_settings(root: Path, text: str) -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise BadSite(f"site.toml: not TOML: {error}") from None
     problems = [f"{k}: missing" for k in _KEYS if k not in table]
-    problems += [f"{k}: unknown key" for k in table if k not in _KEYS]
-    typed = [(k, t) for k, t in _KEYS.items() if k in table]
+    problems += [f"{k}: unknown key" for k in table if k not in _KEYS | _OPTIONAL]
+    typed = [(k, t) for k, t in (_KEYS | _OPTIONAL).items() if k in table]
     problems += [f"{k}: must be a {t.__name__}" for k, t in typed if type(table[k]) is not t]
     if not SITE_NAME.fullmatch(str(table.get("site", "x"))):
         problems.append("site: must be a short name of a-z, 0-9 and -")
+    partners = table.get("partners", [])
+    if type(partners) is list and not all(type(p) is str and HEX.fullmatch(p) for p in partners):
+        problems.append("partners: key ids, 64 hexadecimal digits each")
+    if type(table.get("least_partners", 1)) is int and not table.get("least_partners", 1) >= 1:
+        problems.append("least_partners: at least 1")
+    for key in ("coordinator", "proxy"):
+        if table.get(key, "") != "" and not _address(table[key]):
+            problems.append(f"{key}: must be host:port")
     if table.get("modalities") == []:
         problems.append('modalities: name what may come in, for example ["CT", "MR"]')
     if problems:
@@ -147,12 +156,19 @@ def parse_settings(root: Path, text: str) -> Settings:
     return Settings(
         table["site"],
         table["coordinator"],
-        table["superlink"],
         root / table["input"],
         frozenset(table["modalities"]),
         frozenset(table["secondary_capture_modalities"]),
         frozenset(table["public_components"]),
+        table.get("proxy", ""),
+        frozenset(partners),
+        table.get("least_partners", 1),
     )
+
+
+def _address(value: object) -> bool:
+    host, colon, port = str(value).rpartition(":")
+    return bool(host and colon) and port.isascii() and port.isdigit() and int(port) < 65_536
 
 
 def origin(site: str) -> str:
@@ -182,7 +198,7 @@ def create(root: Path, settings: str, policy: str) -> Home:
     home.settings()
     home.keys.mkdir(mode=0o700)
     write_private(home.keys / "sign.key", pem(Ed25519PrivateKey.generate()))
-    write_private(home.keys / "tls.key", pem(ec.generate_private_key(ec.SECP256R1())))
+    write_private(home.keys / "request.key", pem(ec.generate_private_key(ec.SECP256R1())))
     node = ec.generate_private_key(ec.SECP384R1())  # Flower accepts NIST curves only
     write_private(home.keys / "node.key", node.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     (home.keys / "node.pub").write_bytes(node_public(node))
@@ -192,44 +208,19 @@ def create(root: Path, settings: str, policy: str) -> Home:
     return home
 
 
-def enrolment(home: Home) -> bytes:
-    """The sealed request to take part: public keys and the site's own policy."""
+def enrolment(home: Home, asking: ec.EllipticCurvePrivateKey | None = None) -> bytes:
+    """The sealed request to take part: public keys and the site's own policy.
+
+    Args:
+        home: the site's directory.
+        asking: the key to ask a certificate for; None: that of ``keys/request.key``.
+    """
     site, key = home.settings().site, home.sign_key()
-    tls = _ec_key(read_private(home.keys / "tls.key"))
     statement = Enrolment(
         site=site,
         sign_key=base64.b64encode(key.public_key().public_bytes_raw()).decode(),
-        csr=request(tls, agent_name(site)).decode(),
+        csr=request(asking or ec_key(home.keys / "request.key"), agent_name(site)).decode(),
         node_key=(home.keys / "node.pub").read_text(),
         policy=home.policy_text(),
     )
     return seal(encode(statement), PAYLOAD_TYPE, key)
-
-
-def accept(home: Home, bundle: bytes) -> None:
-    """Store what the coordinator issued at enrolment; all of it, or nothing.
-
-    Raises:
-        BadSite: the bundle is malformed, for another site, or its certificate is not for this site's key.
-    """
-    try:
-        given = json.loads(bundle)
-        files = {"tls.crt": given["certificate"], "ca.crt": given["ca"], "federation.toml": given["policy"]}
-        files["coordinator.pub"] = given["ledger_key"]
-        certificate = x509.load_pem_x509_certificate(files["tls.crt"].encode())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadSite("the bundle is malformed; ask the coordinator for a new one") from None
-    own = _ec_key(read_private(home.keys / "tls.key")).public_key()
-    if given.get("site") != home.settings().site or certificate.public_key() != own:
-        raise BadSite("the bundle is for another site, or for a key that this site no longer has")
-    parse_policy(files["federation.toml"], "the federation's policy")
-    for name, text in files.items():
-        part = home.keys / f"{name}.part"
-        part.write_text(text)
-        os.replace(part, home.keys / name)
-
-
-def _ec_key(body: bytes) -> ec.EllipticCurvePrivateKey:
-    key = load_pem_private_key(body, None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return key

@@ -1,20 +1,48 @@
 """One task of a federated round at the agent: what is asked, what is answered, when it is declined.
 
-Flower's public message records only. The records are those of protos/rounds.py, and exact.
+And how these cross the pipe between the link's process (agent/edges/link.py) and the one that holds the vault: as
+frames. A frame is a word and its fields, each with its length in front; nothing is unpickled, and every field is
+checked by whoever receives it. No Flower here.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal, cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 
 from protos import rounds as wire
 
 CODES: Final = frozenset(wire.CODES)
+Kind = Literal["price", "train", "secure"]
+_KINDS: Final = ("price", "train", "secure")
+
+MAX_TICKET: Final = 1 << 16
+_WORD: Final = 64
+_VECTOR: Final = 4 * wire.MAX_PARAMETERS
+# word -> the greatest length of each of its fields
+_FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
+    # from the link
+    "state": (_WORD,),
+    "node": (8,),
+    "fault": (_WORD,),
+    "task": (MAX_TICKET, _WORD, 4 * wire.MAX_RUN, 8, wire.MAX_CONFIG, wire.MAX_STEP, wire.MAX_PAYLOAD, _VECTOR),
+    # to the link
+    "answer": (MAX_TICKET, _WORD, wire.MAX_ENVELOPE, wire.MAX_PAYLOAD, _VECTOR),
+    "declined": (MAX_TICKET, _WORD),
+    "renew": (),
+    "wake": (),
+    "stop": (),
+}
+MAX_FRAME: Final = max(sum(sizes) + 4 * len(sizes) for sizes in _FRAMES.values()) + 1 + _WORD
+
+
+class BadFrame(ValueError):
+    """What came over the pipe is not a frame, or does not say what it must."""
 
 
 class Declined(Exception):
@@ -37,79 +65,149 @@ class Task:
     """What the coordinator asks for."""
 
     run: str
-    kind: Literal["price", "train"]
+    kind: Kind
     round_index: int  # from 0
     config: bytes  # the mechanism's public configuration
-    vector: NDArray[np.float32] | None  # (p,) finite global parameters, read-only; None at the price
+    vector: NDArray[np.float32] | None = None  # (p,) finite global parameters, read-only; "train" only
+    step: str = ""  # of secure aggregation
+    payload: bytes = b""  # what that step is given
+
+    def __post_init__(self) -> None:
+        """Refuse what no honest coordinator sends.
+
+        Raises:
+            ValueError: without saying what it was; the bytes are foreign.
+        """
+        trains, steps = self.kind == "train", self.kind == "secure"
+        right = (
+            self.kind in _KINDS
+            and 0 < len(self.run) <= wire.MAX_RUN
+            and 0 <= self.round_index < 1 << 31
+            and len(self.config) <= wire.MAX_CONFIG
+            and (self.vector is not None) == trains
+            and bool(self.step) == steps
+            and len(self.step) <= wire.MAX_STEP
+            and len(self.payload) <= (wire.MAX_PAYLOAD if steps else 0)
+        )
+        if not right or (self.vector is not None and not _sound(self.vector)):
+            raise ValueError("not a task")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
     """What leaves the site: already reviewed, charged and sealed by the caller."""
 
-    envelope: bytes
-    vector: NDArray[np.float32] | None  # (p,) as long as the task's; None at the price
+    envelope: bytes = b""
+    vector: NDArray[np.float32] | None = None  # (p,) as long as the task's; "train" only
+    payload: bytes = b""  # "secure" only
+
+    def fits(self, task: Task) -> bool:
+        """Whether this answers ``task``: the records of its kind, the sizes of its vector."""
+        envelope = type(self.envelope) is bytes and len(self.envelope) <= wire.MAX_ENVELOPE
+        payload = type(self.payload) is bytes and len(self.payload) <= wire.MAX_PAYLOAD
+        if not (envelope and payload) or (self.vector is None) != (task.vector is None):
+            return False
+        if task.kind == "secure":
+            return not self.envelope
+        if self.payload or task.vector is None or self.vector is None:
+            return not self.payload
+        return self.vector.shape == task.vector.shape and _sound(self.vector)
 
 
-def read_task(kind: str, content: RecordDict) -> Task:
-    """The task in the records of a message of type ``kind``, `protos.rounds.PRICE` or ``TRAIN``.
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What goes out for the message that ``ticket`` stands for: an answer, or the code of a refusal."""
+
+    ticket: bytes  # the link's own, given back as it came
+    kind: Kind
+    answer: Answer | None
+    code: str = ""
+
+
+def _sound(vector: NDArray[np.float32]) -> bool:
+    """(p,) finite float32, p > 0 and within bounds."""
+    right = vector.dtype == np.float32 and vector.ndim == 1 and 0 < vector.size <= wire.MAX_PARAMETERS
+    return right and bool(np.isfinite(vector).all())
+
+
+def frame(word: str, *fields: bytes | memoryview) -> bytes:
+    """``word`` and ``fields`` as bytes: each with its length before it, 1 byte and 4 bytes, big-endian."""
+    parts: list[bytes | memoryview] = [bytes([len(word)]), word.encode("ascii")]
+    for field in fields:
+        parts += [struct.pack(">I", len(field)), field]
+    return b"".join(parts)
+
+
+def unframe(data: bytes) -> tuple[str, list[memoryview]]:
+    """The word and the fields of a frame, not copied.
 
     Raises:
-        Declined: "malformed", whatever is wrong with them.
+        BadFrame: an unknown word, another number of fields, one that is too long, bytes left over.
     """
+    view = memoryview(data)
     try:
-        run, index, config = _order(content, kind)
-        if kind == wire.PRICE:
-            return Task(run, "price", index, config, None)
-        return Task(run, "train", index, config, _vector(content))
-    except Declined:
-        raise
-    except Exception:  # noqa: BLE001 - bytes from outside; whatever they break, they are malformed
-        raise Declined("malformed") from None
+        start = 1 + view[0]
+        word = bytes(view[1:start]).decode("ascii")
+        fields = []
+        for most in _FRAMES[word]:
+            (size,) = struct.unpack_from(">I", view, start)
+            start += 4 + size
+            if not (size <= most and start <= len(view)):
+                raise BadFrame("a field is too long")
+            fields.append(view[start - size : start])
+    except (IndexError, KeyError, UnicodeDecodeError, struct.error):
+        raise BadFrame("not a frame") from None
+    if start != len(view):
+        raise BadFrame("a frame is too long")
+    return word, fields
 
 
-def _order(content: RecordDict, kind: str) -> tuple[str, int, bytes]:
-    order = content[wire.ORDER]
-    records = {wire.ORDER} if kind == wire.PRICE else {wire.ORDER, wire.PARAMETERS}
-    if set(content) != records or not isinstance(order, ConfigRecord):
-        raise Declined("malformed")
-    if set(order) != {wire.RUN, wire.ROUND, wire.CONFIG}:
-        raise Declined("malformed")
-    run, index, config = order[wire.RUN], order[wire.ROUND], order[wire.CONFIG]
-    if type(run) is not str or type(index) is not int or type(config) is not bytes:  # bool is no round
-        raise Declined("malformed")
-    if not (0 < len(run) <= wire.MAX_RUN and index >= 0 and len(config) <= wire.MAX_CONFIG):
-        raise Declined("malformed")
-    return run, index, config
+def task_frame(ticket: bytes, task: Task) -> bytes:
+    """A task with the link's ``ticket`` for it."""
+    vector = b"" if task.vector is None else _bytes(task.vector)
+    head = (ticket, task.kind.encode(), task.run.encode(), task.round_index.to_bytes(8, "big"))
+    return frame("task", *head, task.config, task.step.encode(), task.payload, vector)
 
 
-def _vector(content: RecordDict) -> NDArray[np.float32]:
-    record = content[wire.PARAMETERS]
-    if not isinstance(record, ArrayRecord) or list(record) != [wire.FLAT]:
-        raise Declined("malformed")
-    vector = record[wire.FLAT].numpy()  # never unpickles
-    if vector.dtype != np.float32 or vector.ndim != 1 or not vector.size:
-        raise Declined("malformed")
-    if not bool(np.isfinite(vector).all()):
-        raise Declined("malformed")
-    vector.setflags(write=False)
-    return vector
-
-
-def records_of(task: Task, answer: Answer) -> RecordDict:
-    """The reply's records.
+def read_task_frame(fields: list[memoryview]) -> tuple[bytes, Task]:
+    """Ticket and task; the link has parsed foreign bytes, so nothing is taken on its word.
 
     Raises:
-        Declined: "internal" when the installed code's answer does not fit the task.
+        BadFrame: it is not a task.
     """
-    if type(answer.envelope) is not bytes or len(answer.envelope) > wire.MAX_ENVELOPE:
-        raise Declined("internal")
-    records: dict[str, Any] = {wire.ANSWER: ConfigRecord({wire.ENVELOPE: answer.envelope})}
-    if (task.vector is None) != (answer.vector is None):
-        raise Declined("internal")
-    if task.vector is not None and answer.vector is not None:
-        fits = answer.vector.dtype == np.float32 and answer.vector.shape == task.vector.shape
-        if not fits or not bool(np.isfinite(answer.vector).all()):
-            raise Declined("internal")
-        records[wire.PARAMETERS] = ArrayRecord({wire.FLAT: Array(np.ascontiguousarray(answer.vector))})
-    return RecordDict(records)
+    ticket, kind, run, index, config, step, payload, vector = fields
+    try:
+        return bytes(ticket), Task(
+            bytes(run).decode(),
+            cast(Kind, bytes(kind).decode("ascii")),
+            int.from_bytes(index, "big"),
+            bytes(config),
+            np.frombuffer(vector, "<f4") if len(vector) else None,
+            bytes(step).decode("ascii"),
+            bytes(payload),
+        )
+    except ValueError:  # a decoding error is one
+        raise BadFrame("not a task") from None
+
+
+def reply_frame(reply: Reply) -> bytes:
+    """A reply, for the link."""
+    if reply.answer is None:
+        return frame("declined", reply.ticket, reply.code.encode())
+    vector = b"" if reply.answer.vector is None else _bytes(reply.answer.vector)
+    return frame("answer", reply.ticket, reply.kind.encode(), reply.answer.envelope, reply.answer.payload, vector)
+
+
+def read_reply_frame(word: str, fields: list[memoryview]) -> Reply:
+    """The reply in a frame ``answer`` or ``declined``."""
+    if word == "declined":
+        return Reply(bytes(fields[0]), "price", None, bytes(fields[1]).decode("ascii"))
+    ticket, kind, envelope, payload, vector = fields
+    numbers = np.frombuffer(vector, "<f4") if len(vector) else None
+    return Reply(
+        bytes(ticket), cast(Kind, bytes(kind).decode("ascii")), Answer(bytes(envelope), numbers, bytes(payload))
+    )
+
+
+def _bytes(vector: NDArray[np.float32]) -> memoryview:
+    return np.ascontiguousarray(vector, "<f4").data.cast("B")

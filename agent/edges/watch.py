@@ -17,7 +17,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.nouns import Unreachable
+from agent.nouns import Forked, Unreachable
 from policies.cbor import MalformedEntry
 from policies.entries import InvalidEntry, Restored, decode
 from policies.merkle import BadCheckpoint, Checkpoint, consistent, cosign, included, leaf_hash, open_checkpoint
@@ -27,10 +27,6 @@ MOST_RESTORES = 1000  # that a site may have missed; more is no honest number
 
 class Unmet(Unreachable):
     """The coordinator's ledger was restored meanwhile: it has to be greeted before anything else."""
-
-
-class Forked(Unreachable):
-    """The coordinator's ledger is not the one seen before; nothing goes to it until people have looked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ write the file, its entry here and its terms in ``policies/review.py`` (a test c
 conformance suite in ``tests/agent/test_mechanisms.py``, which fails until there is one.
 """
 
-from agent.mechanisms.federated import Federated
+from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.mechanisms.ksame import KSame
 
-MECHANISMS: dict[str, type[KSame] | type[Federated]] = {
+MECHANISMS: dict[str, type[KSame] | type[Federated] | type[FederatedMasked]] = {
     "ksame": KSame,  # claim: k-anonymous; run(cohort, rng, settled)
     "federated": Federated,  # claim: (epsilon, delta)-DP per patient; run_round(cohort, update, entropy)
+    "federated-masked": FederatedMasked,  # claim: the same of the sum alone; run_round gives one site's part of it
 }
 
-__all__ = ["MECHANISMS", "Federated", "KSame"]
+__all__ = ["MECHANISMS", "Federated", "FederatedMasked", "KSame"]

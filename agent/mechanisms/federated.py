@@ -1,9 +1,10 @@
 """Federated learning with patient-level DP-SGD at every site: a small classifier of coarse image classes.
 
-One round: the coordinator sends the global parameters, each site trains them privately and releases its
-new ones. A site's account is charged for its own steps alone; averaging the sites' releases is
-post-processing. The model is a multinomial logistic regression on average-pooled pixels: convex, zero at
-the start, and its 650 parameters (ten classes) keep the noise small.
+``Federated``: in each round the coordinator sends the global parameters, each site trains them privately and
+releases its new ones. A site's account is charged for its own steps alone; averaging the sites' releases is
+post-processing. ``FederatedMasked``: in each round every site takes one step with a share of the noise, and
+only the sum of all steps is ever seen. The model is a multinomial logistic regression on average-pooled
+pixels: convex, zero at the start, and its 650 parameters (ten classes) keep the noise small.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, get_type_hints
+from typing import Any, ClassVar, Final, Self, get_type_hints
 
 import numpy as np
 import torch
@@ -22,8 +24,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from agent.nouns import Cohort, Patient, Update
-from agent.stages.finetune import Entropy, PrivateSgd, Task, Unit, train_privately
-from policies.claims import SubsampledGaussian
+from agent.stages.finetune import (
+    TAIL,
+    Box,
+    Entropy,
+    PrivateSgd,
+    Task,
+    Unit,
+    deviation,
+    noisy_part,
+    train_privately,
+)
+from policies.claims import DistributedGaussian, SubsampledGaussian
 
 POOLED: Final = 8  # images are averaged down to 8 x 8
 FEATURES: Final = POOLED * POOLED
@@ -31,6 +43,9 @@ MOST_CLASSES: Final = 1000
 MOST_ROUNDS: Final = 1000
 MOST_STEPS: Final = 10_000  # of one round: a job must not hold a site for hours
 MOST_PIXELS: Final = 1 << 15  # along a side
+MOST_STEPS_OF_VALUE: Final = 1 << 24  # whole numbers up to it are exact in float32
+MOST_WIDENING: Final = 0.01  # of the noise, to cover the rounding to the lattice
+LEAST_NOISE_STEPS: Final = 16.0  # of the lattice: rounded noises then add up like noise, to a part in e^5000
 
 
 class BadConfiguration(ValueError):
@@ -51,44 +66,50 @@ class LinearSoftmax(nn.Module):
         return features @ self.weight.T + self.bias
 
 
-@dataclass(frozen=True, slots=True)
-class Federated:
-    """Public configuration of one federated training: constants, none of them derived from patients."""
+class ProximalSgd(torch.optim.SGD):
+    """Plain steps on h(w) = F(w) + mu / 2 |w - w_start|^2: Li et al. 2020 (arXiv 1812.06127), equation 2.
 
-    sampling_rate: float  # q, the chance of each patient in each step
-    noise_multiplier: float  # sigma, in units of ``clip``
-    steps_per_round: int
+    The term's gradient, mu (w - w_start), depends on released numbers alone: the round's start and noisy steps. It is
+    added after clipping and noise, so that no patient's contribution changes and it costs nothing.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, mu: float) -> None:
+        """Remember where the round starts."""
+        listed = list(parameters)
+        super().__init__(listed, lr=lr)
+        self._pairs = [(parameter, parameter.detach().clone()) for parameter in listed]
+        self._mu = mu
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step with the noisy gradient and the proximal one."""
+        for parameter, start in self._pairs:
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - start, alpha=self._mu)
+        loss: float | None = super().step(closure)
+        return loss
+
+
+class _Classifier:
+    """What both mechanisms share: the model, its features and the form of the configuration."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    sampling_rate: float
     rounds: int
-    clip: float  # L2 bound of one patient's gradient
-    images_per_patient: int  # used in one step
-    public_patients: int  # a public bound; times sampling_rate it is the divisor of every sum
+    clip: float
+    images_per_patient: int
+    public_patients: int
     learning_rate: float
-    classes: tuple[str, ...]  # coarse classes, in the order of the model's outputs
-    shape: tuple[int, int]  # (h, w) of the images, multiples of 8
-    centre: tuple[float, ...]  # (64,) subtracted from the pooled pixels; from public images or constant
+    classes: tuple[str, ...]
+    shape: tuple[int, int]
+    centre: tuple[float, ...]
 
-    name: ClassVar[str] = "federated"
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be priced, trained or compared."""
-        if not 2 <= len(self.classes) == len(set(self.classes)) <= MOST_CLASSES or "" in self.classes:
-            raise BadConfiguration("classes: at least two, distinct, none of them empty")
-        if len(self.shape) != 2 or not all(0 < s <= MOST_PIXELS and s % POOLED == 0 for s in self.shape):
-            raise BadConfiguration("shape: two multiples of 8")
-        if len(self.centre) != FEATURES or not all(-1.0 <= value <= 1.0 for value in self.centre):
-            raise BadConfiguration("centre: 64 numbers in [-1, 1]")
-        if not 0.0 < self.learning_rate < math.inf:
-            raise BadConfiguration("learning_rate: finite and positive")
-        if not self.public_patients >= 1:
-            raise BadConfiguration("public_patients: at least 1")
-        if not (1 <= self.rounds <= MOST_ROUNDS and 1 <= self.steps_per_round <= MOST_STEPS):
-            raise BadConfiguration(f"rounds, steps_per_round: 1 to {MOST_ROUNDS} and {MOST_STEPS}")
-        self._job()
-        self.claim()
-
-    def claim(self) -> SubsampledGaussian:
-        """What all rounds together promise. It is settled before an image is read."""
-        return SubsampledGaussian(self.sampling_rate, self.noise_multiplier, self.steps_per_round * self.rounds)
+    @property
+    def parameters(self) -> int:
+        """Length of the flat model."""
+        return len(self.classes) * (FEATURES + 1)
 
     def components(self) -> dict[str, str]:
         """Where every component of the released model comes from (P6)."""
@@ -96,30 +117,7 @@ class Federated:
 
     def initial(self) -> Update:
         """The parameters before the first round: zeros, the same everywhere."""
-        return Update(np.zeros(len(self.classes) * (FEATURES + 1), np.float32))
-
-    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
-        """Train ``steps_per_round`` private steps from the global parameters ``update``.
-
-        Plain gradient steps: there is no optimiser state to carry from round to round. Images of a class
-        that is not in the configuration are left out, and so is a patient who has no other; both depend
-        on that patient's own record alone, so that the claim stands. Nobody at all trains on noise like anybody:
-        a refusal would tell whether there is a single patient.
-
-        Returns:
-            The new parameters, flat: weight (c, 64) row by row, then bias (c).
-        Raises:
-            ValueError: the update or the images have another shape than the configuration.
-        """
-        weight, bias = self._unpack(update.vector)
-        model = LinearSoftmax(len(self.classes))
-        with torch.no_grad():
-            model.weight.copy_(torch.from_numpy(weight.copy()))
-            model.bias.copy_(torch.from_numpy(bias.copy()))
-        units = [unit for patient in cohort.patients if (unit := self.unit(patient)) is not None]
-        task = Task(model, cross_entropy, partial(torch.optim.SGD, lr=self.learning_rate))
-        train_privately(task, units, self._job(), entropy)
-        return Update(np.concatenate([model.weight.detach().numpy().ravel(), model.bias.detach().numpy()]))
+        return Update(np.zeros(self.parameters, np.float32))
 
     def unit(self, patient: Patient) -> Unit | None:
         """The patient's features and class numbers; None when no image is of a known class."""
@@ -155,7 +153,7 @@ class Federated:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Federated:
+    def from_json(cls, text: str) -> Self:
         """Read what ``to_json`` wrote, strictly: every key, none unknown or twice, every type exact.
 
         Raises:
@@ -167,7 +165,8 @@ class Federated:
             raise BadConfiguration("not a JSON object of distinct keys and finite numbers") from fault
         if type(values) is not dict:
             raise BadConfiguration("not a JSON object")
-        kinds = {field.name: get_type_hints(cls)[field.name] for field in dataclasses.fields(cls)}
+        hints = get_type_hints(cls)
+        kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
         if wrong := sorted(kinds.keys() ^ values.keys()):
             raise BadConfiguration("unknown or missing keys: " + ", ".join(wrong))
         if wrong := sorted(key for key, kind in kinds.items() if not _is(values[key], kind)):
@@ -180,11 +179,37 @@ class Federated:
         except ValueError as fault:
             raise BadConfiguration(str(fault)) from fault
 
-    def _job(self) -> PrivateSgd:
+    def _check(self) -> None:
+        """Refuse what cannot be trained or compared."""
+        if not 2 <= len(self.classes) == len(set(self.classes)) <= MOST_CLASSES or "" in self.classes:
+            raise BadConfiguration("classes: at least two, distinct, none of them empty")
+        if len(self.shape) != 2 or not all(0 < s <= MOST_PIXELS and s % POOLED == 0 for s in self.shape):
+            raise BadConfiguration("shape: two multiples of 8")
+        if len(self.centre) != FEATURES or not all(-1.0 <= value <= 1.0 for value in self.centre):
+            raise BadConfiguration("centre: 64 numbers in [-1, 1]")
+        if not 0.0 < self.learning_rate < math.inf:
+            raise BadConfiguration("learning_rate: finite and positive")
+        if not self.public_patients >= 1:
+            raise BadConfiguration("public_patients: at least 1")
+        if not 1 <= self.rounds <= MOST_ROUNDS:
+            raise BadConfiguration(f"rounds: 1 to {MOST_ROUNDS}")
+
+    def _units(self, cohort: Cohort) -> list[Unit]:
+        return [unit for patient in cohort.patients if (unit := self.unit(patient)) is not None]
+
+    def _model(self, vector: NDArray[np.float32]) -> LinearSoftmax:
+        weight, bias = self._unpack(vector)
+        model = LinearSoftmax(len(self.classes))
+        with torch.no_grad():
+            model.weight.copy_(torch.from_numpy(weight.copy()))
+            model.bias.copy_(torch.from_numpy(bias.copy()))
+        return model
+
+    def _sgd(self, noise_multiplier: float, steps: int) -> PrivateSgd:
         return PrivateSgd(
             sampling_rate=self.sampling_rate,
-            noise_multiplier=self.noise_multiplier,
-            steps=self.steps_per_round,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
             clip=self.clip,
             images_per_patient=self.images_per_patient,
             expected_batch=self.sampling_rate * self.public_patients,
@@ -192,9 +217,150 @@ class Federated:
 
     def _unpack(self, vector: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         c = len(self.classes)
-        if vector.shape != (c * (FEATURES + 1),):
+        if vector.shape != (self.parameters,):
             raise ValueError("the parameters do not fit the configured model")
         return vector[: c * FEATURES].reshape(c, FEATURES), vector[c * FEATURES :]
+
+
+@dataclass(frozen=True, slots=True)
+class Federated(_Classifier):
+    """Public configuration of one federated training: constants, none of them derived from patients."""
+
+    sampling_rate: float  # q, the chance of each patient in each step
+    noise_multiplier: float  # sigma, in units of ``clip``
+    steps_per_round: int
+    rounds: int
+    clip: float  # L2 bound of one patient's gradient
+    images_per_patient: int  # used in one step
+    public_patients: int  # a public bound; times sampling_rate it is the divisor of every sum
+    learning_rate: float
+    classes: tuple[str, ...]  # coarse classes, in the order of the model's outputs
+    shape: tuple[int, int]  # (h, w) of the images, multiples of 8
+    centre: tuple[float, ...]  # (64,) subtracted from the pooled pixels; from public images or constant
+    proximal: float = 0.0  # FedProx's mu, 0: plain steps; required in JSON like every other key
+
+    name: ClassVar[str] = "federated"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be priced, trained or compared."""
+        self._check()
+        if not 1 <= self.steps_per_round <= MOST_STEPS:
+            raise BadConfiguration(f"steps_per_round: 1 to {MOST_STEPS}")
+        if not (self.proximal >= 0.0 and self.proximal * self.learning_rate <= 1.0):
+            raise BadConfiguration("proximal: not negative, and at most 1 / learning_rate, else its steps overshoot")
+        self._job()
+        self.claim()
+
+    def claim(self) -> SubsampledGaussian:
+        """What all rounds together promise. It is settled before an image is read."""
+        return SubsampledGaussian(self.sampling_rate, self.noise_multiplier, self.steps_per_round * self.rounds)
+
+    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
+        """Train ``steps_per_round`` private steps from the global parameters ``update``.
+
+        Gradient steps, plain or proximal: there is no optimiser state to carry from round to round. Images of a class
+        that is not in the configuration are left out, and so is a patient who has no other; both depend
+        on that patient's own record alone, so that the claim stands. Nobody at all trains on noise like anybody:
+        a refusal would tell whether there is a single patient.
+
+        Returns:
+            The new parameters, flat: weight (c, 64) row by row, then bias (c).
+        Raises:
+            ValueError: the update or the images have another shape than the configuration.
+        """
+        model = self._model(update.vector)
+        task = Task(model, cross_entropy, partial(ProximalSgd, lr=self.learning_rate, mu=self.proximal))
+        train_privately(task, self._units(cohort), self._job(), entropy)
+        return Update(np.concatenate([model.weight.detach().numpy().ravel(), model.bias.detach().numpy()]))
+
+    def _job(self) -> PrivateSgd:
+        return self._sgd(self.noise_multiplier, self.steps_per_round)
+
+
+@dataclass(frozen=True, slots=True)
+class FederatedMasked(_Classifier):
+    """Public configuration of a federated training whose updates only secure aggregation sees, as a sum.
+
+    Every round is one step: between two steps a site's model would follow its own part, which bears a share of
+    the noise alone. A part is a vector of whole steps of 2^-scale, none above ``value_bound``, so that
+    ``sites`` of them add up in the ring of ``ring_bits`` without wrapping, and quantising it again is exact.
+    """
+
+    sampling_rate: float  # q, the chance of each patient in each step
+    noise_multiplier: float  # sigma of the sum, in units of ``clip``
+    rounds: int
+    clip: float  # L2 bound of one patient's gradient
+    images_per_patient: int  # used in one step
+    public_patients: int  # a public bound of each site; times sampling_rate it is the divisor of every sum
+    learning_rate: float
+    classes: tuple[str, ...]  # coarse classes, in the order of the model's outputs
+    shape: tuple[int, int]  # (h, w) of the images, multiples of 8
+    centre: tuple[float, ...]  # (64,) subtracted from the pooled pixels; from public images or constant
+    sites: int  # asked for a part of each sum
+    honest: int  # of them, at least, that keep to the protocol in every sum: their noise alone must do
+    value_bound: float  # of each coordinate of a part; a multiple of 2^-scale
+    scale: int  # a part is in steps of 2^-scale
+    ring_bits: int  # sums are modulo 2^ring_bits
+
+    name: ClassVar[str] = "federated-masked"
+    steps_per_round: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be priced, trained, compared or added up."""
+        self._check()
+        self.claim()
+        self._job()
+        if not (0 <= self.scale <= 30 and self.ring_bits in (32, 64)):
+            raise BadConfiguration("scale: 0 to 30; ring_bits: 32 or 64")
+        whole = self.value_bound * 2.0**self.scale
+        if not (0.0 < whole <= MOST_STEPS_OF_VALUE and whole == math.floor(whole)):
+            raise BadConfiguration("value_bound: a positive multiple of 2^-scale, at most 2^24 of them")
+        if not self.sites * whole < 2.0 ** (self.ring_bits - 1):
+            raise BadConfiguration("ring_bits: too few for the sum of all sites")
+        noise, grid = self._noise(), self._grid()
+        widened = grid * math.sqrt(self.parameters)
+        if not (noise >= LEAST_NOISE_STEPS * grid and widened <= MOST_WIDENING * self.clip):
+            raise BadConfiguration("scale: too small, the steps of 2^-scale are not small beside noise and clip")
+        if not self._room() >= self.clip + grid:
+            raise BadConfiguration("value_bound: too small for the noise and one patient's gradient")
+
+    def claim(self) -> DistributedGaussian:
+        """What all rounds together promise of the sums. It is settled before an image is read."""
+        return DistributedGaussian(self.sampling_rate, self.noise_multiplier, self.rounds, self.sites, self.honest)
+
+    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
+        """One private step from the global parameters ``update``: the change, *this site's part of a sum*.
+
+        It bears noise_multiplier / sqrt(honest) of the noise and must leave masked only. Each coordinate of the
+        clipped sum is boxed *before* the noise is added, so that with the noise, whose generator has an end, it stays
+        within ``value_bound``: nothing is cut afterwards, and the noise of the sum is the sum of the noises. A sum of
+        gradients beyond the box is understated; no neighbours come further apart by it. Rounding moves each
+        coordinate by at most 2^-scale (half for the clipped sum, half for the noise), and so the mean of
+        the parts; it is made here, once, and the part is exact in float32 and in the ring.
+
+        Returns:
+            Change of the parameters, flat: weight (c, 64) row by row, then bias (c).
+        Raises:
+            ValueError: the update or the images have another shape than the configuration.
+        """
+        box = Box(self._grid(), self._room())
+        whole = noisy_part(self._model(update.vector), cross_entropy, self._units(cohort), self._job(), entropy, box)
+        return Update((-whole * 2.0**-self.scale).astype(np.float32))
+
+    def _job(self) -> PrivateSgd:
+        return self._sgd(self.claim().share, 1)
+
+    def _grid(self) -> float:
+        """A step of 2^-scale of the change, in units of the clipped sum."""
+        return float(2.0**-self.scale * self._job().expected_batch / self.learning_rate)
+
+    def _noise(self) -> float:
+        """Standard deviation of this site's noise, in units of the clipped sum."""
+        return deviation(self._job(), self.parameters, self._grid())
+
+    def _room(self) -> float:
+        """What ``value_bound`` leaves to the clipped sum beside the noise's largest number and the rounding."""
+        return self.value_bound * 2.0**self.scale * self._grid() - TAIL * self._noise() - self._grid()
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 GRID: Final = 2.0**-24  # lattice step in units of the clipping bound
 MARGIN: Final = 1e-6  # of the bound: covers the rounding of norms and of float64 sums
+TAIL: Final = 8.66  # no number of ``gaussians`` is larger: sqrt(-2 log 2^-54) = 8.653
 _53: Final = 2.0**-53
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (model output, targets) -> mean over the images, a scalar
@@ -83,6 +84,19 @@ class Unit:
         """A target for each image."""
         if not 1 <= len(self.images) == len(self.targets):
             raise ValueError("a unit needs images, with a target for each")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What all sites agree on for the parts of a sum that only secure aggregation will see: public constants."""
+
+    grid: float  # the lattice of every part, in units of the clipped sum
+    bound: float  # of each coordinate of the clipped sum, before the noise
+
+    def __post_init__(self) -> None:
+        """Refuse a lattice or a bound that holds nothing."""
+        if not 0.0 < self.grid < self.bound < math.inf:
+            raise ValueError("grid and bound must be finite and positive, the grid the smaller one")
 
 
 class ClippedSum(Protocol):
@@ -169,14 +183,36 @@ def train_privately(
     buffers = [buffer.clone() for buffer in task.model.buffers()]
     optimizer = task.optimizer(parameters)
     for _ in range(job.steps):
-        drawn = [unit for unit, u in zip(units, uniforms(entropy, len(units)), strict=True) if u < job.sampling_rate]
-        batch = [_bounded(unit, job.images_per_patient, entropy) for unit in drawn]
-        total = clipped_sum(task.model, task.loss, batch, job.clip)
+        total = clipped_sum(task.model, task.loss, _batch(units, job, entropy), job.clip)
         _set_gradients(parameters, _noisy(total.numpy(), job, entropy) / job.expected_batch)
         optimizer.step()
     if not all(torch.equal(old, new) for old, new in zip(buffers, task.model.buffers(), strict=True)):
         raise UnsuitableModel("a buffer changed in training: it would leave without noise")
     return job.steps
+
+
+def noisy_part(
+    model: nn.Module, loss: Loss, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, box: Box
+) -> NDArray[np.float64]:
+    """One step's clipped sum with this site's share of the noise, as integer steps of ``box.grid``, (d,) float64.
+
+    Parts of several sites are added up and only the sum is seen. Each part is boxed and rounded *before* it gets its
+    noise, and the noise is rounded by itself: nothing that depends on patients is rounded or cut afterwards, and the
+    sum of the parts is a sum of lattice vectors plus the sum of the noises. Boxing projects onto a convex set and
+    brings no two neighbours further apart; rounding does, by at most grid sqrt(d), which the noise covers.
+
+    The model is not changed, and nothing else of it may leave.
+
+    Returns:
+        Whole numbers, none above ``(box.bound + TAIL * deviation) / box.grid + 1``.
+    Raises:
+        UnsuitableModel: batch statistics, or nothing to train.
+    """
+    refuse_batch_statistics(model)
+    total = looped(model, loss, _batch(units, job, entropy), job.clip).numpy()
+    lattice = _on_lattice(np.clip(total, -box.bound, box.bound), job, entropy, box.grid)
+    whole: NDArray[np.float64] = np.rint(lattice / box.grid)
+    return whole
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
@@ -215,11 +251,18 @@ def _noisy(total: NDArray[np.float64], job: PrivateSgd, entropy: Entropy) -> NDA
     Floating-point noise has holes that betray what it was added to (Mironov 2012); on a lattice the sum
     is exact. Rounding moves two neighbouring sums apart by at most grid sqrt(d), which the noise covers.
     """
-    grid = job.clip * GRID
-    deviation = job.noise_multiplier * (job.clip + grid * math.sqrt(len(total)))
-    noise = gaussians(entropy, len(total)) * deviation
+    return _on_lattice(total, job, entropy, job.clip * GRID)
+
+
+def _on_lattice(total: NDArray[np.float64], job: PrivateSgd, entropy: Entropy, grid: float) -> NDArray[np.float64]:
+    noise = gaussians(entropy, len(total)) * deviation(job, len(total), grid)
     lattice: NDArray[np.float64] = (np.rint(total / grid) + np.rint(noise / grid)) * grid
     return lattice
+
+
+def deviation(job: PrivateSgd, size: int, grid: float) -> float:
+    """Standard deviation of the noise on each of ``size`` coordinates, on a lattice of ``grid``."""
+    return job.noise_multiplier * (job.clip + grid * math.sqrt(size))
 
 
 def _clipped(flat: Tensor, clip: float) -> Tensor:
@@ -230,6 +273,12 @@ def _clipped(flat: Tensor, clip: float) -> Tensor:
     norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
     factor = (clip / (norms * (1.0 + MARGIN) + 1e-30)).clamp(max=1.0)
     return torch.where(torch.isfinite(norms), flat * factor, torch.zeros_like(flat))
+
+
+def _batch(units: Sequence[Unit], job: PrivateSgd, entropy: Entropy) -> list[Unit]:
+    """A Poisson sample of the units, each with a bounded random choice of its images."""
+    drawn = [unit for unit, u in zip(units, uniforms(entropy, len(units)), strict=True) if u < job.sampling_rate]
+    return [_bounded(unit, job.images_per_patient, entropy) for unit in drawn]
 
 
 def _bounded(unit: Unit, most: int, entropy: Entropy) -> Unit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 import coordinator.edges.log as coordinator_log
-from agent.commands import check_history, site_policy
 from agent.deidentify.record import Record
+from agent.desk import check_history, site_policy
 from agent.edges import home as homes
+from agent.edges.enrol import Given, enrol
 from agent.edges.log import UnlistedKey, open_log
 from agent.edges.pace import TICK_S, rest
 from agent.edges.vault import Vault, VaultError
@@ -90,17 +92,17 @@ def test_a_line_break_in_a_value_cannot_forge_a_log_line(tmp_path: Path) -> None
 
 
 GOOD = (
-    'site = "site-a"\ncoordinator = "127.0.0.1:1"\nsuperlink = "127.0.0.1:1"\ninput = "../input"\n'
+    'site = "site-a"\ncoordinator = "127.0.0.1:1"\ninput = "../input"\n'
     'modalities = ["OT"]\nsecondary_capture_modalities = []\npublic_components = []\n'
 )
 
 
 def test_all_problems_of_site_toml_are_told_at_once(tmp_path: Path) -> None:
     home = homes.create(tmp_path / "site", GOOD, preset("internal"))
-    (tmp_path / "site" / "site.toml").write_text(GOOD.replace("superlink", "superlnk").replace('["OT"]', '"OT"'))
+    (tmp_path / "site" / "site.toml").write_text(GOOD.replace("coordinator", "coordinatr").replace('["OT"]', '"OT"'))
     with pytest.raises(homes.BadSite) as caught:
         home.settings()
-    for part in ("superlink: missing", "superlnk: unknown key", "modalities: must be a list"):
+    for part in ("coordinator: missing", "coordinatr: unknown key", "modalities: must be a list"):
         assert part in str(caught.value)
 
 
@@ -124,12 +126,19 @@ def test_keys_that_others_can_read_stop_everything(tmp_path: Path) -> None:
         home.secret("vault")
 
 
-def test_a_bundle_for_another_site_or_key_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"site": "site-a"}'])
+def test_an_invitation_that_is_none_is_refused_before_anybody_is_called(tmp_path: Path, body: bytes) -> None:
     home = homes.create(tmp_path / "site", GOOD, preset("internal"))
-    for bundle in (b"", b"{}", b"[]", b'{"site": "site-a"}'):
-        with pytest.raises(homes.BadSite, match="malformed"):
-            homes.accept(home, bundle)
-    assert not (home.keys / "tls.crt").exists()
+    before = sorted(os.listdir(home.keys))
+    called: list[str] = []
+    with pytest.raises(homes.BadSite, match="invitation"):
+        enrol(
+            home,
+            Given(body, "token", "0" * 32),
+            lambda *call: called.append(call[1]),
+            dt.datetime(2026, 1, 1, tzinfo=dt.UTC),
+        )
+    assert (called, sorted(os.listdir(home.keys))) == ([], before)
 
 
 def test_an_older_or_missing_ledger_is_noticed_by_the_vault(tmp_path: Path) -> None:

@@ -15,17 +15,23 @@ import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
 from sklearn.datasets import load_digits
 
 import agent
 from agent.mechanisms import MECHANISMS, federated, ksame
-from agent.mechanisms.federated import BadConfiguration, Federated, LinearSoftmax
+from agent.mechanisms.federated import BadConfiguration, Federated, FederatedMasked, LinearSoftmax
 from agent.mechanisms.ksame import KSame, RepeatsAnInput
 from agent.nouns import Cohort, CohortTooSmall, Image, Patient, SyntheticSet, Update
+from agent.stages import finetune
+from agent.stages.finetune import TAIL, Box, looped, noisy_part, train_privately
 from agent.stages.invert import Basis, fit_basis
 from deploy.demo.twin import non_private_twin
-from policies.claims import KAnonymous, SubsampledGaussian, UnsupportedClaim
+from policies.claims import DistributedGaussian, KAnonymous, SubsampledGaussian, UnsupportedClaim
 from policies.review import TERMS
+from protos.secagg_ring import Ring
 from tests.support.entropy import UnsafeSeededEntropy
 
 DATA = load_digits()
@@ -64,12 +70,29 @@ FEDERATED = Federated(
     shape=(32, 32),
     centre=_centre(),
 )
+MASKED = FederatedMasked(
+    sampling_rate=0.25,
+    noise_multiplier=1.8,
+    rounds=30,
+    clip=0.1,
+    images_per_patient=2,
+    public_patients=225,
+    learning_rate=40.0,
+    classes=tuple("0123456789"),
+    shape=(32, 32),
+    centre=_centre(),
+    sites=3,
+    honest=2,
+    value_bound=4.0,
+    scale=20,
+    ring_bits=32,
+)
 KSAME = KSame(5, 2, fit_basis(LARGE[PUBLIC], 40, "public"))
 COHORT = _cohort(PRIVATE[:120])
 
 
 class Case(NamedTuple):
-    mechanism: KSame | Federated
+    mechanism: KSame | Federated | FederatedMasked
     run: Callable[[Cohort, int], object]  # cohort, seed
     too_small: Cohort
     breaks: tuple[object, str]  # a module and its function: what fails in the middle of a run
@@ -85,6 +108,12 @@ CASES = {
     "federated": Case(
         FEDERATED,
         lambda cohort, seed: FEDERATED.run_round(cohort, FEDERATED.initial(), UnsafeSeededEntropy(seed)),
+        Cohort(()),
+        (federated, "cross_entropy"),
+    ),
+    "federated-masked": Case(
+        MASKED,
+        lambda cohort, seed: MASKED.run_round(cohort, MASKED.initial(), UnsafeSeededEntropy(seed)),
         Cohort(()),
         (federated, "cross_entropy"),
     ),
@@ -133,7 +162,9 @@ class TestConformance:
             assert not np.array_equal(release.vector, case.mechanism.initial().vector)
 
     def test_a_cohort_that_is_too_small_is_refused_without_numbers(self, case):
-        if isinstance(case.mechanism, Federated):  # a refusal would tell whether there is a single patient
+        if isinstance(
+            case.mechanism, Federated | FederatedMasked
+        ):  # a refusal would tell whether there is a single patient
             assert np.isfinite(case.run(case.too_small, 0).vector).all()
             return
         with pytest.raises(CohortTooSmall) as refusal:
@@ -351,6 +382,11 @@ def _with(**changes):
         _with(centre=[0.0] * 63),
         _with(centre=[2.0] * 64),
         _with(centre={"0": 1.0}),
+        _with(proximal="remove"),
+        _with(proximal=0),
+        _with(proximal=-0.01),
+        _with(proximal=float("nan")),
+        _with(proximal=0.026),  # times a learning rate of 40: beyond the start
         FEDERATED.to_json()[:-1] + ',"clip":0.1}',
         FEDERATED.to_json() + " x",
     ],
@@ -373,6 +409,234 @@ def test_what_can_not_be_priced_can_not_be_built():
         dataclasses.replace(FEDERATED, rounds=2_000_000)
 
 
+# --- FedProx: the term that pulls towards the round's start
+
+PROXIMAL = dataclasses.replace(FEDERATED, proximal=0.02)
+
+
+def _watched(monkeypatch, mechanism, cohort, seed=0):
+    """One round; by step: the parameters, the units drawn, and the total that went to the noise."""
+    seen = []
+
+    def spy(model, loss, batch, clip):
+        total = looped(model, loss, batch, clip)
+        seen.append(([p.detach().clone() for p in model.parameters()], list(batch), total.clone()))
+        return total
+
+    monkeypatch.setattr(
+        federated, "train_privately", lambda task, units, job, e: train_privately(task, units, job, e, spy)
+    )
+    update = mechanism.run_round(cohort, mechanism.initial(), UnsafeSeededEntropy(seed))
+    return update.vector, seen
+
+
+def test_the_proximal_term_leaves_each_patients_reach_at_the_clip(monkeypatch):
+    _, seen = _watched(monkeypatch, PROXIMAL, COHORT)
+    moves = []
+    for parameters, batch, total in seen:
+        model = LinearSoftmax(10)
+        torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters), model.parameters())
+        for i in range(0, len(batch), 5):
+            without = looped(model, torch.nn.functional.cross_entropy, batch[:i] + batch[i + 1 :], PROXIMAL.clip)
+            moves.append(float((total - without).norm()))
+    assert len(seen) == 15
+    assert any(bool(parameters[0].any()) for parameters, _, _ in seen)  # away from the start, where the term acts
+    assert max(moves) <= PROXIMAL.clip
+    assert max(moves) > 0.99 * PROXIMAL.clip  # the clip binds, else this would prove nothing
+
+
+def test_the_first_step_is_the_same_with_and_without_the_term_and_the_others_are_pulled_back(monkeypatch):
+    (far, plain), (near, pulled) = (_watched(monkeypatch, m, COHORT) for m in (FEDERATED, PROXIMAL))
+    assert torch.equal(plain[0][2], pulled[0][2])
+    assert torch.equal(plain[1][0][0], pulled[1][0][0])
+    assert not torch.equal(plain[2][0][0], pulled[2][0][0])
+    assert np.linalg.norm(near) < np.linalg.norm(far)
+
+
+def test_each_step_is_the_noisy_gradient_and_the_pull_and_nothing_else(monkeypatch):
+    noisy, honest = [], finetune._noisy
+    monkeypatch.setattr(finetune, "_noisy", lambda total, job, e: noisy.append(honest(total, job, e)) or noisy[-1])
+    start = Update(np.random.default_rng(0).normal(size=650).astype(np.float32))
+    vector = PROXIMAL.run_round(COHORT, start, UnsafeSeededEntropy(1)).vector
+    weights, divisor = start.vector.astype(np.float64), 0.25 * 225
+    for gradient in noisy:
+        weights = weights - 40.0 * (gradient / divisor + 0.02 * (weights - start.vector))
+    assert np.allclose(vector, weights, atol=1e-4)
+
+
+def test_the_noise_of_a_proximal_round_is_drawn_in_full():
+    # without patients w(t + 1) = (1 - lr mu) w(t) + noise; a pull before the noise would be clipped or cheaper
+    update = PROXIMAL.run_round(Cohort(()), PROXIMAL.initial(), UnsafeSeededEntropy(3)).vector
+    variance = (40 * 1.8 * 0.1 / (0.25 * 225)) ** 2 * sum((1 - 40 * 0.02) ** (2 * t) for t in range(15))
+    assert stats.kstest(update / math.sqrt(variance), "norm").pvalue > 1e-3
+    plain = FEDERATED.run_round(Cohort(()), FEDERATED.initial(), UnsafeSeededEntropy(3)).vector
+    assert stats.kstest(plain / math.sqrt(variance), "norm").pvalue < 1e-3
+
+
+def test_the_proximal_term_costs_nothing():
+    assert PROXIMAL.claim() == FEDERATED.claim()
+
+
+# --- one site's part of a secure sum
+
+
+def _sum(mechanism, members, seed, cohort):
+    """The sum of the members' parts in units of the clip, (p,): what alone is seen."""
+    entropy = [UnsafeSeededEntropy(1000 * seed + i) for i in range(members)]
+    parts = [mechanism.run_round(cohort, mechanism.initial(), e).vector.astype(np.float64) for e in entropy]
+    divisor = mechanism.sampling_rate * mechanism.public_patients
+    return -np.sum(parts, axis=0) * divisor / mechanism.learning_rate / mechanism.clip
+
+
+def _law(mechanism, members, sigma, runs=8):
+    """Two-sided p-value of the sums' noise against N(0, sigma^2); Bonferroni over distribution and variance."""
+    noise = np.concatenate([_sum(mechanism, members, seed, Cohort(())) for seed in range(runs)])
+    below = stats.chi2.cdf((noise**2).sum() / sigma**2, len(noise))
+    return min(1.0, 2 * min(stats.kstest(noise / sigma, "norm").pvalue, 2 * min(below, 1 - below)))
+
+
+@pytest.mark.parametrize(("sites", "honest"), [(2, 2), (3, 3), (10, 7)])
+def test_the_honest_sites_together_bear_exactly_the_noise_of_plain_dp_sgd(sites, honest):
+    mechanism = dataclasses.replace(MASKED, sites=sites, honest=honest, value_bound=2.0)
+    assert _law(mechanism, honest, 1.8) > 1e-3
+    plain = dataclasses.replace(FEDERATED, rounds=1, steps_per_round=1)
+    assert _law(plain, 1, 1.8) > 1e-3  # the law is plain DP-SGD's own
+
+
+def test_more_sites_than_needed_only_add_noise():
+    assert _law(MASKED, 3, 1.8 * math.sqrt(3 / 2)) > 1e-3
+
+
+def test_a_share_by_all_sites_instead_of_the_honest_ones_would_be_caught():
+    # P10 broken on purpose: with one of three corrupt, a third of the variance would be known to the coordinator
+    assert _law(dataclasses.replace(MASKED, honest=3), 2, 1.8) < 1e-3
+
+
+def test_a_tenth_of_missing_noise_in_a_sum_is_caught():
+    assert _law(dataclasses.replace(MASKED, noise_multiplier=1.62), 2, 1.8) < 1e-3
+
+
+def test_the_claim_of_a_masked_run_is_one_step_a_round():
+    assert MASKED.claim() == DistributedGaussian(0.25, 1.8, 30, 3, 2)
+    assert MASKED.steps_per_round == 1
+    assert "steps_per_round" not in json.loads(MASKED.to_json())
+
+
+def test_a_part_is_whole_steps_within_the_bound_and_quantising_it_loses_nothing():
+    ring = Ring(MASKED.parameters, MASKED.ring_bits, MASKED.value_bound, MASKED.scale)
+    for cohort in (COHORT, Cohort(())):
+        vector = MASKED.run_round(cohort, MASKED.initial(), UnsafeSeededEntropy(0)).vector
+        lattice = ring.quantise(vector)
+        assert np.array_equal(ring.decode(lattice), vector)
+        assert np.array_equal(vector * 2.0**20, np.rint(vector * 2.0**20))
+        assert np.abs(vector).max() <= MASKED.value_bound
+
+
+class _Extreme:
+    """The largest normals that the generator can give, of either sign."""
+
+    def __init__(self, byte):
+        self._byte = byte
+
+    def take(self, count):
+        return bytes([self._byte]) * count
+
+
+@pytest.mark.parametrize("value", [1e9, -1e9])
+@pytest.mark.parametrize("byte", [0, 255])
+def test_nothing_leaves_the_bound_whatever_the_patients_and_the_noise_are(monkeypatch, value, byte):
+    # huge gradient sums are boxed before the noise; the noise's end is known; so nothing is ever cut after it
+    monkeypatch.setattr(finetune, "looped", lambda model, *_: torch.full((650,), value, dtype=torch.float64))
+    assert 8.6 < np.abs(finetune.gaussians(_Extreme(0), 4)).max() <= TAIL
+    vector = MASKED.run_round(COHORT, MASKED.initial(), _Extreme(byte)).vector
+    assert np.abs(vector).max() <= MASKED.value_bound
+    assert np.abs(vector).max() > 0.5 * MASKED.value_bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([0.01, 0.3, 5.0]), st.sampled_from([1e-6, 1e-3]))
+def test_boxing_and_rounding_bring_no_neighbours_further_apart_than_the_noise_covers(seed, spread, grid):
+    rng = np.random.default_rng(seed)
+    one = rng.normal(size=40) * spread
+    patient = rng.normal(size=40)
+    two = one + 0.1 * patient / np.linalg.norm(patient)
+    job, box = MASKED._job(), Box(grid, 0.5)
+    model = torch.nn.Linear(39, 1)
+    parts = []
+    for total in (one, two):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(finetune, "looped", lambda *_, total=total: torch.from_numpy(total))
+            parts.append(noisy_part(model, None, [], job, UnsafeSeededEntropy(seed), box) * grid)
+    apart = float(np.linalg.norm(parts[0] - parts[1]))
+    assert apart <= 0.1 + grid * math.sqrt(40) + 1e-12
+    assert finetune.deviation(job, 40, grid) >= job.noise_multiplier * (0.1 + grid * math.sqrt(40))
+
+
+def test_the_mean_of_the_parts_is_the_mean_of_plain_steps_up_to_the_rounding():
+    # the same patients drawn, the same noise: one masked step is one plain step
+    masked = dataclasses.replace(MASKED, honest=1)
+    plain = dataclasses.replace(FEDERATED, steps_per_round=1)
+    part = masked.run_round(COHORT, masked.initial(), UnsafeSeededEntropy(5)).vector
+    update = plain.run_round(COHORT, plain.initial(), UnsafeSeededEntropy(5)).vector
+    covered = finetune.deviation(masked._job(), 650, masked._grid()) / (1.8 * 0.1) - 1  # a little more noise
+    assert np.abs(part - update).max() <= 2.0**-20 + TAIL * covered * 40 * 0.18 / 56.25 + 1e-6
+    assert np.abs(part).max() > 0.1
+
+
+def test_a_part_changes_no_model_and_refuses_batch_statistics():
+    model, units = LinearSoftmax(10), [u for p in COHORT.patients if (u := MASKED.unit(p)) is not None]
+    noisy_part(model, torch.nn.functional.cross_entropy, units, MASKED._job(), UnsafeSeededEntropy(0), Box(1e-6, 1.0))
+    assert not any(bool(p.any()) for p in model.parameters())
+    with pytest.raises(finetune.UnsuitableModel):
+        noisy_part(torch.nn.BatchNorm1d(3), None, [], MASKED._job(), UnsafeSeededEntropy(0), Box(1e-6, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("grid", "bound"), [(0.0, 1.0), (1.0, 1.0), (1.0, math.inf), (math.nan, 1.0), (0.1, math.nan)]
+)
+def test_a_box_that_holds_nothing_cannot_be_built(grid, bound):
+    with pytest.raises(ValueError, match="grid"):
+        Box(grid, bound)
+
+
+def test_a_masked_configuration_survives_its_json():
+    assert FederatedMasked.from_json(MASKED.to_json()) == MASKED
+    with pytest.raises(BadConfiguration):
+        Federated.from_json(MASKED.to_json())
+    with pytest.raises(BadConfiguration):
+        FederatedMasked.from_json(FEDERATED.to_json())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"honest": 4}, "honest"),
+        ({"honest": 0}, "honest"),
+        ({"sites": 0}, "sites"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier"),
+        ({"ring_bits": 16}, "ring_bits"),
+        ({"scale": 31}, "scale"),
+        ({"scale": -1}, "scale"),
+        ({"scale": 2}, "not small beside"),
+        ({"scale": 14}, "not small beside"),
+        ({"value_bound": 0.0}, "value_bound"),
+        ({"value_bound": -1.0}, "value_bound"),
+        ({"value_bound": math.inf}, "value_bound"),
+        ({"value_bound": math.nan}, "value_bound"),
+        ({"value_bound": 1.1}, "multiple"),
+        ({"value_bound": 17.0}, "value_bound"),
+        ({"value_bound": 0.5}, "too small"),
+        ({"sites": 600}, "ring_bits"),
+        ({"rounds": 0}, "rounds"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"clip": 0.0}, "clip"),
+    ],
+)
+def test_a_masked_run_that_could_wrap_cut_or_coarsen_its_noise_can_not_be_built(changes, why):
+    with pytest.raises(ValueError, match=why):
+        dataclasses.replace(MASKED, **changes)
+
+
 HELD_OUT = PRIVATE[-297:]
 SITES = [_cohort(PRIVATE[:-297][s::3]) for s in range(2)]
 
@@ -389,6 +653,14 @@ def test_two_sites_learn_the_digits_under_noise():
         updates = [FEDERATED.run_round(site, Update(vector), entropy).vector for site in SITES]
         vector = np.mean(updates, axis=0, dtype=np.float64).astype(np.float32)
     assert _accuracy(vector) > 0.88
+
+
+def test_two_sites_learn_the_digits_from_the_sums_alone():
+    vector, entropy = MASKED.initial().vector, UnsafeSeededEntropy(0)
+    for _ in range(MASKED.rounds):
+        parts = [MASKED.run_round(site, Update(vector), entropy).vector for site in SITES]
+        vector = (vector + np.mean(parts, axis=0, dtype=np.float64)).astype(np.float32)
+    assert _accuracy(vector) > 0.85
 
 
 def test_that_training_costs_less_than_eight_by_the_filter_of_order_four():

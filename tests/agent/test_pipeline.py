@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,93 +10,29 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agent.approval import hand_over
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
-from agent.nouns import Cohort, CohortTooSmall, Image, Patient, Unreachable, Update
+from agent.nouns import CohortTooSmall, Unreachable, Update
 from agent.participant import Participant
-from agent.pipeline import Refused, Site, Waiting, hand_over, release_synthetic
+from agent.pipeline import Parcel, Refused, Site, Waiting, release_synthetic
 from agent.recovery import recover
 from agent.stages.invert import Basis, fit_basis
-from coordinator.intake import Intake, Unwelcome
+from coordinator.intake import Intake
 from policies import governance
 from policies.export import Unsound
 from policies.policy import parse
 from policies.register import Register
 from policies.review import Verdict
 from policies.sqlite import export_file, open_sqlite
-from policies.statement import PAYLOAD_TYPE, Release
-from policies.statement import parse as parse_statement
+from policies.statement import Release
 from policies.store import Store
 from policies.verify import verify
-from protos.envelope import open_sealed
-from tests.support.books import Clock, Hospital, Person, open_register, policy
+from tests.support.books import Clock, Hospital, Person, policy
 from tests.support.entropy import UnsafeSeededEntropy
+from tests.support.wards import SHAPE, Door, Vault, federated, site_of
 
-SHAPE = (8, 8)
 RNG = np.random.default_rng(5)
-
-
-@dataclass
-class Vault:
-    """The vault's port in memory, which notes when patients are read."""
-
-    patients: int = 12
-    notes: dict[str, Any] = field(default_factory=dict)
-    reads: int = 0
-
-    def cohort(self, modality: str, shape: tuple[int, int], without: Iterable[str] = ()) -> Cohort:
-        self.reads += 1
-        excluded = set(without)
-        dice = np.random.default_rng(1)
-        found = []
-        for i in range(self.patients):
-            images = tuple(Image(dice.random(shape).astype(np.float32), str(i % 3)) for _ in range(2))
-            if f"{i:04d}" not in excluded:
-                found.append(Patient(f"{i:04d}", images))
-        return Cohort(tuple(found))
-
-    def note(self, name: str) -> Any:
-        return self.notes.get(name)
-
-    def write_note(self, name: str, value: Any) -> None:
-        self.notes[name] = value
-
-
-@dataclass
-class Door:
-    """The door's port straight into a real coordinator's intake; it can be slammed."""
-
-    intake: Intake
-    site: str
-    shut: bool = False
-
-    def _ask(self, act: Any) -> Verdict:
-        if self.shut:
-            raise Unreachable("slammed")
-        try:
-            return act()  # type: ignore[no-any-return]
-        except Unwelcome as refusal:
-            return Verdict((refusal.finding,))
-
-    def reserve(self, key: str, envelope: bytes) -> Verdict:
-        return self._ask(lambda: self.intake.reserve(self.site, key, envelope))
-
-    def settle(self, key: str, envelope: bytes) -> Verdict:
-        return self._ask(lambda: self.intake.settle(self.site, key, envelope))
-
-    def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
-        release = self.intake.release(self.site, key, envelope)
-        return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, artifact))
-
-    def amend(self, key: str, envelope: bytes) -> Verdict:
-        return self._ask(lambda: self.intake.amend(self.site, key, envelope))
-
-    def present(self, key: str, envelope: bytes) -> Verdict:
-        return self._ask(lambda: self.intake.present(self.site, key, envelope))
-
-    def outcome(self, key: str, envelope: bytes) -> Verdict | None:
-        found = self.intake.outcome(self.site, key)
-        return found[0] if found else None
 
 
 @dataclass
@@ -116,27 +51,24 @@ class Stage:
         accounts = [b.accounts[f"site-a/{kind}"] for b in books]
         return (accounts[0].held, accounts[0].spent), (accounts[1].held, accounts[1].spent)
 
+    def join(self, p: Participant, mechanism: Federated, run: str = "run-1") -> None:
+        """The site prices the run, and the coordinator holds that price."""
+        assert self.intake.reserve_run(run, {"site-a": p.join(run, mechanism)}, 1)["site-a"].admitted
+
+    def arrives(self, sent: Parcel) -> None:
+        """An update comes in with the link, and is admitted."""
+        assert self.door.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
+
 
 def stage(tmp_path: Path, patients: int = 12, **changes: object) -> Stage:
     hospital = Hospital("site-a", policy(**changes))
-    site_books: Register = open_register(tmp_path / "site.db", hospital, key=hospital.key)
     store = Store(
         open_sqlite(tmp_path / "coordinator.db"), "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock()
     )
     intake = Intake.over(store, parse(policy(max_releases_per_patient=9), "federation"))
     intake.enrol(hospital.enrolment()[1])
-    vault, door, counter = Vault(patients), Door(intake, "site-a"), iter(range(1000))
-    site = Site(
-        name="site-a",
-        books=site_books,
-        door=door,
-        vault=vault,
-        seal=hospital.seal,
-        read=lambda envelope: _read(hospital, envelope),
-        new_id=lambda prefix: f"{prefix}-{next(counter)}",
-        say=lambda _step, _detail: None,
-    )
-    return Stage(site, vault, door, hospital, intake)
+    vault, door = Vault(patients), Door(intake, "site-a")
+    return Stage(site_of(tmp_path, hospital, vault, door), vault, door, hospital, intake)
 
 
 def basis(provenance: str = "public") -> Basis:
@@ -145,10 +77,6 @@ def basis(provenance: str = "public") -> Basis:
 
 def ksame(k: int = 5, provenance: str = "public") -> KSame:
     return KSame(k, 2, basis(provenance))
-
-
-def federated(rounds: int = 3) -> Federated:
-    return Federated(0.25, 1.8, 15, rounds, 0.1, 2, 25, 40.0, ("0", "1", "2"), SHAPE, (0.0,) * 64)
 
 
 def test_a_release_is_priced_made_reviewed_and_spent_on_both_sides(tmp_path: Path) -> None:
@@ -189,7 +117,7 @@ def test_no_image_is_read_when_the_coordinator_is_silent_and_the_grant_stays_hel
     assert s.vault.reads == 0
     assert s.spent("k")[0] == (1, 0)
     s.door.shut = False
-    assert recover(s.site) == ["grant-0"]
+    assert recover(s.site) == ["grant-site-a-0"]
     assert s.spent("k")[0] == (0, 1)
 
 
@@ -215,7 +143,7 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
     assert s.spent("k") == ((0, 1), (0, 1))
     tiny = stage(_fresh(tmp_path), max_artifact_bytes=50)
     p = Participant(tiny.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated())
+    tiny.join(p, federated())
     with pytest.raises(Refused, match="artifact_size"):
         p.train("run-1", 1, federated().initial())
     assert p.last is None
@@ -233,12 +161,12 @@ def test_a_patient_is_released_once_ever(tmp_path: Path) -> None:
     """P5: two overlapping releases can be intersected, so a second one is of other patients."""
     s = stage(tmp_path, patients=12)
     release_synthetic(s.site, ksame(), "OT", RNG)
-    first = {p for cluster in s.vault.notes["releases"][0]["clusters"] for p in cluster}
+    first = {p for cluster in s.vault.note("releases")[0]["clusters"] for p in cluster}
     s.vault.patients = 24
     s2 = stage(_fresh(tmp_path), patients=24)
     s2.vault.notes = s.vault.notes
     release_synthetic(s2.site, ksame(), "OT", RNG)
-    second = {p for cluster in s2.vault.notes["releases"][1]["clusters"] for p in cluster}
+    second = {p for cluster in s2.vault.note("releases")[1]["clusters"] for p in cluster}
     assert first
     assert second
     assert not first & second
@@ -252,7 +180,7 @@ def test_after_a_crash_before_anything_set_out_the_same_patients_can_be_released
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
-    assert recover(s.site) == ["grant-0"]
+    assert recover(s.site) == ["grant-site-a-0"]
     _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert verdict.admitted
 
@@ -266,7 +194,7 @@ def test_after_a_crash_when_it_had_set_out_its_patients_never_take_part_again(
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
-    assert recover(s.site) == ["grant-0"]
+    assert recover(s.site) == ["grant-site-a-0"]
     with pytest.raises(CohortTooSmall):
         release_synthetic(s.site, ksame(), "OT", RNG)
     s.vault.patients = 24
@@ -317,7 +245,7 @@ def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
     release_synthetic(s.site, ksame(), "OT", RNG)
     assert seen == [1]
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated())
+    s.join(p, federated())
     p.train("run-1", 1, federated().initial())
     assert len(s.site.books.store.state.sent) == 2
 
@@ -326,12 +254,11 @@ def test_leaving_a_run_for_another_writes_its_last_verdict_down_first(tmp_path: 
     s = stage(tmp_path, epsilon="8.0")
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     small = replace(federated(rounds=1), noise_multiplier=8.0)
-    p.join("run-1", small)
-    goods, _ = p.train("run-1", 1, small.initial())
-    key = f"submit-{goods.release.release}"
-    assert s.intake.admit("site-a", key, goods.envelope, goods.release, goods.artifact).admitted
-    p.join("run-2", small)
-    assert goods.release.release in s.site.books.store.state.releases
+    s.join(p, small)
+    sent, _ = p.train("run-1", 1, small.initial())
+    s.arrives(sent)
+    s.join(p, small, "run-2")
+    assert sent.release.release in s.site.books.store.state.releases
     with pytest.raises(Refused):
         p.join("run-3", federated(rounds=40))
     reads = s.vault.reads
@@ -345,7 +272,7 @@ def test_contradictory_answers_of_a_coordinator_do_not_stop_the_site(
 ) -> None:
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated(rounds=3))
+    s.join(p, federated(rounds=3))
     first, _ = p.train("run-1", 1, federated().initial())
     p.train("run-1", 2, federated().initial())
     answers = {f"submit-{first.release.release}": None}
@@ -360,26 +287,25 @@ def test_contradictory_answers_of_a_coordinator_do_not_stop_the_site(
 def test_one_lost_update_does_not_keep_later_verdicts_out_of_the_books(tmp_path: Path) -> None:
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated(rounds=2))
+    s.join(p, federated(rounds=2))
     p.train("run-1", 1, federated().initial())  # never arrives
-    goods, _ = p.train("run-1", 2, federated().initial())
-    key = f"submit-{goods.release.release}"
-    assert s.intake.admit("site-a", key, goods.envelope, goods.release, goods.artifact).admitted
+    sent, _ = p.train("run-1", 2, federated().initial())
+    s.arrives(sent)
     assert not p.follow()
-    assert goods.release.release in s.site.books.store.state.releases
+    assert sent.release.release in s.site.books.store.state.releases
 
 
 def test_an_update_is_made_once_and_sent_again_when_asked_again(tmp_path: Path) -> None:
     """A coordinator that restarts asks the same round again; other parameters must not buy a second update."""
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated())
+    s.join(p, federated())
     start = federated().initial()
-    goods, update = p.train("run-1", 1, start)
+    sent, update = p.train("run-1", 1, start)
     reads = s.vault.reads
     other = Update(np.ones_like(start.vector))
     again, same = p.train("run-1", 1, other)
-    assert (again.envelope, s.vault.reads) == (goods.envelope, reads)
+    assert (again.envelope, s.vault.reads) == (sent.envelope, reads)
     assert (same.vector == update.vector).all()
 
 
@@ -389,7 +315,7 @@ def test_rounds_out_of_order_beyond_the_grant_or_of_another_run_are_refused(tmp_
     start = federated().initial()
     with pytest.raises(Refused):
         p.train("run-1", 1, start)
-    p.join("run-1", federated(rounds=2))
+    s.join(p, federated(rounds=2))
     with pytest.raises(Refused):
         p.train("run-2", 1, start)
     p.train("run-1", 5, start)
@@ -400,16 +326,19 @@ def test_rounds_out_of_order_beyond_the_grant_or_of_another_run_are_refused(tmp_
         p.train("run-1", 7, start)
 
 
-def test_a_run_is_priced_once_and_after_a_restart_it_is_spent(tmp_path: Path) -> None:
+def test_a_run_is_priced_once_and_a_part_that_a_restart_does_not_take_up_is_spent(tmp_path: Path) -> None:
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated())
-    p.join("run-1", federated())
+    first = p.join("run-1", federated())
+    assert p.join("run-1", federated()) == first
     assert len(s.site.books.store.state.grants) == 1
     with pytest.raises(Refused, match="priced before"):
         p.join("run-1", federated(rounds=2))
-    recover(s.site)
-    assert s.spent("rdp")[0][0] == 0
+    assert recover(s.site) == [], "the part is open, by its note"
+    s.vault.write_note("run", None)
+    assert recover(s.site) == [p.grant]
+    (held, spent), _ = s.spent("rdp")
+    assert held == 0 < spent
     with pytest.raises(Refused, match="priced before"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated())
 
@@ -417,7 +346,7 @@ def test_a_run_is_priced_once_and_after_a_restart_it_is_spent(tmp_path: Path) ->
 def test_a_failure_in_the_middle_of_training_counts_as_trained(tmp_path: Path) -> None:
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated(rounds=1))
+    s.join(p, federated(rounds=1))
     with pytest.raises(ValueError, match="parameters"):
         p.train("run-1", 1, Update(np.zeros(7, np.float32)))
     with pytest.raises(Refused):
@@ -427,25 +356,18 @@ def test_a_failure_in_the_middle_of_training_counts_as_trained(tmp_path: Path) -
 def test_the_verdicts_on_updates_are_written_into_the_sites_ledger(tmp_path: Path) -> None:
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated(rounds=1))
-    goods, _ = p.train("run-1", 1, federated().initial())
+    s.join(p, federated(rounds=1))
+    sent, _ = p.train("run-1", 1, federated().initial())
     assert not p.follow(), "no verdict yet"
-    key = f"submit-{goods.release.release}"
-    assert s.intake.admit("site-a", key, goods.envelope, goods.release, goods.artifact).admitted
+    s.arrives(sent)
     assert p.follow()
     assert s.spent("rdp")[0][0] == 0
-    assert goods.release.release in s.site.books.store.state.releases
+    assert sent.release.release in s.site.books.store.state.releases
 
 
 def _crash(*_: object) -> None:
     """The process is gone: nothing after this line runs."""
     raise KeyboardInterrupt
-
-
-def _read(hospital: Hospital, envelope: bytes) -> Release:
-    statement = parse_statement(open_sealed(envelope, PAYLOAD_TYPE, {"self": hospital.public}).payload)
-    assert isinstance(statement, Release)
-    return statement
 
 
 def _refusals(register: Register) -> list[Any]:
@@ -520,19 +442,19 @@ def test_an_auditor_finds_an_approval_that_nobody_gave(tmp_path: Path) -> None:
     s.site.books.send(lied, s.site.seal(lied))
     s.site.books.store.close()
     with pytest.raises(Unsound, match="nobody gave"):
-        verify(export_file(tmp_path / "site.db", "lazaret/test", s.hospital.key))
+        verify(export_file(tmp_path / "site-a.db", "lazaret/test", s.hospital.key))
 
 
 def test_a_run_that_ends_early_gives_back_what_was_not_used_at_the_site(tmp_path: Path) -> None:
     s = stage(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
-    p.join("run-1", federated(rounds=3))
+    s.join(p, federated(rounds=3))
     whole = s.spent("rdp")[0][0]
-    goods, _ = p.train("run-1", 1, federated().initial())
-    assert s.intake.admit("site-a", "k", goods.envelope, goods.release, goods.artifact).admitted
+    sent, _ = p.train("run-1", 1, federated().initial())
+    s.arrives(sent)
     p.part()
     (held, spent), (hub_held, hub_spent) = s.spent("rdp")
     assert held == hub_held == 0
     assert 0 < spent < whole == hub_spent
     s.site.books.store.close()
-    verify(export_file(tmp_path / "site.db", "lazaret/test", s.hospital.key))
+    verify(export_file(tmp_path / "site-a.db", "lazaret/test", s.hospital.key))

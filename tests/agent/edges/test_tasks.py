@@ -1,4 +1,4 @@
-"""A task is taken only from records that are exactly as agreed; an answer leaves only if it fits the task."""
+"""A task is taken only from records and frames that are exactly as agreed; an answer leaves only if it fits it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from agent.edges.tasks import Answer, Declined, Task, read_task, records_of
+from agent.edges.records import read_task, records_of
+from agent.edges.tasks import (
+    Answer,
+    BadFrame,
+    Declined,
+    Reply,
+    Task,
+    frame,
+    read_reply_frame,
+    read_task_frame,
+    reply_frame,
+    task_frame,
+    unframe,
+)
+from protos import rounds as wire
 
 ORDER: dict[str, Any] = {"run": "r1", "round": 3, "config": b"{}"}
 VECTOR = np.arange(3, dtype=np.float32)
@@ -77,13 +91,132 @@ def test_anything_else_is_declined_as_malformed(kind: str, records: dict[str, An
     ids=["no vector", "longer", "float64", "infinite", "text"],
 )
 def test_an_answer_that_does_not_fit_the_task_stays_at_the_site(answer: Answer) -> None:
-    with pytest.raises(Declined, match="internal"):
-        records_of(Task("r1", "train", 0, b"", VECTOR), answer)
+    assert not answer.fits(Task("r1", "train", 0, b"", VECTOR))
 
 
-def test_a_price_is_not_answered_with_parameters() -> None:
-    with pytest.raises(Declined, match="internal"):
-        records_of(Task("r1", "price", 0, b"", None), Answer(b"e", VECTOR))
+def test_each_kind_of_task_has_an_answer_of_its_own() -> None:
+    price, train = Task("r1", "price", 0, b""), Task("r1", "train", 0, b"", VECTOR)
+    secure = Task("r1", "secure", 0, b"", None, "keys", b"p")
+    answers = [Answer(b"e"), Answer(b"e", VECTOR), Answer(payload=b"p")]
+    fitting = [[answer.fits(task) for answer in answers] for task in (price, train, secure)]
+    assert fitting == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+def test_a_secure_step_carries_its_name_and_bytes_both_ways() -> None:
+    order, payload = _order(step="keys"), ArrayRecord({"data": Array(np.frombuffer(b"abc", np.uint8))})
+    task = read_task("query.secure", RecordDict({"order": order, "payload": payload}))
+    assert (task.kind, task.step, task.payload) == ("secure", "keys", b"abc")
+    records = records_of(Reply(b"", "secure", Answer(payload=b"xyz")))
+    assert list(records) == ["payload"]
+    assert records["payload"]["data"].numpy().tobytes() == b"xyz"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {"order": _order(), "payload": _flat(np.zeros(1, np.uint8), "data")},
+        {"order": _order(step=""), "payload": _flat(np.zeros(1, np.uint8), "data")},
+        {"order": _order(step="s" * 65), "payload": _flat(np.zeros(1, np.uint8), "data")},
+        {"order": _order(step="keys"), "payload": _flat(np.zeros(1, np.float32), "data")},
+        {"order": _order(step="keys"), "payload": _flat(np.zeros((1, 1), np.uint8), "data")},
+        {"order": _order(step="keys"), "payload": _flat(np.zeros(1, np.uint8))},
+        {"order": _order(step="keys")},
+    ],
+)
+def test_a_secure_step_of_another_shape_is_malformed(records: dict[str, Any]) -> None:
+    with pytest.raises(Declined, match="malformed"):
+        read_task("query.secure", RecordDict(records))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task("r1", "price", 0, b"{}"),
+        Task("r\u00fc", "train", 7, b"{}", VECTOR),
+        Task("r1", "secure", 2, b"", None, "keys", b"\x00\xff"),
+    ],
+    ids=["price", "train", "secure"],
+)
+def test_a_task_comes_out_of_the_pipe_as_it_went_in(task: Task) -> None:
+    word, fields = unframe(task_frame(b"ticket", task))
+    ticket, read = read_task_frame(fields)
+    assert (word, ticket) == ("task", b"ticket")
+    assert (read.run, read.kind, read.round_index, read.config) == (
+        task.run,
+        task.kind,
+        task.round_index,
+        task.config,
+    )
+    assert (read.step, read.payload) == (task.step, task.payload)
+    assert (read.vector is None) == (task.vector is None)
+    if task.vector is not None and read.vector is not None:
+        assert read.vector.tolist() == task.vector.tolist()
+        assert not read.vector.flags.writeable
+
+
+@pytest.mark.parametrize("reply", [Reply(b"t", "train", Answer(b"e", VECTOR)), Reply(b"t", "price", None, "budget")])
+def test_a_reply_comes_out_of_the_pipe_as_it_went_in(reply: Reply) -> None:
+    read = read_reply_frame(*unframe(reply_frame(reply)))
+    assert (read.ticket, read.code) == (reply.ticket, reply.code)
+    if reply.answer is None:
+        assert read.answer is None
+    else:
+        assert read.kind == reply.kind
+        assert read.answer is not None
+        assert read.answer.envelope == b"e"
+        assert read.answer.vector is not None
+        assert read.answer.vector.tolist() == VECTOR.tolist()
+
+
+GOOD = task_frame(b"t", Task("r1", "train", 0, b"{}", VECTOR))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\x04task",
+        b"\x05other",
+        b"\xff" * 100,
+        GOOD[:-1],
+        GOOD + b"\x00",
+        frame("state", b"s" * 65),
+        frame("task", b"t"),
+    ],
+)
+def test_garbage_in_the_pipe_is_no_frame(garbage: bytes) -> None:
+    with pytest.raises(BadFrame):
+        unframe(garbage)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (1, b"exec"),
+        (1, b"price"),
+        (1, b"secure"),
+        (2, b""),
+        (2, b"r" * 200),
+        (2, b"\xff\xfe"),
+        (3, b"\xff" * 8),
+        (5, b"keys"),
+        (6, b"payload"),
+        (7, b""),
+        (7, b"123"),
+        (7, np.array([np.nan], np.float32).tobytes()),
+    ],
+)
+def test_a_frame_of_a_link_gone_bad_is_no_task(place: int, value: bytes) -> None:
+    fields = [b"t", b"train", b"r1", bytes(8), b"{}", b"", b"", VECTOR.tobytes()]
+    read_task_frame([memoryview(field) for field in fields])
+    fields[place] = value
+    with pytest.raises(BadFrame):
+        read_task_frame([memoryview(field) for field in fields])
+
+
+def test_no_vector_is_longer_than_what_a_job_may_have() -> None:
+    with pytest.raises(BadFrame):
+        unframe(b"\x04task" + b"".join(bytes(4) for _ in range(7)) + (4 * wire.MAX_PARAMETERS + 1).to_bytes(4, "big"))
 
 
 def test_a_site_can_decline_only_with_a_known_code() -> None:

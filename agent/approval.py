@@ -1,0 +1,69 @@
+"""Releases that wait for persons: what they look at, how an approved one leaves, how a disapproved one ends."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+from agent.pipeline import Parcel, Refused, Site, give_up, leave, parcel
+from policies.entries import Reserved
+from policies.review import Finding, Verdict
+from policies.statement import Release, parse
+
+
+def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
+    """A release that waited, with the approvals that persons gave it since.
+
+    Raises:
+        Refused: it is not one that waits, or an approval is missing; it waits on. Or by the site's own review.
+        Unreachable: no verdict yet.
+    """
+    pending = site.vault.note("pending") or {}
+    if release not in pending:
+        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
+    draft = parse(pending[release]["statement"].encode())
+    assert isinstance(draft, Release)
+    given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
+    missing = site.books.policy_of(site.name).approvals - set(given)
+    if missing:
+        raise Refused("site", Verdict((Finding("approval", f"not yet approved by: {', '.join(sorted(missing))}"),)))
+    goods = parcel(site, replace(draft, approvals=given), base64.b64decode(pending[release]["artifact"]))
+    try:
+        return goods, leave(site, goods)
+    finally:  # refused, unanswered or admitted: it waits no longer, and its grant has an end at the next start
+        _forget(site, release)
+
+
+def waiting(site: Site, release: str) -> tuple[Release, bytes]:
+    """A release that waits, for persons to look at: its statement, and the artifact in clear.
+
+    Raises:
+        Refused: no release of that name waits.
+    """
+    pending = site.vault.note("pending") or {}
+    if release not in pending:
+        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
+    kept = pending[release]
+    draft = parse(kept["statement"].encode())
+    assert isinstance(draft, Release)
+    return draft, base64.b64decode(kept.get("clear") or kept["artifact"])
+
+
+def withdraw(site: Site, release: str) -> None:
+    """A release that persons will not approve: its grant is spent, since images were read; the artifact is gone.
+
+    Raises:
+        Refused: no release of that name waits.
+    """
+    pending = site.vault.note("pending") or {}
+    if release not in pending:
+        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
+    grant = site.books.store.state.grants[pending[release]["grant"]].reserved
+    _forget(site, release)
+    if isinstance(grant, Reserved):
+        give_up(site, grant, "withdrawn")
+
+
+def _forget(site: Site, release: str) -> None:
+    pending = site.vault.note("pending") or {}
+    site.vault.write_note("pending", {name: kept for name, kept in pending.items() if name != release})

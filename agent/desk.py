@@ -1,0 +1,182 @@
+"""A site opened for work: its ledger, vault, door and log, once; and what comes before anything new."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+
+from agent.edges import home as homes
+from agent.edges.credentials import Credentials
+from agent.edges.door import GrpcDoor
+from agent.edges.log import open_log
+from agent.edges.vault import Vault
+from agent.edges.watch import Watch
+from agent.pipeline import Site
+from agent.recovery import present, recover
+from policies.policy import Policy, strictest
+from policies.register import Register
+from policies.sqlite import open_sqlite
+from policies.statement import (
+    PAYLOAD_TYPE,
+    Enrolment,
+    MalformedStatement,
+    Release,
+    Statement,
+    encode,
+    parse,
+)
+from policies.store import Store
+from protos.envelope import open_sealed, seal
+
+ERR = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What a command works with, opened once."""
+
+    home: homes.Home
+    settings: homes.Settings
+    site: Site
+    vault: Vault
+    door: GrpcDoor
+    watch: Watch
+    log: Any
+
+
+@contextmanager
+def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
+    """Open the site: ledger (this process alone), vault, door, log."""
+    home = homes.Home(root)
+    settings, key = home.settings(), home.sign_key()
+    log = open_log(root / "agent.log")
+    vault = Vault(root / "vault.db", home.secret("vault"))
+    with Store(open_sqlite(root / "ledger.db"), homes.origin(settings.site), key, lambda: int(time.time())) as store:
+        policy = site_policy(home, store)
+        register = Register(store, lambda _site: policy)
+        check_history(vault, store)
+        watch = Watch(root / "watch", home.coordinator_key())
+        epoch, nonce, seen = vault.note("head") or [1, "", 0]
+        if watch.memory.epoch < epoch or (watch.memory.restored == nonce and watch.seen < seen):
+            raise homes.BadSite("watch/ is missing, or older than this vault: restore it; nothing is sent before")
+        door = GrpcDoor(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
+        _found(home, register)
+        patients = vault.patients()
+        if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
+            raise homes.BadSite("policy.toml: delta must be below 1 / the number of this site's patients")
+
+        def step(name: str, detail: str) -> None:
+            log.info("step", step=name)
+            say(name, detail)
+
+        site = Site(
+            name=settings.site,
+            books=register,
+            door=door,
+            vault=vault,
+            seal=lambda statement: _seal(statement, key),
+            read=lambda envelope: _read(envelope, key),
+            new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
+            say=step,
+        )
+        vault.write_note("ledger", store.state.size)
+        try:
+            yield Desk(home, settings, site, vault, door, watch, log)
+        finally:
+            door.close()
+            vault.write_note("head", [watch.memory.epoch, watch.memory.restored, watch.seen])
+            vault.close()
+
+
+def site_policy(home: homes.Home, store: Store) -> Policy:
+    """The strictest of the site's policy today, the one that it signed last, and the federation's.
+
+    The auditor reviews under the signed one, so loosening takes ``ledger amend``, which signs (P12).
+    """
+    signed = store.state.policies.get(home.settings().site)
+    envelope = store.envelope(signed) if signed else (home.root / "request.json").read_bytes()
+    return strictest(strictest(home.policy(), home.signed_policy(envelope or b"")), home.federation_policy())
+
+
+def check_history(vault: Vault, store: Store) -> None:
+    """The vault remembers how long the ledger was: a removed or older one would give spent budget back."""
+    known = vault.note("ledger") or 0
+    if not store.state.size >= known:
+        raise homes.BadSite("ledger.db is older than this vault, or missing: restore it; nothing is released before")
+
+
+def _found(home: homes.Home, register: Register) -> None:
+    """The site's ledger begins with the site itself and its accounts, at the stricter of both policies."""
+    if register.store.state.sites:
+        return
+    envelope = (home.root / "request.json").read_bytes()
+    public = home.sign_key().public_key().public_bytes_raw()
+    statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
+    assert isinstance(statement, Enrolment)
+    register.enrol(statement, envelope, register.policy_of(statement.site))
+
+
+def _seal(statement: Statement, key: Ed25519PrivateKey) -> bytes:
+    """Seal what reads back as it was written, and nothing else: an unreadable signature binds for ever."""
+    payload = encode(statement)
+    if parse(payload) != statement:
+        raise MalformedStatement("the statement does not read back")
+    return seal(payload, PAYLOAD_TYPE, key)
+
+
+def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
+    """A release statement that this site sealed itself."""
+    public = key.public_key().public_bytes_raw()
+    statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
+    assert isinstance(statement, Release)
+    return statement
+
+
+def greet(desk: Desk) -> bool:
+    """Meet the coordinator: its ledger must extend what was seen; after a restore, show every receipt first.
+
+    Then the certificate is renewed, if two thirds of its life are over.
+
+    Returns:
+        Whether there is a new certificate.
+    Raises:
+        Unreachable: it does not answer; or its ledger forked, and nothing goes to it.
+        Refused: it does not take the receipts.
+    """
+    watch, key = desk.watch, desk.home.sign_key()
+    desk.door.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
+    if watch.must_present:
+        desk.log.warning("ledger_restored", epoch=watch.memory.epoch)
+        lost = present(desk.site, watch.head.origin, watch.memory.restored)
+        watch.presented()
+        ERR.print(f"the coordinator's ledger was restored: {lost} grant(s) it had lost were shown to it")
+    desk.door.hello(watch.cosigned(desk.settings.site, key, int(time.time())))
+    renewed = desk.door.renew(dt.datetime.now(dt.UTC), random.SystemRandom().uniform(-0.05, 0.05))
+    if renewed:
+        desk.log.info("certificate_renewed")
+    return renewed
+
+
+def start_anew(desk: Desk) -> None:
+    """Greet the coordinator, and find out how the interrupted ended."""
+    greet(desk)
+    close_interrupted(desk)
+
+
+def close_interrupted(desk: Desk) -> None:
+    """Every grant that an earlier process left without an end has one now."""
+    closed = recover(desk.site)
+    for grant in closed:
+        desk.log.warning("grant_closed_at_start", grant=grant)
+    if closed:
+        ERR.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")

@@ -1,0 +1,155 @@
+"""The site's certificate on the wire, and its renewal while everything runs.
+
+Key and chain are one private file, replaced by a rename: whatever happens, it holds a key and the certificate for it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from agent.edges.home import BadSite
+from protos.identity import BadCertificate, checked_chain, leaf_of, number_of, request, uri_of
+from protos.keyfile import pem, read_private, replace_private
+
+FILE: Final = "tls.pem"
+RENEW_AT: Final = 2 / 3  # of its life
+_BEGIN: Final = b"-----BEGIN CERTIFICATE-----"
+_AGAIN: Final = "ask the coordinator for an invitation, and run `lazaret-agent enrol`"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A key and the chain for it, as one value, so that no reader sees the half of a renewal."""
+
+    key: bytes  # PEM
+    chain: bytes  # PEM, leaf first
+    name: str
+    number: str
+    start: dt.datetime
+    end: dt.datetime
+
+
+class Credentials:
+    """What the site shows to the coordinator. Renewal swaps it under whoever holds this object."""
+
+    def __init__(self, keys: Path) -> None:
+        """Read ``tls.pem`` and ``root.crt``.
+
+        Args:
+            keys: the site's key directory.
+        Raises:
+            BadSite: the site has no certificate, or the file holds no key with its certificate.
+            BadKeyFile: the file is open to others.
+        """
+        self._keys = keys
+        try:
+            self._root = (keys / "root.crt").read_bytes()
+        except OSError:
+            raise BadSite(f"the site is not enrolled: {_AGAIN}") from None
+        if not (keys / FILE).exists():
+            raise BadSite(f"the site has no certificate: {_AGAIN}")
+        self._held = _read(read_private(keys / FILE))
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a channel that is opened now: Python gRPC gives an open one no other certificate."""
+        held = self._held
+        return grpc.ssl_channel_credentials(self._root, held.key, held.chain)
+
+    def root(self) -> bytes:
+        """The federation's trust anchor, PEM."""
+        return self._root
+
+    def key(self) -> bytes:
+        """The private key, PEM."""
+        return self._held.key
+
+    def chain(self) -> bytes:
+        """The certificate and its intermediate, PEM."""
+        return self._held.chain
+
+    @property
+    def number(self) -> str:
+        """The certificate's serial number, hexadecimal: it changes with every renewal."""
+        return self._held.number
+
+    @property
+    def not_after(self) -> dt.datetime:
+        """The certificate's end, UTC."""
+        return self._held.end
+
+    def due(self, now: dt.datetime, jitter: float = 0.0) -> bool:
+        """Is it time for a renewal? After two thirds of its life, and for ever after.
+
+        Args:
+            now: UTC.
+            jitter: added to the two thirds, so that not all sites come at once: random, within 0.1 either way.
+        Raises:
+            ValueError: another jitter.
+        """
+        if not -0.1 <= jitter <= 0.1:
+            raise ValueError("the jitter lies within 0.1")
+        held = self._held
+        return not now < held.start + (RENEW_AT + jitter) * (held.end - held.start)
+
+    def renew(self, ask: Callable[[bytes], bytes], now: dt.datetime) -> None:
+        """Make a fresh key, have it certified, and take both into use; until then the old ones stay.
+
+        Args:
+            ask: a signing request, PEM -> the chain that the coordinator issued, PEM.
+            now: UTC.
+        Raises:
+            BadSite: the answer is not a certificate for this site and this key that leads to the federation's root.
+            Exception: whatever ``ask`` raises.
+        """
+        name, key = self._held.name, ec.generate_private_key(ec.SECP256R1())
+        chain = ask(request(key, name))
+        install(self._keys, self._root, name, key, chain, now)
+        self._held = _read(pem(key) + chain)
+
+
+def install(
+    keys: Path, root: bytes, name: str, key: ec.EllipticCurvePrivateKey, chain: bytes, now: dt.datetime
+) -> None:
+    """Check a chain, and put it into ``tls.pem`` with its key; durable when this returns.
+
+    Args:
+        keys: the site's key directory.
+        root: the trust anchor, PEM.
+        name: what the certificate must say.
+        key: what it must be for.
+        chain: PEM, leaf first.
+        now: UTC.
+    Raises:
+        BadSite: it is anything else; nothing was written.
+    """
+    try:
+        checked_chain(chain, root, name, key.public_key(), now)
+    except BadCertificate as error:
+        raise BadSite(f"what the coordinator issued cannot be used: {error}") from None
+    replace_private(keys / FILE, pem(key) + chain)
+
+
+def _read(body: bytes) -> _Held:
+    """Take ``tls.pem`` apart.
+
+    Raises:
+        BadSite: it holds no key, no certificate, or such as do not belong together.
+    """
+    key_pem, begin, rest = body.partition(_BEGIN)
+    try:
+        key, leaf = load_pem_private_key(key_pem, None), leaf_of(begin + rest)
+        name = uri_of(leaf)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise BadSite(f"{FILE} is damaged: {_AGAIN}") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != leaf.public_key():
+        raise BadSite(f"{FILE} holds a certificate for another key: {_AGAIN}")
+    return _Held(key_pem, begin + rest, name, number_of(leaf), leaf.not_valid_before_utc, leaf.not_valid_after_utc)

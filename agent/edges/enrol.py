@@ -1,0 +1,248 @@
+"""How a hospital joins: the invitation is checked, the request handed in, and what is issued is put in place.
+
+Nothing is believed that the operator did not compare: the root certificate comes with the invitation, and its
+fingerprint by telephone. The token makes the first call a mutual-TLS call like every other, and travels nowhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime as dt
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from agent.edges.channel import open_channel
+from agent.edges.credentials import install
+from agent.edges.home import BadSite, Home, enrolment
+from agent.nouns import Unreachable
+from policies.policy import PolicyError
+from policies.policy import parse as parse_policy
+from protos.identity import (
+    BadCertificate,
+    agent_name,
+    checked_chain,
+    fingerprint,
+    joining_name,
+    root_fingerprint,
+    same_fingerprint,
+)
+from protos.keyfile import ec_key, pem, read_private, replace_private
+from protos.token import BadToken, read_token, token_key
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayStub
+
+WAITING: Final = "waiting.json"
+JOIN_S: Final = 20.0  # a deadline for the call
+Join = Callable[[grpc.ChannelCredentials, str, bytes], Any]  # credentials, host:port, envelope -> pb.JoinReply
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the operator holds: the invitation's file, and what was told by another way."""
+
+    invitation: bytes
+    token: str  # as typed
+    root_fingerprint: str  # as typed
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the request stands."""
+
+    state: str  # waiting | enrolled | declined
+    fingerprint: str  # of the request: to be compared with what the coordinator's operator sees
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How to call while the site is not enrolled."""
+
+    root: bytes
+    key: ec.EllipticCurvePrivateKey
+    chain: bytes
+
+
+def enrol(home: Home, given: Given | None, join: Join, now: dt.datetime) -> Progress:
+    """Hand in the site's request with an invitation; or, without one, ask what became of it.
+
+    With an invitation, and without ``keys/request.key``, a new key and a new request are made first: that is how a
+    site comes back whose certificate was revoked, with the signing key, ledger and vault that it had.
+
+    Args:
+        home: the site's directory.
+        given: the invitation; None to ask under the certificate that the first call has brought.
+        join: makes the call; :func:`over_grpc` is the real one.
+        now: UTC.
+    Raises:
+        BadSite: the invitation, the token or the fingerprint is wrong, or the answer cannot be used. Nothing is
+            believed then, and what the site had is as before.
+        BadKeyFile: a key is open to others.
+        Unreachable: the coordinator does not answer.
+    """
+    settings = home.settings()
+    if given is not None and not (home.keys / "request.key").exists():
+        _request_anew(home)
+    sealed = _request(home)
+    way = _invited(given, settings.site, now) if given is not None else _waiting(home, now)
+    credentials = grpc.ssl_channel_credentials(way.root, pem(way.key), way.chain)
+    reply = join(credentials, settings.coordinator, sealed if given is not None else b"")
+    said = fingerprint(sealed)
+    if not same_fingerprint(said, str(reply.fingerprint)):
+        raise BadSite("the coordinator speaks of another request than this site's: tell its operator")
+    if reply.state == "enrolled":
+        _settle(home, way.root, reply, now)
+    elif reply.state == "waiting":
+        _keep(home, way.root, bytes(reply.waiting_certificate), now)
+    elif reply.state != "declined":
+        raise BadSite("the coordinator's answer is not understood: are both of the same version?")
+    return Progress(str(reply.state), said)
+
+
+def _request(home: Home) -> bytes:
+    try:
+        return (home.root / "request.json").read_bytes()
+    except OSError:
+        raise BadSite("request.json is missing: run `lazaret-agent --home DIR init` first") from None
+
+
+def _request_anew(home: Home) -> None:
+    """Another key to ask a certificate for, and the request; the key comes last: without it both are made again."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    replace_private(home.root / "request.json", enrolment(home, key))
+    replace_private(home.keys / "request.key", pem(key))
+
+
+def _invited(given: Given, site: str, now: dt.datetime) -> _Way:
+    """Check an invitation against what the operator was told.
+
+    Raises:
+        BadSite: in one clear sentence, what is wrong with it.
+    """
+    try:
+        invitation = json.loads(given.invitation)
+        root, chain = invitation["root"].encode(), invitation["certificate"].encode()
+        whose, until = str(invitation["site"]), int(invitation["until"])
+        known = root_fingerprint(root)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadSite("the invitation cannot be read: ask for its file again") from None
+    if whose != site:
+        raise BadSite("the invitation is for another site than this one")
+    if not same_fingerprint(given.root_fingerprint, known):
+        raise BadSite("the fingerprint is not that of the invitation's root: compare again, and trust it only then")
+    try:
+        key = token_key(read_token(given.token))
+    except BadToken as error:
+        raise BadSite(str(error)) from None
+    if not now.timestamp() < until:
+        raise BadSite("the invitation has ended, half an hour after it was made: ask for a new one")
+    try:
+        checked_chain(chain, root, joining_name(site), key.public_key(), now)
+    except BadCertificate as error:
+        raise BadSite(f"the token is not that of this invitation: {error}") from None
+    return _Way(root, key, chain)
+
+
+def _waiting(home: Home, now: dt.datetime) -> _Way:
+    """The way that an earlier call has brought.
+
+    Raises:
+        BadSite: there was none, or it has ended.
+    """
+    path = home.keys / WAITING
+    if not path.exists():
+        raise BadSite("no request of this site is under way: run `lazaret-agent enrol` with an invitation")
+    try:
+        kept = json.loads(read_private(path))
+        way = _Way(kept["root"].encode(), ec_key(home.keys / "request.key"), kept["certificate"].encode())
+        checked_chain(way.chain, way.root, joining_name(home.settings().site), way.key.public_key(), now)
+    except BadCertificate as error:
+        raise BadSite(f"the waiting certificate cannot be used any more: {error}; ask for a new invitation") from None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
+        raise BadSite(f"{WAITING} is damaged: ask for a new invitation") from None
+    return way
+
+
+def _keep(home: Home, root: bytes, chain: bytes, now: dt.datetime) -> None:
+    """Keep the certificate to ask again with, and the root that the operator has compared."""
+    try:
+        key = ec_key(home.keys / "request.key")
+        checked_chain(chain, root, joining_name(home.settings().site), key.public_key(), now)
+    except BadCertificate as error:
+        raise BadSite(f"what the coordinator issued cannot be used: {error}") from None
+    body = json.dumps({"certificate": chain.decode(), "root": root.decode()})
+    replace_private(home.keys / WAITING, body.encode())
+
+
+def _settle(home: Home, root: bytes, reply: Any, now: dt.datetime) -> None:
+    """Put everything in place; the certificate comes last, and without it the site is not enrolled.
+
+    Raises:
+        BadSite: a part cannot be used; then nothing was written.
+    """
+    policy, ledger_key, chain = str(reply.policy), bytes(reply.ledger_key), bytes(reply.certificate)
+    name, key = agent_name(home.settings().site), ec_key(home.keys / "request.key")
+    try:
+        parse_policy(policy, "the federation's policy")
+        checked_chain(chain, root, name, key.public_key(), now)
+    except (PolicyError, BadCertificate) as error:
+        raise BadSite(f"what the coordinator issued cannot be used: {error}") from None
+    known = _ledger_key(home.keys / "coordinator.pub")
+    if len(ledger_key) != 32 or known not in (None, ledger_key):
+        raise BadSite(
+            "the coordinator's ledger has another key than before: this site goes on with none but the first"
+        )
+    files = {"coordinator.pub": base64.b64encode(ledger_key), "federation.toml": policy.encode(), "root.crt": root}
+    for file, body in files.items():
+        replace_private(home.keys / file, body)
+    install(home.keys, root, name, key, chain, now)
+    (home.keys / WAITING).unlink(missing_ok=True)
+
+
+def _ledger_key(path: Path) -> bytes | None:
+    """The key of the coordinator's ledger that this site has held on to, if it ever was enrolled.
+
+    Raises:
+        BadSite: there is a file, and it cannot be read.
+    """
+    if not path.exists():
+        return None
+    try:
+        return base64.b64decode(path.read_bytes(), validate=True)
+    except (OSError, binascii.Error):
+        raise BadSite("keys/coordinator.pub is damaged: restore it") from None
+
+
+def over_grpc(proxy: str = "") -> Join:
+    """The real call: one, with a deadline.
+
+    It raises BadSite where the coordinator refuses, in its words, and Unreachable where it does not answer, or not
+    with a certificate of that root.
+
+    Args:
+        proxy: host:port of the hospital's HTTP proxy; "": none.
+    """
+
+    def join(credentials: grpc.ChannelCredentials, target: str, envelope: bytes) -> Any:
+        with open_channel(target, credentials, proxy) as channel:
+            try:
+                return GatewayStub(channel).Join(pb.JoinRequest(envelope=envelope), timeout=JOIN_S)
+            except grpc.RpcError as error:
+                raise _said(error) from None
+
+    return join
+
+
+def _said(error: Any) -> Exception:
+    """What a failed call means to the operator."""
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return Unreachable(
+            "the coordinator does not answer under that root: is the address right, and the invitation still good?"
+        )
+    return BadSite("the coordinator refuses: " + "".join(c for c in str(error.details())[:300] if c.isprintable()))

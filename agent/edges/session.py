@@ -1,0 +1,56 @@
+"""The long-lived stream from the coordinator: what it has to say without being asked.
+
+Nothing is granted by it: a notice makes the agent look sooner, or leave a run that is over. A stream that breaks is
+opened again, with growing waits; the coordinator ends it at once when this site's certificate is revoked.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Final
+
+import grpc
+
+from policies.statement import ID
+
+KINDS: Final = frozenset({"hello", "beat", "run", "over", "bye"})
+_PAUSES_S: Final = (1.0, 60.0)
+
+
+class Session:
+    """One stream, in a thread of its own, until closed."""
+
+    def __init__(self, open_stream: Callable[[str], Any], heard: Callable[[str, str], None]) -> None:
+        """Begin.
+
+        Args:
+            open_stream: version -> the stream of notices (:meth:`agent.edges.door.GrpcDoor.session`).
+            heard: (kind, run) of each notice of a kind that is known, but for beats.
+        """
+        self._open, self._heard, self._over = open_stream, heard, threading.Event()
+        self._stream: Any = None
+        self._thread = threading.Thread(target=self._listen, name="session", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._over.set()
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def _listen(self) -> None:
+        pause = _PAUSES_S[0]
+        while not self._over.is_set():
+            try:
+                self._stream = self._open(version("lazaret"))
+                for notice in self._stream:
+                    pause = _PAUSES_S[0]
+                    if notice.kind in KINDS - {"beat"} and (not notice.run or ID.fullmatch(notice.run)):
+                        self._heard(notice.kind, notice.run)
+            except (grpc.RpcError, ValueError):  # broken; or the channel was closed for a fresh one
+                pass
+            self._over.wait(random.SystemRandom().uniform(0.5, 1.0) * pause)
+            pause = min(2 * pause, _PAUSES_S[1])

@@ -1,0 +1,131 @@
+"""Flower's HTTP calls through the gRPC method ``Fleet``: the site has one connection, to one port.
+
+A transport for `httpx`, in which Flower's client is written. Whatever goes wrong on the way is an
+`httpx.TransportError`, so that callers need to know nothing of gRPC. No Flower here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import httpx
+
+from protos import rounds as wire
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayStub
+
+_CALL_S: Final = 30.0
+_SLOWEST: Final = 1 << 16  # bytes a second: a body of 20 MB may take five minutes
+_WHOLE_BODY: Final = "/v1/fleet/pull-object"  # whose reply is as large as a body may be
+_BACK: Final = frozenset({"content-type"})
+# Our certificate was not accepted: it has ended, was revoked, or is another's.
+_TURNED_AWAY: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+
+
+class TurnedAway(httpx.TransportError):
+    """The coordinator does not accept this site's certificate; a renewed one may be."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A channel and how many calls are on it."""
+
+    channel: grpc.Channel
+    calls: int = 0
+
+
+class FleetTransport(httpx.BaseTransport):
+    """Requests as calls of ``Fleet`` on one channel, which can be opened anew between them."""
+
+    def __init__(self, dial: Callable[[], grpc.Channel]) -> None:
+        """``dial`` opens a channel with the credentials of that moment.
+
+        Raises:
+            OSError, ValueError: they cannot be used.
+        """
+        self._dial, self._mutex = dial, threading.Lock()
+        self._line = _Line(dial())
+        self._stale = False
+
+    def renew(self) -> None:
+        """Let the next call use a new channel; calls in flight end on the old one."""
+        self._stale = True
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """One call, to its end.
+
+        Raises:
+            TurnedAway: by the checks that the coordinator makes on every call.
+            httpx.TransportError: no answer in time, or one that is none.
+        """
+        path, body = request.url.path, request.read()
+        reply_size = wire.FLEET_BODY if path == _WHOLE_BODY else 0
+        deadline = _CALL_S + (len(body) + reply_size) / _SLOWEST
+        headers = {name: value for name, value in request.headers.items() if name in wire.FLEET_HEADERS}
+        with self._open() as channel:
+            try:
+                replies = GatewayStub(channel).Fleet(_parts(path, headers, body), timeout=deadline)
+                return _response(replies)
+            except grpc.RpcError as error:
+                if error.code() in _TURNED_AWAY:
+                    self.renew()
+                    raise TurnedAway(error.code().name) from None
+                raise httpx.TransportError(error.code().name) from None  # its text is the other side's
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[grpc.Channel]:
+        """The channel for one call. A replaced one is closed when its last call has ended."""
+        with self._mutex:
+            if self._stale:
+                fresh = _Line(self._redial())
+                self._stale, old, self._line = False, self._line, fresh
+                if not old.calls:
+                    old.channel.close()
+            line = self._line
+            line.calls += 1
+        try:
+            yield line.channel
+        finally:
+            with self._mutex:
+                line.calls -= 1
+                if line is not self._line and not line.calls:
+                    line.channel.close()
+
+    def _redial(self) -> grpc.Channel:
+        try:
+            return self._dial()
+        except (OSError, ValueError) as fault:  # being replaced at this moment, or broken: the next call tries again
+            raise httpx.TransportError(type(fault).__name__) from None
+
+    def close(self) -> None:
+        """Hang up."""
+        self._line.channel.close()
+
+
+def _parts(path: str, headers: dict[str, str], body: bytes) -> Iterator[Any]:
+    yield pb.FleetPart(path=path, headers=headers)
+    for at in range(0, len(body), wire.FLEET_PART):
+        yield pb.FleetPart(data=body[at : at + wire.FLEET_PART])
+
+
+def _response(replies: Iterator[Any]) -> httpx.Response:
+    """The reply, of bounded size.
+
+    Raises:
+        httpx.RemoteProtocolError: it has no status, or is too long.
+    """
+    first = next(iter(replies), None)
+    if first is None or not 200 <= first.status <= 599:
+        raise httpx.RemoteProtocolError("no status")
+    body = bytearray()
+    for part in replies:
+        if len(body) + len(part.data) > wire.FLEET_BODY:
+            raise httpx.RemoteProtocolError("too long")
+        body += part.data
+    headers = {name: value for name, value in first.headers.items() if name in _BACK}
+    return httpx.Response(first.status, headers=headers, content=bytes(body))

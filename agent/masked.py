@@ -1,0 +1,124 @@
+"""A site's part in one round of secure aggregation: five steps, one member, its answers kept and never made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from agent.mechanisms.federated import FederatedMasked
+from agent.nouns import Update
+from agent.participant import Participant
+from agent.pipeline import Refused
+from policies.review import Finding, Verdict
+from protos import secret
+from protos.artifact import BadArtifact, unpack_vector
+from protos.envelope import key_id
+from protos.secagg import Member
+from protos.secagg_session import Acquaintance, Quorum, Session
+from protos.secagg_wire import Refused as NotTogether
+from protos.secagg_wire import Step
+from protos.shamir import Entropy
+from protos.weights import pack_ring
+
+
+def _no(detail: str) -> Refused:
+    return Refused("site", Verdict((Finding("masked", detail),)))
+
+
+@dataclass(slots=True)
+class Sum:
+    """The round that is under way; a new one forgets the old one's secrets."""
+
+    participant: Participant
+    sign_key: Ed25519PrivateKey
+    known: Acquaintance | None  # None: this site names no partners, and is in no sum
+    entropy: Entropy
+    _at: tuple[str, int] = ("", 0)
+    _member: Member | None = None
+    _session: Session | None = None
+    _start: Update | None = None
+    _answers: dict[str, bytes] = field(default_factory=dict)  # by step: a reply that got lost is sent again
+
+    def step(self, run: str, number: int, name: str, payload: bytes, config: bytes) -> bytes:
+        """One step of round ``number`` (from 1) of a run.
+
+        Raises:
+            Refused: out of order, not granted, a roster without sites that this hospital knows, or a protocol that
+                is not followed. The member is forgotten then.
+        """
+        try:
+            step = Step[name.upper()]
+        except KeyError:
+            raise _no("there is no such step") from None
+        if self._at == (run, number) and name in self._answers:
+            return self._answers[name]
+        try:
+            if step is Step.ADVERTISE:
+                answer = self._begin(run, number, payload, config)
+            else:
+                answer = self._go_on(run, number, step, payload)
+        except (NotTogether, BadArtifact, ValueError) as fault:
+            self._member, self.participant.under_way = None, False
+            raise _no(str(fault)) from None
+        except BaseException:  # whatever it was, this round is over here; a step of another round ends none
+            if self._at == (run, number):
+                self._member, self.participant.under_way = None, False
+            raise
+        self._answers[name] = answer
+        return answer
+
+    def _begin(self, run: str, number: int, payload: bytes, config: bytes) -> bytes:
+        part = self.participant
+        mechanism = part.mechanism
+        if not isinstance(mechanism, FederatedMasked) or FederatedMasked.from_json(config.decode()) != mechanism:
+            raise _no("the round is not of the run that was priced")
+        if self.known is None:
+            raise _no("site.toml names no partners: without sites that it knows this one is in no sum")
+        setup = secret.Setup.decode(payload)
+        start = unpack_vector(setup.start)
+        self._acquainted(setup.roster, mechanism.sites)
+        quorum = Quorum.smallest(len(setup.roster), secret.CORRUPT, mechanism.honest)
+        terms = secret.Terms(run, number - 1, config, setup.strategy)
+        session = secret.session(terms, start, setup.roster, quorum)
+        member = Member(session, part.site.name, self.sign_key, self.known, self.entropy)
+        part.begin(run, number, once=True)  # durable before anything of it is said
+        self._at, self._answers = (run, number), {}
+        self._member, self._session, self._start = member, session, Update(start)
+        return member.answer(Step.ADVERTISE, b"")
+
+    def _acquainted(self, roster: Mapping[str, bytes], most: int) -> None:
+        """No more sites than were priced, and none beyond the corrupt ones that this hospital does not know itself.
+
+        A coordinator that fills a roster with sites of its own holds the shares of the others' secrets; then no
+        threshold helps. Whoever is unknown here counts as corrupt, and the quorum allows for so many.
+
+        Raises:
+            Refused: there are more.
+        """
+        assert self.known is not None
+        if not len(roster) <= most:
+            raise _no("the roster has more sites than the claim was priced for")
+        others = [key for site, key in roster.items() if site != self.participant.site.name]
+        strangers = sum(key_id(key) not in self.known.known for key in others)
+        if not strangers <= secret.CORRUPT:
+            raise _no("the roster has more sites that this hospital does not know than may be corrupt")
+
+    def _go_on(self, run: str, number: int, step: Step, payload: bytes) -> bytes:
+        member = self._member
+        if member is None or self._session is None or self._at != (run, number):
+            raise _no("this step is out of order")
+        if step is not Step.MASK:
+            return member.answer(step, payload)
+        self._member = None  # until its vector is sealed: whatever goes wrong from here on, it takes no further step
+        part, mechanism, start = self.participant, self.participant.mechanism, self._start
+        assert isinstance(mechanism, FederatedMasked)
+        assert start is not None
+        cohort = part.site.vault.cohort(part.modality, mechanism.shape)
+        delta = mechanism.run_round(cohort, start, part.entropy)
+        lattice = self._session.params.ring.quantise(delta.vector)
+        message = member.answer(step, payload, lattice)
+        goods = part.seal(number, pack_ring(secret.masked_vector(self._session, message)))
+        self._member = member
+        return secret.frame(goods.envelope, message)

@@ -1,0 +1,535 @@
+"""A hospital joins and renews: through a real port, with mutual TLS and the guard that stands before every call."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from agent.edges import enrol as joining
+from agent.edges import home as agent_home
+from agent.edges.channel import open_channel
+from agent.edges.credentials import Credentials
+from agent.edges.enrol import Given, Progress, enrol, over_grpc
+from agent.edges.home import BadSite
+from agent.nouns import Unreachable
+from coordinator.edges import home as homes
+from coordinator.edges.authority import Authority, Invitation
+from coordinator.edges.guard import Call, Guard, Turned
+from coordinator.edges.log import open_log
+from coordinator.intake import Intake
+from policies import governance
+from policies.policy import preset
+from protos import identity, keyfile
+from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayServicer, GatewayStub, add_GatewayServicer_to_server
+from tests.support.books import Person
+
+HOUR = dt.timedelta(hours=1)
+SITE = 'site = "{}"\ncoordinator = "localhost:{}"\ninput = "in"\nmodalities = ["OT"]\n' + (
+    "secondary_capture_modalities = []\npublic_components = []\n"
+)
+
+
+def now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC)
+
+
+class Registration(GatewayServicer):
+    """The two calls that enrolment needs, behind the product's guard."""
+
+    def __init__(self, authority: Authority) -> None:
+        self.authority = authority
+
+    def Join(self, request: Any, call: Call) -> Any:
+        try:
+            said = self.authority.join(call.peer.site, call.peer.leaf, request.envelope)
+        except ValueError as refusal:
+            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal), "join") from None
+        return pb.JoinReply(
+            state=said.state,
+            fingerprint=said.fingerprint,
+            waiting_certificate=said.waiting_certificate,
+            certificate=said.certificate,
+            policy=said.policy,
+            ledger_key=said.ledger_key,
+        )
+
+    def Renew(self, request: Any, call: Call) -> Any:
+        try:
+            chain = self.authority.renew(call.peer.site, call.peer.leaf, request.csr)
+        except ValueError as refusal:
+            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal), "renew") from None
+        return pb.RenewReply(certificate=chain)
+
+
+@dataclass
+class Hub:
+    """A coordinator's registration desk on a real port."""
+
+    root: Path
+    persons: list[Person] = field(default_factory=lambda: [Person("dpo", "compliance"), Person("chief", "hospital")])
+
+    def __enter__(self) -> Hub:
+        self.home = homes.create(self.root / "hub", 'listen = "127.0.0.1:0"\n', preset("internal"), now())
+        self.store = homes.open_ledger(self.home)
+        for person in self.persons:
+            governance.appoint(self.store, person.name, person.role, person.public)
+        intake = Intake.over(self.store, self.home.policy())
+        self.authority = Authority(self.home, intake, now)
+        guard = Guard(
+            self._admits,
+            intake.report,
+            open_log(self.home.root / "coordinator.log"),
+        )
+        self.server = grpc.server(futures.ThreadPoolExecutor(4), interceptors=[guard])
+        add_GatewayServicer_to_server(Registration(self.authority), self.server)
+        self.port = self.server.add_secure_port("127.0.0.1:0", self._credentials())
+        self.server.start()
+        return self
+
+    def _admits(self, site: str, number: str) -> bool:
+        return self.store.state.admits(site, number)
+
+    def _credentials(self) -> grpc.ServerCredentials:
+        def fresh() -> grpc.ServerCertificateConfiguration:
+            own = homes.own_certificate(self.home, now())
+            return grpc.ssl_server_certificate_configuration([own], root_certificates=self.home.root_crt())
+
+        return grpc.dynamic_ssl_server_credentials(fresh(), fresh, require_client_authentication=True)
+
+    def __exit__(self, *_fault: object) -> None:
+        self.server.stop(0).wait()
+        self.store.close()
+
+    def site(self, name: str = "a", folder: str = "", port: int = 0) -> agent_home.Home:
+        return agent_home.create(
+            self.root / (folder or name), SITE.format(name, port or self.port), preset("internal")
+        )
+
+    def approve(self, site: agent_home.Home, serial: str = "s1") -> None:
+        name = site.settings().site
+        digest = hashlib.sha256((site.root / "request.json").read_bytes()).hexdigest()
+        words = (serial, "enrol", name, digest, self.store.origin)
+        self.authority.enrol(name, serial, [person.approval(*words) for person in self.persons])
+
+    def joined(self, site: agent_home.Home) -> Credentials:
+        asked(site, self.authority.invite(site.settings().site))
+        self.approve(site, f"s-{site.settings().site}")
+        assert asked(site).state == "enrolled"
+        return Credentials(site.keys)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with Hub(tmp_path) as made:
+        yield made
+
+
+def asked(site: agent_home.Home, invitation: Invitation | None = None, /, **changes: Any) -> Progress:
+    """Run ``enrol`` as an operator would, with the product's own call."""
+    given = None
+    if invitation is not None:
+        values = {
+            "invitation": invitation.body,
+            "token": invitation.token,
+            "root_fingerprint": invitation.fingerprint,
+        }
+        given = Given(**{**values, **changes})
+    return enrol(site, given, over_grpc(), now())
+
+
+def files(site: agent_home.Home) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in site.keys.iterdir()}
+
+
+def renewed(hub: Hub, credentials: Credentials, when: dt.datetime | None = None) -> None:
+    """Renew through the port."""
+    with open_channel(f"localhost:{hub.port}", credentials.channel_credentials()) as channel:
+        stub = GatewayStub(channel)
+        credentials.renew(lambda csr: stub.Renew(pb.RenewRequest(csr=csr), timeout=10).certificate, when or now())
+
+
+def test_a_hospital_joins_over_the_wire_and_the_key_it_was_born_with_is_in_use(hub: Hub) -> None:
+    site = hub.site()
+    born = keyfile.ec_key(site.keys / "request.key").public_key()
+    before = (site.root / "request.json").read_bytes()
+    first = asked(site, hub.authority.invite("a"))
+    assert first == Progress("waiting", identity.fingerprint(before))
+    assert hub.authority.enrolments()[0].fingerprint == first.fingerprint  # both sides read the same aloud
+    with pytest.raises(BadSite, match=r"no certificate|not enrolled"):
+        Credentials(site.keys)
+    assert asked(site).state == "waiting"
+    hub.approve(site)
+    assert asked(site) == Progress("enrolled", first.fingerprint)
+    credentials = Credentials(site.keys)
+    leaf = identity.checked_chain(credentials.chain(), hub.home.root_crt(), identity.agent_name("a"), born, now())
+    assert hub.store.state.admits("a", identity.number_of(leaf))
+    assert credentials.number == identity.number_of(leaf)
+    assert site.coordinator_key() == hub.store.public
+    assert site.federation_policy() == hub.home.policy()
+    assert not (site.keys / joining.WAITING).exists()
+    assert all(path.stat().st_mode & 0o077 == 0 for path in site.keys.iterdir() if path.suffix in (".pem", ".key"))
+
+
+def test_the_token_and_the_keys_never_cross_the_wire(hub: Hub) -> None:
+    site, invitation, sent = hub.site(), hub.authority.invite("a"), list[bytes]()
+
+    def heard(credentials: grpc.ChannelCredentials, target: str, envelope: bytes) -> Any:
+        sent.append(envelope)
+        reply = over_grpc()(credentials, target, envelope)
+        sent.append(reply.SerializeToString())
+        return reply
+
+    enrol(site, Given(invitation.body, invitation.token, invitation.fingerprint), heard, now())
+    keys = [keyfile.pem(keyfile.ec_key(site.keys / "request.key")), keyfile.pem(site.sign_key())]
+    secrets = [invitation.token.encode(), *(key.split(b"\n")[1] for key in keys)]
+    assert len(sent) == 2
+    assert not any(secret in message for secret in secrets for message in sent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"token": "AAAA-AAAA"}, "mistyped"),
+        ({"token": ""}, "mistyped"),
+        ({"root_fingerprint": "0" * 32}, "fingerprint"),
+        ({"root_fingerprint": ""}, "fingerprint"),
+        ({"invitation": b"junk"}, "cannot be read"),
+        ({"invitation": b"[]"}, "cannot be read"),
+        ({"invitation": b"{}"}, "cannot be read"),
+    ],
+)
+def test_a_slip_of_the_operator_is_said_in_a_sentence_before_anything_is_sent(
+    hub: Hub, changes: dict[str, Any], sentence: str
+) -> None:
+    site = hub.site()
+    before = files(site)
+    with pytest.raises(BadSite, match=sentence):
+        asked(site, hub.authority.invite("a"), **changes)
+    assert files(site) == before
+    assert hub.authority.enrolments()[0].state == "invited"
+
+
+def test_the_token_of_another_invitation_is_found_out_at_once(hub: Hub) -> None:
+    site = hub.site()
+    old, new = hub.authority.invite("a"), hub.authority.invite("a")
+    with pytest.raises(BadSite, match="not that of this invitation"):
+        asked(site, new, token=old.token)
+    with pytest.raises(BadSite, match=r"refuses: .*replaced"):
+        asked(site, old)
+    assert asked(site, new).state == "waiting"
+
+
+def test_an_invitation_for_another_site_or_of_another_time_is_refused(hub: Hub) -> None:
+    site = hub.site()
+    with pytest.raises(BadSite, match="another site"):
+        asked(site, hub.authority.invite("b"))
+    invitation = hub.authority.invite("a")
+    given = Given(invitation.body, invitation.token, invitation.fingerprint)
+    with pytest.raises(BadSite, match="has ended"):
+        enrol(site, given, over_grpc(), now() + HOUR)
+    with pytest.raises(BadSite, match="clock"):
+        enrol(site, given, over_grpc(), now() - HOUR)
+
+
+def test_a_false_coordinator_with_a_root_of_its_own_is_not_believed(hub: Hub, tmp_path: Path) -> None:
+    with Hub(tmp_path / "false") as false:
+        site = hub.site(port=false.port)
+        true, bait = hub.authority.invite("a"), false.authority.invite("a")
+        with pytest.raises(BadSite, match="fingerprint"):
+            asked(site, bait, root_fingerprint=true.fingerprint)
+        body = json.loads(bait.body)
+        body["root"] = json.loads(true.body)["root"]
+        with pytest.raises(BadSite, match="not that of this invitation"):
+            asked(site, bait, root_fingerprint=true.fingerprint, invitation=json.dumps(body).encode())
+        with pytest.raises(Unreachable, match="under that root"):
+            asked(site, true)  # it answers at the address, under its own root
+        assert not false.store.state.sites
+        assert false.authority.enrolments()[0].state == "invited"
+
+
+def test_nobody_answers_is_said_so(hub: Hub) -> None:
+    site, invitation = hub.site(port=1), hub.authority.invite("a")
+    with pytest.raises(Unreachable, match="does not answer"):
+        asked(site, invitation)
+
+
+def test_a_coordinator_that_speaks_of_another_request_is_not_believed(hub: Hub) -> None:
+    site, invitation = hub.site(), hub.authority.invite("a")
+    given = Given(invitation.body, invitation.token, invitation.fingerprint)
+
+    def swapped(credentials: grpc.ChannelCredentials, target: str, envelope: bytes) -> Any:
+        reply = over_grpc()(credentials, target, envelope)
+        reply.fingerprint = identity.fingerprint(b"another")
+        return reply
+
+    with pytest.raises(BadSite, match="another request"):
+        enrol(site, given, swapped, now())
+    assert not (site.keys / joining.WAITING).exists()
+
+
+@pytest.mark.parametrize("part", ["certificate", "policy", "ledger_key", "state", "stranger's certificate"])
+def test_an_answer_with_one_bad_part_changes_nothing(hub: Hub, part: str) -> None:
+    site, other = hub.site(), hub.site("b")
+    asked(site, hub.authority.invite("a"))
+    hub.approve(site)
+    strangers = hub.joined(other).chain() if "stranger" in part else b""
+    before = files(site)
+
+    def bent(credentials: grpc.ChannelCredentials, target: str, envelope: bytes) -> Any:
+        reply = over_grpc()(credentials, target, envelope)
+        name = part.rpartition(" ")[2]
+        values = {"certificate": strangers or b"junk", "policy": "x", "ledger_key": b"short", "state": "done"}
+        setattr(reply, name, values[name])
+        return reply
+
+    with pytest.raises(BadSite):
+        enrol(site, None, bent, now())
+    assert files(site) == before
+    assert asked(site).state == "enrolled"
+
+
+def test_asking_without_an_invitation_needs_one_first(hub: Hub) -> None:
+    site = hub.site()
+    with pytest.raises(BadSite, match="with an invitation"):
+        asked(site)
+    asked(site, hub.authority.invite("a"))
+    kept = (site.keys / joining.WAITING).read_bytes()
+    for bad in (b"junk", b"{}", b"[]"):
+        (site.keys / joining.WAITING).write_bytes(bad)
+        with pytest.raises(BadSite, match="damaged"):
+            asked(site)
+    (site.keys / joining.WAITING).write_bytes(kept)
+    with pytest.raises(BadSite, match="new invitation"):
+        enrol(site, None, over_grpc(), now() + 8 * 24 * HOUR)
+    (site.keys / joining.WAITING).chmod(0o644)
+    with pytest.raises(keyfile.BadKeyFile):
+        asked(site)
+
+
+def test_a_declined_request_is_told_so(hub: Hub) -> None:
+    site = hub.site()
+    asked(site, hub.authority.invite("a"))
+    hub.authority.revoke("a", "", "left")
+    assert asked(site).state == "declined"
+
+
+def test_a_site_never_changes_over_to_another_ledger_key(hub: Hub) -> None:
+    site = hub.site()
+    hub.joined(site)
+    keyfile.replace_private(site.keys / "coordinator.pub", b"A" * 43 + b"=")
+    with pytest.raises(BadSite, match="another key than before"):
+        asked(site, hub.authority.invite("a"))
+
+
+@pytest.mark.parametrize("died_at", ["coordinator.pub", "federation.toml", "root.crt", "tls.pem"])
+def test_a_crash_while_the_answer_is_put_in_place_is_healed_by_asking_again(
+    hub: Hub, died_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = hub.site()
+    asked(site, hub.authority.invite("a"))
+    hub.approve(site)
+    write = keyfile.replace_private
+
+    def dying(path: Path, body: bytes) -> None:
+        if path.name == died_at:
+            raise KeyboardInterrupt
+        write(path, body)
+
+    for module in ("agent.edges.enrol", "agent.edges.credentials"):
+        monkeypatch.setattr(f"{module}.replace_private", dying)
+    with pytest.raises(KeyboardInterrupt):
+        asked(site)
+    monkeypatch.undo()
+    with pytest.raises(BadSite):
+        Credentials(site.keys)
+    assert asked(site).state == "enrolled"
+    renewed(hub, Credentials(site.keys))
+
+
+def test_a_renewal_takes_a_fresh_key_into_use_and_the_old_one_is_gone(hub: Hub) -> None:
+    site = hub.site()
+    credentials = hub.joined(site)
+    old_key, old = credentials.key(), credentials.number
+    renewed(hub, credentials)
+    assert credentials.key() != old_key
+    assert credentials.number != old
+    assert hub.store.state.admits("a", credentials.number)
+    again = Credentials(site.keys)
+    assert (again.key(), again.chain()) == (credentials.key(), credentials.chain())
+    assert not any(old_key in body for name, body in files(site).items() if name != "request.key")
+    renewed(hub, again)
+
+
+def test_it_is_time_to_renew_after_two_thirds_of_the_life(hub: Hub) -> None:
+    credentials = hub.joined(hub.site())
+    start = credentials.not_after - dt.timedelta(hours=24, minutes=5)
+    life = credentials.not_after - start
+    for jitter in (-0.1, 0.0, 0.1):
+        at = start + (2 / 3 + jitter) * life
+        assert not credentials.due(at - dt.timedelta(seconds=1), jitter)
+        assert credentials.due(at + dt.timedelta(seconds=1), jitter)
+    assert credentials.due(credentials.not_after + HOUR)
+    for bad in (0.2, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="jitter"):
+            credentials.due(start, bad)
+
+
+def bad_chains(hub: Hub, tmp_path: Path) -> list[Any]:
+    """Answers to a renewal that must not be taken."""
+    root = identity.make_root(now())
+    foreign = identity.make_intermediate(root, now())
+    name, mine = identity.agent_name("a"), hub.home.ca()
+    own = ec.generate_private_key(ec.SECP256R1()).public_key()
+    return [
+        lambda csr: identity.issue(csr, name, foreign, now()),
+        lambda csr: identity.certify(own, name, mine, now()),
+        lambda csr: identity.certify(identity.requested_key(csr, name), identity.agent_name("b"), mine, now()),
+        lambda csr: identity.issue(csr, name, mine, now(), life=-HOUR / 30),
+        lambda csr: identity.issue(csr, name, mine, now())[:-50],
+        lambda csr: b"",
+    ]
+
+
+def test_an_answer_to_a_renewal_that_is_not_right_leaves_the_old_credentials_at_work(
+    hub: Hub, tmp_path: Path
+) -> None:
+    site = hub.site()
+    credentials = hub.joined(site)
+    before, number = files(site), credentials.number
+    for ask in bad_chains(hub, tmp_path):
+        with pytest.raises(BadSite, match="cannot be used"):
+            credentials.renew(ask, now())
+        assert files(site) == before
+        assert credentials.number == number
+    renewed(hub, credentials)
+
+
+def test_a_renewal_that_dies_on_either_side_of_the_rename_leaves_working_credentials(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = hub.site()
+    credentials = hub.joined(site)
+    write = keyfile.replace_private
+
+    def before(_path: Path, _body: bytes) -> None:
+        raise KeyboardInterrupt
+
+    def after(path: Path, body: bytes) -> None:
+        write(path, body)
+        raise KeyboardInterrupt
+
+    for dying in (before, after):
+        monkeypatch.setattr("agent.edges.credentials.replace_private", dying)
+        with pytest.raises(KeyboardInterrupt):
+            renewed(hub, credentials)
+        monkeypatch.undo()
+        credentials = Credentials(site.keys)
+        renewed(hub, credentials)  # works with whichever the file holds
+
+
+def test_who_was_revoked_renews_nothing_over_the_same_wire(hub: Hub) -> None:
+    credentials = hub.joined(hub.site())
+    hub.authority.revoke("a", credentials.number, "stolen")
+    with pytest.raises(grpc.RpcError) as refusal:
+        renewed(hub, credentials)
+    assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert len(hub.store.state.issued) == 1
+
+
+def test_a_waiting_certificate_may_do_nothing_but_ask(hub: Hub) -> None:
+    site = hub.site()
+    asked(site, hub.authority.invite("a"))
+    kept = json.loads((site.keys / joining.WAITING).read_bytes())
+    key = keyfile.read_private(site.keys / "request.key")
+    credentials = grpc.ssl_channel_credentials(kept["root"].encode(), key, kept["certificate"].encode())
+    with open_channel(f"localhost:{hub.port}", credentials) as channel, pytest.raises(grpc.RpcError) as refusal:
+        GatewayStub(channel).Renew(pb.RenewRequest(csr=b"x"), timeout=10)
+    assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_an_ended_certificate_makes_no_call_and_the_site_is_invited_again(hub: Hub) -> None:
+    site = hub.site()
+    credentials = hub.joined(site)
+    own = keyfile.ec_key(site.keys / "request.key")
+    past = now() - dt.timedelta(seconds=90)
+    ended = identity.certify(own.public_key(), identity.agent_name("a"), hub.home.ca(), now(), life=past - now())
+    keyfile.replace_private(site.keys / "tls.pem", keyfile.pem(own) + ended)
+    credentials = Credentials(site.keys)
+    assert credentials.due(now())
+    with pytest.raises(grpc.RpcError):
+        renewed(hub, credentials)
+    assert asked(site, hub.authority.invite("a")).state == "enrolled"
+    renewed(hub, Credentials(site.keys))
+
+
+def test_a_site_whose_key_was_stolen_comes_back_in_its_own_directory_with_a_key_of_its_own_making(hub: Hub) -> None:
+    """The key file is removed; an invitation makes another, and a request that persons have not seen yet."""
+    site = hub.site()
+    hub.joined(site)
+    old, before = (site.keys / "request.key").read_bytes(), (site.root / "request.json").read_bytes()
+    hub.authority.revoke("a", Credentials(site.keys).number, "stolen")
+    with pytest.raises(BadSite, match="make a new key"):
+        asked(site, hub.authority.invite("a"))
+    (site.keys / "request.key").unlink()
+    with pytest.raises(BadSite, match="with an invitation"):
+        asked(site)
+    hub.authority.revoke("a", "", "stolen")
+    assert asked(site, hub.authority.invite("a")).state == "waiting"
+    assert (site.keys / "request.key").read_bytes() != old
+    assert (site.keys / "request.key").stat().st_mode & 0o777 == 0o600
+    assert (site.root / "request.json").read_bytes() != before
+    hub.approve(site, "s-again")
+    assert asked(site).state == "enrolled"
+    renewed(hub, Credentials(site.keys))
+
+
+@pytest.mark.parametrize("what", ["empty", "key alone", "chain alone", "another key", "signing key"])
+def test_a_damaged_file_of_credentials_is_said_to_be_so(hub: Hub, what: str) -> None:
+    site = hub.site()
+    credentials = hub.joined(site)
+    other = keyfile.pem(ec.generate_private_key(ec.SECP256R1()))
+    bodies = {
+        "empty": b"",
+        "key alone": credentials.key(),
+        "chain alone": credentials.chain(),
+        "another key": other + credentials.chain(),
+        "signing key": keyfile.pem(site.sign_key()) + credentials.chain(),
+    }
+    keyfile.replace_private(site.keys / "tls.pem", bodies[what])
+    with pytest.raises(BadSite, match=r"tls\.pem"):
+        Credentials(site.keys)
+    (site.keys / "tls.pem").chmod(0o640)
+    with pytest.raises(keyfile.BadKeyFile):
+        Credentials(site.keys)
+
+
+def test_a_site_without_a_certificate_is_told_what_to_do(tmp_path: Path) -> None:
+    site = agent_home.create(tmp_path / "a", SITE.format("a", 1), preset("internal"))
+    with pytest.raises(BadSite, match="enrol"):
+        Credentials(site.keys)
+    (site.root / "request.json").unlink()
+    with pytest.raises(BadSite, match=r"request\.json"):
+        enrol(site, None, over_grpc(), now())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['proxy = "nowhere"', "proxy = 1", 'proxy = "a:99999"', 'partners = ["x"]', "least_partners = 0", "other = 1"],
+)
+def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
+    with pytest.raises(BadSite, match=line.partition(" ")[0]):
+        agent_home.parse_settings(tmp_path, SITE.format("a", 1) + line + "\n")
+    lines = 'proxy = "proxy.example:3128"\npartners = ["' + "ab" * 32 + '"]\n'
+    good = agent_home.parse_settings(tmp_path, SITE.format("a", 1) + lines)
+    assert (good.proxy, good.partners, good.least_partners) == ("proxy.example:3128", {"ab" * 32}, 1)
