@@ -35,6 +35,7 @@ from protos.artifact import unpack_vector
 SITES = ("site-a", "site-b", "site-c")
 POOR = "site-c"  # its own policy has a smaller budget
 RUN = "digits-1"
+PERSONS = {"dpo-1": "compliance", "physician-1": "hospital"}  # who approve at the coordinator, and as what
 K, L = 5, 2
 PUBLIC_PATIENTS = 250  # a public bound on the patients of a site; delta is a thousandth of 1 / bound
 Say = Callable[[str], None]
@@ -68,6 +69,7 @@ def federated_job(public: digits.Digits, rounds: int) -> Federated:
         classes=tuple(str(c) for c in range(10)),
         shape=(32, 32),
         centre=tuple(round(float(c), 4) for c in centre),
+        proximal=0.0,
     )
 
 
@@ -109,8 +111,8 @@ class Scene:
     def story(self) -> Iterator[tuple[str, Callable[[Say], str]]]:
         """The steps, in order: a title and what to do."""
         yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
-        yield "keys are born, sites are enrolled, the ledger begins", self.enrol
-        yield "the coordinator serves; each site checks its way to it", self.serve
+        yield "keys are born where they are used; two persons may approve; the ledger begins", self.found
+        yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
         yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
         yield "k-anonymous synthetic sets: price, cluster, average, seal, verdict", self.synthetic
         yield "federated rounds with patient-level DP-SGD", self.federate
@@ -185,15 +187,19 @@ class Scene:
             )
         return "\n".join(lines)
 
-    def enrol(self, say: Say) -> str:
-        """Make the coordinator's and the sites' directories; approve each site's sealed request."""
-        listen, superlink = f"127.0.0.1:{_free_port()}", f"127.0.0.1:{_free_port()}"
+    def found(self, say: Say) -> str:
+        """Make the coordinator's and the sites' directories, and appoint the two who approve."""
+        listen = f"127.0.0.1:{_free_port()}"
         basis = public_basis(self.split.public)
         (self.work / "basis.safetensors").write_bytes(basis)
         vouched = hashlib.sha256(basis).hexdigest()
         (self.work / "poor.toml").write_text(preset("internal").replace("epsilon = 8.0", "epsilon = 2.0"))
-        self.run(self.coordinator("init", "--listen", listen, "--superlink", superlink, "--policy", "internal"))
-        common = ["--coordinator", listen, "--superlink", superlink, "--public-component", vouched]
+        self.run(self.coordinator("init", "--listen", listen, "--policy", "internal"))
+        (self.work / "persons").mkdir(mode=0o700)
+        for person, role in PERSONS.items():
+            public = self.run(self.coordinator("ledger", "person", str(self._key(person)))).strip()
+            self.run(self.coordinator("ledger", "appoint", person, role, public))
+        common = ["--coordinator", listen, "--public-component", vouched]
         common += [word for modality in ("OT", "CT", "MR", "CR") for word in ("--modality", modality)]
 
         def init(site: str) -> None:
@@ -203,19 +209,48 @@ class Scene:
 
         say("three sites make their keys")
         self.each(init)
-        for site in SITES:
-            say(f"the coordinator approves {site}")
-            bundle, request = self.work / f"{site}.bundle.json", self.work / site / "request.json"
-            self.run(self.coordinator("approve", str(request), "--out", str(bundle)))
-        self.each(lambda site: self.run(self.agent(site, "enrol", str(self.work / f"{site}.bundle.json"))))
         return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others 8; k is at least {K}"
 
-    def serve(self, say: Say) -> str:
-        """Start the coordinator; let each site check its way."""
+    def enrol(self, say: Say) -> str:
+        """Start the coordinator; each site joins by token, and two persons approve what they compared."""
         self.start("coordinator", self.coordinator("serve"), "serving")
+        roots = {}
+        for site in SITES:
+            say(f"the coordinator invites {site}")
+            invitation, token = self.work / f"{site}.invitation", self.work / f"{site}.token"
+            said = self.run(self.coordinator("invite", site, "--out", str(invitation), "--token-file", str(token)))
+            roots[site] = said.partition("root: ")[2].partition("\n")[0]
+
+        def join(site: str) -> str:
+            words = ["enrol", str(self.work / f"{site}.invitation"), "--fingerprint", roots[site]]
+            words += ["--token-file", str(self.work / f"{site}.token")]
+            return self.run(self.agent(site, *words), may_refuse=True).partition("request: ")[2].partition("\n")[0]
+
+        say("three sites hand in their requests")
+        compared = self.each(join)
+        waiting = json.loads(self.run(self.coordinator("enrolments", "--json")))
+        for pending in waiting:
+            if pending["fingerprint"] != compared[pending["site"]]:
+                raise DemoFailed(f"{pending['site']}: the fingerprints differ")
+            say(f"two persons approve {pending['site']}")
+            self._approved(pending["site"], pending["digest"])
+        self.each(lambda site: self.run(self.agent(site, "enrol", "--wait", "20")))
         say("three doctors")
         self.each(lambda site: self.run(self.agent(site, "doctor")))
-        return "mutual TLS works from every site"
+        return "\n".join(f"{site}: {words}" for site, words in compared.items())
+
+    def _key(self, person: str) -> Path:
+        """Where a person keeps the private key."""
+        return self.work / "persons" / f"{person}.key"
+
+    def _approved(self, site: str, digest: str) -> None:
+        """Each person signs the request that was compared; the operator hands both approvals in."""
+        files = []
+        for person in PERSONS:
+            files.append(str(self.work / f"{site}.{person}.json"))
+            words = ["ledger", "sign", "enrol", site, digest, "--person", person, "--serial", f"enrol-{site}"]
+            self.run(self.coordinator(*words, "--key", str(self._key(person)), "--out", files[-1]))
+        self.run(self.coordinator("approve", site, *files, "--serial", f"enrol-{site}"))
 
     def ingest(self, say: Say) -> str:
         """Ingest each folder."""
