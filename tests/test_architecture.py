@@ -18,7 +18,12 @@ OURS = [p for p in PRODUCT if not p.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
 CORE = [
     p
     for p in OURS
-    if p.relative_to(ROOT).parts[:2] in {("agent", x) for x in ("stages", "mechanisms", "nouns.py", "pipeline.py")}
+    if p.relative_to(ROOT).parts[:2]
+    in {
+        *(("agent", x) for x in ("stages", "mechanisms", "nouns.py", "pipeline.py", "participant.py", "masked.py")),
+        *(("agent", x) for x in ("recovery.py", "approval.py")),
+        *(("coordinator", x) for x in ("rounds.py", "plan.py", "intake.py")),
+    }
 ]
 
 

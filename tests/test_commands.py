@@ -33,9 +33,9 @@ def test_a_site_that_is_not_enrolled_is_told_what_to_do(tmp_path: Path, capsys: 
     home = ["--home", str(tmp_path / "site")]
     assert agent.__main__.main([*home, "init", "--site", "site-a", *MODALITY]) == 0
     assert agent.__main__.main([*home, "doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out.split("comes back\n")[1])
+    found = json.loads(capsys.readouterr().out.split("run `enrol` with it\n")[1])
     assert found["site.toml"] is None
-    assert "run `lazaret-agent enrol BUNDLE`" in found["enrolled"]
+    assert "run `lazaret-agent enrol` with the coordinator's invitation" in found["enrolled"]
     assert agent.__main__.main([*home, "ledger", "show"]) == 1
     assert "no ledger" in capsys.readouterr().err
 
@@ -60,15 +60,34 @@ def test_a_job_that_cannot_be_read_is_refused_with_its_keys(
     assert "job.json" in capsys.readouterr().err
 
 
-def test_a_request_that_is_none_enrols_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    home = ["--home", str(tmp_path / "coordinator")]
-    coordinator.__main__.main([*home, "init"])
+def test_an_invitation_that_is_none_is_told_as_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ["--home", str(tmp_path / "site")]
+    agent.__main__.main([*home, "init", "--site", "site-a", *MODALITY])
+    (tmp_path / "token").write_text("abc\n")
     for text in ("", "{}", '{"payload": "AAAA"}', "x" * 1000):
-        (tmp_path / "request.json").write_text(text)
-        words = [*home, "approve", str(tmp_path / "request.json"), "--out", str(tmp_path / "bundle.json")]
-        assert coordinator.__main__.main(words) == 1
-    assert not (tmp_path / "bundle.json").exists()
-    assert "refused" in capsys.readouterr().err
+        (tmp_path / "site-a.invitation").write_text(text)
+        words = ["enrol", str(tmp_path / "site-a.invitation"), "--token-file", str(tmp_path / "token")]
+        assert agent.__main__.main([*home, *words, "--fingerprint", "0" * 32]) == 1
+        assert "refused: " in capsys.readouterr().err
+    assert agent.__main__.main([*home, *words]) == 1
+    assert "by telephone" in capsys.readouterr().err.replace("\n", " ")
+    assert not (tmp_path / "site" / "keys" / "tls.pem").exists()
+
+
+def test_an_operator_whose_coordinator_does_not_serve_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = ["--home", str(tmp_path / "coordinator")]
+    assert coordinator.__main__.main([*home, "init", "--listen", "127.0.0.1:1"]) == 0
+    (tmp_path / "approval.json").write_text("{}")
+    approve = ["approve", "site-a", str(tmp_path / "approval.json"), "--serial", "s-1"]
+    invite = ["invite", "site-a", "--out", str(tmp_path / "invitation")]
+    for words in (approve, invite, ["enrolments"], ["round", "stop", "r"], ["round", "watch", "r"]):
+        assert coordinator.__main__.main([*home, *words]) == 1
+        assert "refused: " in capsys.readouterr().err
+    assert not (tmp_path / "invitation").exists()
 
 
 def test_a_policy_with_problems_names_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

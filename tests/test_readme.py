@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from agent.participant import read_mechanism
+from coordinator.plan import Job
 from policies.policy import parse, preset
 
 ROOT = Path(__file__).parent.parent
@@ -45,13 +48,13 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=200)
+        said, _ = process.communicate(timeout=280)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, textwrap.shorten(said, 4000)
     for word in (
-        "enrolled site-a",
+        "site-a is enrolled",
         "admitted at level B",
         "quarantined: too_deep",
         "SOUND: lazaret/coordinator",
@@ -82,6 +85,42 @@ def test_every_test_that_the_table_of_pitfalls_names_exists() -> None:
     table = (ROOT / "policies" / "README.md").read_text()
     for name in re.findall(r"`(test_\w+?)(?:…)?`", table):
         assert f"def {name}" in source or (ROOT / "tests" / "policies" / name).exists(), name
+
+
+def test_every_test_that_the_threat_model_names_exists() -> None:
+    named = re.findall(
+        r"`(tests/[\w/]+\.py)::(test_\w+)`", (ROOT / "deploy" / "docs" / "threat-model.md").read_text()
+    )
+    assert len(named) > 50
+    wrong = [f"{file}::{name}" for file, name in named if f"def {name}(" not in _source(ROOT / file)]
+    assert not wrong
+
+
+def test_every_file_that_the_documents_in_deploy_name_exists() -> None:
+    for document in sorted((ROOT / "deploy" / "docs").rglob("*.md")):
+        for name in re.findall(
+            r"`((?:agent|coordinator|policies|protos|tests|deploy)/[\w/-]+\.(?:py|md|json|proto|toml))`",
+            document.read_text(),
+        ):
+            assert (ROOT / name).exists(), f"{document.name}: {name}"
+
+
+def test_the_documented_jobs_are_jobs() -> None:
+    text = (ROOT / "deploy" / "docs" / "rounds.md").read_text()
+    shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, flags=re.S)]
+    assert [one["mechanism"] for one in shown] == ["federated", "federated-masked"]
+    for one in shown:
+        config = one.pop("config")
+        assert config["centre"][-1] == "…64 numbers…"
+        written = json.dumps({**config, "centre": [0.5] * 64})
+        strategy = json.dumps(one.pop("strategy", {"name": "fedavg"}))
+        job = Job(run="shown", config=written, strategy=strategy, **{**one, "sites": tuple(one["sites"])})
+        mechanism = read_mechanism(job.config)
+        assert (mechanism.claim(), mechanism.parameters) == (job.claim(), job.parameters)
+
+
+def _source(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def test_the_presets_are_as_documented() -> None:

@@ -45,6 +45,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     for name in ("out", "work"):
         (root / name).mkdir()
     with Scene(root / "out", root / "work", Scale(30, 4)) as made:
-        for step in (made.folders, made.enrol, made.serve, made.ingest):
+        for step in (made.folders, made.found, made.enrol, made.ingest):
             step(lambda _text: None)
         yield made

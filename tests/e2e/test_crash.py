@@ -102,7 +102,7 @@ def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(sce
     scene.run(scene.coordinator("ledger", "export", str(path)))
     verify(path.read_bytes())
     assert list(Export.parse(path.read_bytes()).entries[: len(before)]) == before, "no entry lost or rewritten"
-    _until(lambda: spent(site_ledger(scene, "site-a"), "site-a/rdp")[0] == 0)
+    until(lambda: spent(site_ledger(scene, "site-a"), "site-a/rdp")[0] == 0)
     assert spent(books, "site-a/rdp") == spent(site_ledger(scene, "site-a"), "site-a/rdp")
 
 
@@ -112,7 +112,7 @@ def _kill_coordinator(scene: Scene) -> None:
     process.wait()
 
 
-def _until(true: Callable[[], bool]) -> None:
+def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not true():
         assert time.monotonic() < deadline

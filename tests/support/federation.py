@@ -6,6 +6,8 @@ import base64
 import datetime as dt
 import hashlib
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -13,27 +15,38 @@ from typing import Any, Self
 
 import grpc
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agent.edges import enrol as agent_enrol
 from agent.edges import home as agent_home
+from agent.edges.credentials import Credentials, install
 from agent.edges.door import GrpcDoor
 from agent.edges.watch import Watch
 from coordinator.edges import home as coordinator_home
+from coordinator.edges.authority import Authority
+from coordinator.edges.counter import Counter
 from coordinator.edges.log import open_log
-from coordinator.edges.service import Service, start
+from coordinator.edges.port import start
+from coordinator.edges.service import Service
+from coordinator.edges.sessions import Sessions
 from coordinator.edges.shelf import Shelf
+from coordinator.edges.uploads import Uploads
 from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
+from policies import governance
 from policies.accounting import epsilon_nano
 from policies.claims import SubsampledGaussian
 from policies.policy import preset
 from policies.statement import PAYLOAD_TYPE, Release, Statement, encode
 from protos.artifact import pack_images, pack_vector
-from protos.envelope import seal
-from protos.identity import agent_name, issue
-from tests.support.books import DP, K5, Hospital
+from protos.envelope import open_sealed, seal
+from protos.identity import agent_name, issue, leaf_of, pem, signing_key, write_private
+from protos.keyfile import ec_key
+from protos.v1 import gateway_pb2 as pb
+from tests.support.books import DP, K5, Hospital, Person
 
 SETTINGS = (
-    'site = "{site}"\ncoordinator = "{listen}"\nsuperlink = "127.0.0.1:1"\ninput = "../input"\n'
+    'site = "{site}"\ncoordinator = "{listen}"\ninput = "../input"\n'
     'modalities = ["OT"]\nsecondary_capture_modalities = ["OT"]\npublic_components = []\n'
 )
 
@@ -47,6 +60,10 @@ def pictures(seed: int = 0, count: int = 3) -> bytes:
 def vector(seed: int = 0) -> bytes:
     """A small update."""
     return pack_vector(np.random.default_rng(seed).normal(size=10).astype(np.float32))
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC)
 
 
 @dataclass
@@ -63,7 +80,10 @@ class Site:
     def door(self, patience_s: float = 0.0) -> GrpcDoor:
         target = f"127.0.0.1:{self.federation.port}"
         return GrpcDoor(
-            target, self.home.keys, Watch(self.home.root / "watch", self.home.coordinator_key()), patience_s
+            target,
+            Credentials(self.home.keys),
+            Watch(self.home.root / "watch", self.home.coordinator_key()),
+            patience_s,
         )
 
     def reserved(self, grant: str, claim: Any = K5, mechanism: str = "ksame", run: str = "") -> None:
@@ -115,6 +135,36 @@ class Recorder(grpc.ServerInterceptor):  # type: ignore[misc]
         return handler._replace(request_deserializer=heard, response_serializer=said)
 
 
+class NoFlower:
+    """A coordinator without its Flower side."""
+
+    def handle(self, site: str, parts: Iterator[Any]) -> Iterator[Any]:
+        """There is nothing behind."""
+        del site, parts
+        yield pb.FleetPart(status=503)
+
+
+class NoRuns:
+    """A coordinator that conducts nothing."""
+
+    def launch(self, request: Any) -> Iterator[Any]:
+        """No events."""
+        del request
+        return iter(())
+
+    watch = resume = launch
+
+    def plan(self, request: Any) -> Any:
+        """No costs."""
+        del request
+        return pb.PlanReply()
+
+    def stop(self, run: str) -> str:
+        """Nothing to stop."""
+        del run
+        return "unknown"
+
+
 @dataclass
 class Federation:
     """A coordinator that serves, without the Flower side."""
@@ -127,52 +177,120 @@ class Federation:
 
     def __enter__(self) -> Self:
         if not (self.root / "coordinator").exists():
-            settings = 'listen = "127.0.0.1:0"\nsuperlink = "127.0.0.1:0"\n'
+            settings = 'listen = "127.0.0.1:0"\n'
             self.home = coordinator_home.create(
                 self.root / "coordinator", settings, preset(self.policy), dt.datetime.now(dt.UTC)
             )
         self.home = coordinator_home.Home(self.root / "coordinator")
         self.store = coordinator_home.open_ledger(self.home)
         self.intake = Intake.over(self.store, self.home.policy())
+        self.authority = Authority(self.home, self.intake, lambda: dt.datetime.now(dt.UTC))
+        self.persons = [self._person("dpo-1", "compliance"), self._person("chief-1", "hospital")]
         self.shelf = Shelf(self.home.releases, self.store)
         log = open_log(self.home.root / "coordinator.log")
-        service = Service(
-            self.intake,
-            self.shelf,
-            Witnesses(self.home.witnesses),
-            self.home.policy_text(),
-            log,
-            lambda _request: iter(()),
+        self.uploads = Uploads(self.home.root / "uploads", time.time)
+        self.service = Service(
+            Counter(
+                intake=self.intake,
+                uploads=self.uploads,
+                shelf=self.shelf,
+                witnesses=Witnesses(self.home.witnesses),
+                authority=self.authority,
+                fleet=NoFlower(),
+                conducting=NoRuns(),
+                enrolled=lambda _site: None,
+                architectures=self.home.root / "architectures",
+                policy=self.home.policy_text(),
+                log=log,
+            ),
+            Sessions(log),
         )
-        self.server, self.port = start(self.home, service, (self.recorder,))
+        self.server, self.port = start(self.home, self.service, (self.recorder,))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.service.sessions.close()
         self.server.stop(0).wait()
         self.store.close()
+
+    def _person(self, name: str, role: str) -> Person:
+        """Somebody who may approve; appointed when the federation was made, with a key that outlives a restart."""
+        folder = self.root / "persons"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not (folder / f"{name}.key").exists():
+            write_private(folder / f"{name}.key", pem(Ed25519PrivateKey.generate()))
+        person = Person(name, role, signing_key(folder / f"{name}.key"))
+        if name not in self.store.state.persons:
+            governance.appoint(self.store, name, role, person.public)
+        return person
 
     def join(self, site: str, policy: str | None = None, approve: bool = True) -> Site:
         """Make a site by the product's own steps; without ``approve`` it has a certificate but is not enrolled."""
         hospital = Hospital(site, policy or preset("internal"))
-        home = agent_home.create(
-            self.root / site, SETTINGS.format(site=site, listen="127.0.0.1:1"), hospital.policy_text
-        )
-        envelope = agent_home.enrolment(home)
-        request = json.loads(base64.b64decode(json.loads(envelope)["payload"]))["predicate"]
+        settings = SETTINGS.format(site=site, listen=f"127.0.0.1:{self.port or 1}")
+        home = agent_home.create(self.root / site, settings, hospital.policy_text)
         if approve:
-            self.intake.enrol(envelope)
-        now = dt.datetime.now(dt.UTC)
-        bundle = {
-            "site": site,
-            "certificate": issue(request["csr"].encode(), agent_name(site), self.home.ca(), now).decode(),
-            "ca": self.home.ca()[1].decode(),
-            "policy": self.home.policy_text(),
-            "ledger_key": base64.b64encode(self.store.public).decode(),
-        }
-        agent_home.accept(home, json.dumps(bundle).encode())
+            self.invited(home)
+            self.approve(site)
+            progress = agent_enrol.enrol(home, None, self.calls(home.keys / agent_enrol.WAITING), _now())
+            assert progress.state == "enrolled", progress
+        else:
+            self._forged(home, site)
         return Site(home, hospital, self)
+
+    def invited(self, home: agent_home.Home) -> agent_enrol.Progress:
+        """Invite a site that has a directory, and have it hand in its request."""
+        invitation = self.authority.invite(home.settings().site)
+        given = agent_enrol.Given(invitation.body, invitation.token, invitation.fingerprint)
+        chain = json.loads(invitation.body)["certificate"].encode()
+        return agent_enrol.enrol(home, given, self.desk(home.settings().site, chain), _now())
+
+    def calls(self, waiting: Path) -> agent_enrol.Join:
+        """A call under the waiting certificate in that file."""
+        chain = json.loads(waiting.read_bytes())["certificate"].encode()
+        return self.desk(waiting.parent.parent.name, chain)
+
+    def desk(self, site: str, chain: bytes) -> agent_enrol.Join:
+        """What the service does with a joining site's call, without the wire."""
+
+        def join(_credentials: Any, _target: str, envelope: bytes) -> Any:
+            found = self.authority.join(site, leaf_of(chain), envelope)
+            return pb.JoinReply(
+                state=found.state,
+                fingerprint=found.fingerprint,
+                waiting_certificate=found.waiting_certificate,
+                certificate=found.certificate,
+                policy=found.policy,
+                ledger_key=found.ledger_key,
+            )
+
+        return join
+
+    def approvals(self, site: str, serial: str, digest: str) -> list[bytes]:
+        """Every person's sealed approval of a site's request."""
+        return [p.approval(serial, "enrol", site, digest, self.store.origin) for p in self.persons]
+
+    def approve(self, site: str) -> None:
+        """Both persons approve the request that waits, and the site is enrolled."""
+        (digest,) = [p.digest for p in self.authority.enrolments() if p.site == site]
+        serial = f"enrol-{site}-{self.store.state.size}"
+        self.authority.enrol(site, serial, self.approvals(site, serial, digest))
+
+    def _forged(self, home: agent_home.Home, site: str) -> None:
+        """A certificate that the authority signed and no entry knows: as after a theft of the intermediate's key."""
+        request = json.loads(
+            open_sealed(
+                agent_home.enrolment(home), PAYLOAD_TYPE, {"": home.sign_key().public_key().public_bytes_raw()}
+            ).payload
+        )
+        csr, now = request["predicate"]["csr"].encode(), _now()
+        (home.keys / "root.crt").write_bytes(self.home.root_crt())
+        (home.keys / "federation.toml").write_text(self.home.policy_text())
+        (home.keys / "coordinator.pub").write_text(base64.b64encode(self.store.public).decode())
+        chain, key = issue(csr, agent_name(site), self.home.ca(), now), ec_key(home.keys / "request.key")
+        install(home.keys, self.home.root_crt(), agent_name(site), key, chain, now)
 
     def findings(self) -> list[list[str]]:
         """The rules of every refusal in the ledger, oldest first."""

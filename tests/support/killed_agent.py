@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import agent.__main__
 from agent.edges.door import GrpcDoor
+from protos.chunks import manifest, piece
 from protos.v1 import gateway_pb2 as pb
 
 
@@ -21,14 +22,15 @@ def die(*_: Any) -> NoReturn:
 
 
 def half_sent(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
-    """The header and half of the artifact reach the coordinator; then this process is gone."""
-
-    def parts() -> Any:
-        yield pb.SubmitPart(header=pb.SealedRequest(key=key, envelope=envelope))
-        yield pb.SubmitPart(data=artifact[: len(artifact) // 2])
-        die()
-
-    door._stub.Submit(parts(), timeout=30)
+    """The announcement and every piece reach the coordinator, durable; what asks for the verdict never does."""
+    sealed = pb.SealedRequest(key=key, envelope=envelope, seen=door.watch.seen)
+    listing = manifest(artifact)
+    reply = door._stub.Offer(pb.OfferRequest(sealed=sealed, chunks=listing.chunks), timeout=30)
+    assert reply.upload == listing.sha256
+    parts = [pb.UploadPart(upload=listing.sha256)]
+    for index in range(len(listing.chunks)):
+        parts.append(pb.UploadPart(chunk=pb.Chunk(index=index, data=piece(artifact, index))))
+    assert door._stub.Upload(iter(parts), timeout=30).accepted == len(listing.chunks)
     die()
 
 

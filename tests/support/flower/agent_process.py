@@ -3,10 +3,12 @@
     python -m tests.support.flower.agent_process settings.json
 
 The run's configuration is JSON: {"add": {site: x}, "decline": {site: code}, "die": {site: round},
-"raise": {site: round}, "rogue": {site: fault}, "sleep": {site: seconds}}. Training adds x to every parameter.
+"raise": {site: round}, "rogue": {site: fault}, "sleep": {site: seconds}, "cut": {site: round}}. Training adds x to
+every parameter; "cut" kills the link's process while it waits for the answer. A line "renew" on standard input tells
+the link that its credentials were replaced.
 """
 
-# ruff: noqa: E402 - Flower is imported after hush and under the guard
+# ruff: noqa: E402 - hush and guard come first, as in the product
 
 from __future__ import annotations
 
@@ -28,43 +30,38 @@ hush(HOME / "flwr")
 guard(HOME / "network.txt")
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
-from agent.edges import federation, tasks
-from agent.edges.federation import Answer, Declined, LinkConfig, Task, serve
+from agent.edges import link
+from agent.edges.link import Link, LinkConfig, LinkFailed
+from agent.edges.tasks import Answer, Declined, Task
 
 SITE = SETTINGS["site"]
-
-
-def _rogue(task: Task, answer: Answer) -> RecordDict:
-    """What a site would send that does not run our code."""
-    fault = json.loads(task.config).get("rogue", {}).get(SITE) if task.kind == "train" else None
-    records = tasks.records_of(task, answer)
-    if fault == "extra":
-        records["metrics"] = MetricRecord({"num-examples": 10**9})
-    elif fault is not None:
-        vector = np.array(answer.vector)
-        if fault == "nan":
-            vector[0] = np.nan
-        elif fault == "float64":
-            vector = vector.astype(np.float64)
-        elif fault == "short":
-            vector = vector[:-1]
-        records["parameters"] = ArrayRecord({"flat": Array(vector)})
-    return records
+LINK = Link(
+    LinkConfig(
+        SETTINGS["target"],
+        Path(SETTINGS["keys"]),
+        Path(SETTINGS["node_key"]),
+        SETTINGS.get("proxy", ""),
+        **({"bundle_digest": SETTINGS["digest"]} if SETTINGS["digest"] else {}),
+    )
+)
 
 
 def handle(task: Task) -> Answer:
-    """Price with an envelope that names the run; train by adding this site's number."""
+    """Price with an envelope that names the run; train by adding this site's number; mask by reversing bytes."""
     config = json.loads(task.config)
     if task.kind == "price":
         if SITE in config.get("decline", {}):
             raise Declined(config["decline"][SITE])
-        return Answer(f"grant {task.run} {SITE}".encode(), None)
+        return Answer(f"grant {task.run} {SITE}".encode())
+    if task.kind == "secure":
+        return Answer(payload=task.step.encode() + task.payload[::-1])
     if config.get("die", {}).get(SITE) == task.round_index:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.get("raise", {}).get(SITE) == task.round_index:
         raise RuntimeError("patient 4711")  # must never reach the coordinator
+    if config.get("cut", {}).get(SITE) == task.round_index:
+        os.kill(LINK.pid, signal.SIGKILL)
     time.sleep(config.get("sleep", {}).get(SITE, 0.0))
     assert task.vector is not None
     vector = (task.vector + np.float32(config["add"][SITE])).astype(np.float32)
@@ -76,10 +73,21 @@ def say(state: str) -> None:
     print(state, flush=True)
 
 
+def listen() -> None:
+    """Obey standard input."""
+    for line in sys.stdin:
+        if line.strip() == "renew":
+            LINK.renew()
+
+
 if __name__ == "__main__":
-    vars(federation)["records_of"] = _rogue
+    os.environ.update(LAZARET_TEST_HOME=str(HOME), LAZARET_TEST_SITE=SITE)
+    vars(link)["MODULE"] = "tests.support.flower.linked"
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    ca, cert, key, node_key = (Path(SETTINGS[name]) for name in ("ca", "cert", "key", "node_key"))
-    link = LinkConfig(SETTINGS["superlink"], ca, cert, key, node_key, SETTINGS["digest"])
-    serve(link, handle, stop, say)
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        LINK.run(handle, stop, say)
+    except LinkFailed as fault:
+        say(f"failed {fault}")
+    assert "flwr" not in sys.modules, "Flower is the link's alone"

@@ -2,9 +2,11 @@
 
     python -m tests.support.flower.coordinator_process settings.json
 
-Commands: {"do": "conduct", ...plan}, {"do": "online"}, {"do": "register", "site", "key"}. The gate admits
-an update whose envelope is the digest of its vector, run, round and site, and obeys the run's config:
-{"gate_refuses": {site: code}, "gate_breaks": [site]}.
+Commands: {"do": "conduct", ...plan}, {"do": "conduct", "runs": [{...plan}]}, {"do": "online"},
+{"do": "register", "site", "key"}. The gate admits an update whose envelope is the digest of its vector, run, round
+and site, and obeys the run's config: {"gate_refuses": {site: code}, "gate_breaks": [site], "disk_full": round}. Also
+{"do": "secure", "site", "step", "payload"} (hexadecimal), {"do": "revoke", "serial"}, {"do": "reports"},
+{"do": "nodes"}, {"do": "mail", "site"}.
 """
 
 # ruff: noqa: E402 - Flower is imported after hush and under the guard
@@ -15,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -29,18 +32,26 @@ hush(HOME / "flwr")
 guard(HOME / "network.txt")
 
 import numpy as np
-from numpy.typing import NDArray
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from coordinator.edges import federation
+from coordinator.edges import conducting, federation
 from coordinator.edges.federation import (
     FlowerHost,
     HostConfig,
+    PublicConfig,
     RoundFailed,
     RoundPlan,
     RunInProgress,
+    RunLost,
     conduct,
 )
+from coordinator.edges.fleet import Fleet
+from coordinator.edges.grid import PromptGrid
+from coordinator.edges.strategy import Model
+from protos import rounds as wire
+from protos.artifact import unpack_vector
 from protos.rounds import STUB_FILES, bundle
+from tests.support.flower.port import Port, serve
 
 
 @dataclass
@@ -52,8 +63,14 @@ class Gate:
     reviewed: list[str] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
 
-    def admit(self, site: str, round_index: int, envelope: bytes, vector: NDArray[np.float32]) -> str | None:
+    def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
+        """Every reservation that names run and site is good."""
+        wrong = {site for site, envelope in sealed.items() if envelope != f"grant {self.run} {site}".encode()}
+        return dict.fromkeys(wrong, "envelope") if len(sealed) - len(wrong) >= least else dict.fromkeys(sealed, "few")
+
+    def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """None only for an envelope over run, round, site and vector."""
+        vector = unpack_vector(artifact)
         self.reviewed.append(site)
         if site in self.config.get("gate_breaks", []):
             raise RuntimeError("patient 4711")
@@ -62,12 +79,12 @@ class Gate:
         expected = sha256(f"{self.run} {round_index} {site}".encode() + vector.tobytes()).digest()
         return None if envelope == expected else "envelope"
 
-    def round_done(
-        self, round_index: int, vector: NDArray[np.float32], used: tuple[str, ...], refused: Mapping[str, str]
-    ) -> None:
-        """Keep what a durable checkpoint would hold."""
+    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+        """Keep what a durable checkpoint would hold, unless the disk is full."""
+        if self.config.get("disk_full") == round_index:
+            raise OSError("no space left on device")
         self.checkpoints.append(
-            {"round": round_index, "first": float(vector[0]), "used": used, "refused": dict(refused)}
+            {"round": round_index, "first": float(model.vector[0]), "used": used, "refused": dict(refused)}
         )
 
 
@@ -81,9 +98,10 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         sites=tuple(command["sites"]),
         rounds=command["rounds"],
         first_round=command.get("first_round", 0),
-        vector=start,
+        model=Model(start),
         config=json.dumps(config).encode(),
         min_sites=command["min_sites"],
+        least_grants=command["min_sites"],
         round_timeout_s=command.get("round_timeout_s", 30.0),
         node_wait_s=command.get("node_wait_s", 20.0),
     )
@@ -104,7 +122,7 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
     try:
         result = conduct(host, plan, gate, progress)
         report = {
-            "shift": [float(x) for x in np.unique(result.vector - start)],
+            "shift": [float(x) for x in np.unique(result.model.vector - start)],
             "rounds_done": result.rounds_done,
             "granted": {site: envelope.decode() for site, envelope in result.granted.items()},
             "declined": dict(result.declined),
@@ -113,8 +131,11 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         }
     except RoundFailed as failure:
         report = {"failed": failure.reason, "text": str(failure), "refused": failure.refused}
+    except (RunLost, OSError) as fault:
+        report = {"lost": str(fault)}
     return {
         **report,
+        "span": [began, time.monotonic()],
         "nested": nested,
         "reviewed": gate.reviewed,
         "checkpoints": gate.checkpoints,
@@ -123,10 +144,17 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def register(host: FlowerHost, command: dict[str, Any]) -> Any:
+def side_by_side(host: FlowerHost, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Conduct several runs at once, and report everything about each."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda command: run(host, command), commands))
+
+
+def register(host: FlowerHost, command: dict[str, Any], keys: dict[str, str]) -> Any:
     """Register, or name the kind of error."""
     try:
         host.register(command["site"], Path(command["key"]).read_bytes())
+        keys[command["site"]] = Path(command["key"]).read_text()
     except ValueError as error:
         return type(error).__name__
     return {}
@@ -138,23 +166,64 @@ def main() -> None:
         code = f"open({SETTINGS['canary']!r}, 'w').close()\nnothing = None\n"
         carried = bundle({**STUB_FILES, "stub.py": code})
         vars(federation).update(STUB_BUNDLE=carried, STUB_DIGEST=sha256(carried).hexdigest())
-    paths = {name: Path(SETTINGS[name]) for name in ("state", "ca", "cert", "key")}
-    public = ("127.0.0.1", SETTINGS.get("public", 0))
-    private = ("127.0.0.1", SETTINGS.get("private", 0))
-    with FlowerHost(HostConfig(public=public, private=private, **paths)) as host:
-        for site, key in SETTINGS["nodes"].items():
-            host.register(site, Path(key).read_bytes())
-        ready = {"public": host.public[1], "private": host.private[1], "digest": federation.STUB_DIGEST}
-        print(json.dumps(ready), flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            if command["do"] == "conduct":
-                answer: Any = run(host, command)
-            elif command["do"] == "register":
-                answer = register(host, command)
-            else:
-                answer = sorted(host.online())
-            print(json.dumps(answer), flush=True)
+    vars(conducting)["MODULE"] = "tests.support.flower.running"
+    ca, cert, key = (Path(SETTINGS[name]) for name in ("ca", "cert", "key"))
+    public = PublicConfig(("127.0.0.1", SETTINGS.get("public", 0)), ca, cert, key)
+    listener = public if SETTINGS.get("listener", True) else None
+    keys = {site: Path(path).read_text() for site, path in SETTINGS["nodes"].items()}
+    reports: list[tuple[str, str]] = []
+    config = HostConfig(Path(SETTINGS["state"]), ("127.0.0.1", SETTINGS.get("private", 0)), listener)
+    with FlowerHost(config) as host:
+        fleet = Fleet(host, keys, lambda site, what: reports.append((site, what)))
+        for site, node_key in keys.items():
+            host.register(site, node_key.encode())
+        with serve(fleet, ca, cert, key, SETTINGS.get("port", 0)) as (bound, port):
+            ready = {"port": bound, "private": host.private[1], "digest": federation.STUB_DIGEST}
+            ready["public"] = host.public[1] if host.public else 0
+            print(json.dumps(ready), flush=True)
+            for line in sys.stdin:
+                print(json.dumps(obey(json.loads(line), host, port, keys, reports)), flush=True)
+
+
+def obey(
+    command: dict[str, Any], host: FlowerHost, port: Port, keys: dict[str, str], reports: list[tuple[str, str]]
+) -> Any:
+    """One command's answer."""
+    match command["do"]:
+        case "conduct":
+            return run(host, command) if "runs" not in command else side_by_side(host, command["runs"])
+        case "register":
+            return register(host, command, keys)
+        case "secure":
+            return secure(host, command)
+        case "revoke":
+            port.turned_away.add(command["serial"])
+            return {}
+        case "reports":
+            return reports
+        case "mail":
+            mail = vars(port.fleet)["_mail"][command["site"]][-1]
+            return {"message": mail.message, "run": str(mail.run), "object": min(mail.objects)}
+        case "nodes":
+            return {site: str(host.node_id(federation.flower_key(key.encode()))) for site, key in keys.items()}
+    return sorted(host.online())
+
+
+def secure(host: FlowerHost, command: dict[str, Any]) -> str:
+    """One message of secure aggregation to one site, and the payload of its reply."""
+    with host.task() as (way, token):
+        grid = PromptGrid(way, token, host.stopping).begin()
+        node = next(node.node_id for node in grid.get_nodes() if node.name == command["site"])
+        order = {wire.RUN: "masked", wire.ROUND: 0, wire.CONFIG: b"{}", wire.STEP: command["step"]}
+        payload = Array(np.frombuffer(bytes.fromhex(command["payload"]), np.uint8))
+        content = RecordDict({wire.ORDER: ConfigRecord(order), wire.PAYLOAD: ArrayRecord({wire.DATA: payload})})
+        (reply,) = grid.send_and_receive([Message(content, node, wire.SECURE)], timeout=20.0)
+        grid.end("completed")
+        if reply.has_error():
+            return f"code {reply.error.code}"
+        record = reply.content[wire.PAYLOAD]
+        assert isinstance(record, ArrayRecord)
+        return record[wire.DATA].numpy().tobytes().hex()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Processes killed, lines cut, disks filled in the middle of federated rounds; see ``python -m tests.faults``."""
