@@ -34,6 +34,8 @@ bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks dp_engine
 
 	$(BIN)/python -m tests.benchmarks ledger
+	$(BIN)/python -m tests.benchmarks transport
+	$(BIN)/python -m tests.benchmarks rounds
 
 verifier: $(STAMP)  ## lazaret-verify as one file for auditors
 	$(BIN)/python -m deploy.verifier build/lazaret-verify.pyz
