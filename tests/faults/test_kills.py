@@ -14,6 +14,7 @@ from tests.faults.stage import CHILD, COORDINATOR, ROUNDS, Stage
 from tests.support.tcp_proxy import wait_until
 
 
+@pytest.mark.slow
 def test_a_run_in_which_one_process_of_each_kind_is_killed_finishes_and_its_books_balance(
     template: Path, tmp_path: Path
 ) -> None:
