@@ -211,7 +211,7 @@ class _Adaptive(_Strategy):
         return rounded(start.astype(np.float64) + step), Moments(state.t + 1, m, v)
 
     def _second(self, v: Doubles, square: Doubles) -> Doubles:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: the line in which FedAdam and FedYogi differ
 
 
 @dataclass(frozen=True, slots=True)

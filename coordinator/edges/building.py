@@ -42,7 +42,7 @@ def building(out: Path, digest: str) -> Iterator[Path]:
                 yield part
                 sync(part)
                 os.rename(part, out)
-            except Exception:
+            except Exception:  # whatever it was: nothing half-written stays, and it is passed on
                 shutil.rmtree(part, ignore_errors=True)
                 raise
         (out / _MARK).unlink()
