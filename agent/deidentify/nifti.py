@@ -7,18 +7,18 @@ from __future__ import annotations
 import io
 import math
 import struct
-import zlib
 from typing import Final
 
 import nibabel
 import numpy as np
 
+from agent.deidentify import prescan
 from agent.deidentify.reasons import Refused
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 _NIFTI1: Final = (348, 344, b"n+1\0")  # header size, offset and text of the magic
 _NIFTI2: Final = (540, 4, b"n+2\0\r\n\x1a\n")
-_CHUNK: Final = 1 << 20
+_GZIP: Final = 31  # zlib's name for the container
 
 
 def looks_like_nifti(data: bytes) -> bool:
@@ -42,24 +42,7 @@ def inflate(data: bytes, max_bytes: int) -> bytes:
     """
     if not data.startswith(GZIP_MAGIC):
         return data
-    machine, parts, total = zlib.decompressobj(wbits=31), [], 0
-    try:
-        for start in range(0, len(data), _CHUNK):
-            rest = data[start : start + _CHUNK]
-            while rest and not machine.eof:
-                part = machine.decompress(rest, _CHUNK)
-                rest = machine.unconsumed_tail
-                total += len(part)
-                if total > max_bytes:
-                    raise Refused("too_large")
-                parts.append(part)
-        while not machine.eof and (part := machine.decompress(b"", _CHUNK)):
-            parts.append(part)
-    except zlib.error:
-        raise Refused("malformed") from None
-    if not machine.eof:
-        raise Refused("truncated")
-    return b"".join(parts)
+    return prescan.inflate(data, _GZIP, max_bytes)
 
 
 def clean(data: bytes, max_pixels: int) -> bytes:

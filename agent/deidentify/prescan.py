@@ -7,7 +7,8 @@ section 7) with an explicit stack, builds nothing, and bounds depth, number of e
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pydicom.datadict import dictionary_has_tag, dictionary_VR
@@ -20,6 +21,7 @@ UNDEFINED: Final = 0xFFFFFFFF
 IMPLICIT_LE: Final = "1.2.840.10008.1.2"
 EXPLICIT_LE: Final = "1.2.840.10008.1.2.1"
 EXPLICIT_BE: Final = "1.2.840.10008.1.2.2"
+DEFLATED_LE: Final = "1.2.840.10008.1.2.1.99"
 
 _LONG: Final = frozenset({b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"})
 _SHORT: Final = frozenset(
@@ -27,7 +29,10 @@ _SHORT: Final = frozenset(
     | {b"PN", b"SH", b"SL", b"SS", b"ST", b"TM", b"UI", b"UL", b"US"}
 )
 _PIXEL_DATA: Final = (0x7FE0, 0x0010)
-_MEDIA_CLASS, _TRANSFER_SYNTAX = 0x0002, 0x0010  # elements of group 0002
+_MEDIA_CLASS, _MEDIA_INSTANCE, _TRANSFER_SYNTAX = 0x0002, 0x0003, 0x0010  # elements of group 0002
+_CHUNK: Final = 1 << 20
+_RAW_DEFLATE: Final = -15  # zlib's name for a stream without header (RFC 1951)
+_PREAMBLE: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class Meta:
     transfer_syntax: str  # "" when absent
     media_class: str  # Media Storage SOP Class UID, "" when absent
     offset: int  # bytes from the start of the file
+    media_instance: str = ""  # Media Storage SOP Instance UID, "" when absent
+    preamble: bool = False  # something stands in the 128 bytes before the mark: another format's header, perhaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +70,57 @@ def read_meta(data: bytes) -> Meta:
     """
     if data[128:132] != b"DICM":
         raise Refused("not_dicom")
-    position, found = 132, {_MEDIA_CLASS: "", _TRANSFER_SYNTAX: ""}
+    position, found = 132, {_MEDIA_CLASS: "", _MEDIA_INSTANCE: "", _TRANSFER_SYNTAX: ""}
     for _ in range(64):
         if position + 8 > len(data) or data[position : position + 2] != b"\x02\x00":
-            return Meta(found[_TRANSFER_SYNTAX], found[_MEDIA_CLASS], position)
+            occupied = any(data[:_PREAMBLE])
+            return Meta(found[_TRANSFER_SYNTAX], found[_MEDIA_CLASS], position, found[_MEDIA_INSTANCE], occupied)
         head = _head(data, position, explicit=True, order="<")
         if head.body + head.length > len(data):
             raise Refused("truncated")
         if head.tag[1] in found:
-            value = data[head.body : head.body + min(head.length, 64)]
+            value = data[head.body : head.body + min(head.length, 128)]
             found[head.tag[1]] = value.decode("ascii", "replace").strip("\0 ")
         position = head.body + head.length
     raise Refused("malformed")
+
+
+def inflate(data: bytes, wbits: int, max_bytes: int) -> bytes:
+    """Undo DEFLATE, never making more than ``max_bytes``; what does not fit is counted, not kept.
+
+    Args:
+        wbits: zlib's name for the container, 31 for gzip.
+    Raises:
+        Refused: ``too_large``, ``truncated``, ``malformed``.
+    """
+    machine, rest, total = zlib.decompressobj(wbits=wbits), data, 0
+    try:
+        while not machine.eof:
+            part = machine.decompress(rest, _CHUNK)
+            rest = machine.unconsumed_tail
+            total += len(part)
+            if total > max_bytes:
+                raise Refused("too_large")
+            if not part and not machine.eof:
+                raise Refused("truncated")
+        # the second time, into one buffer of the known size: a list of chunks would need twice the memory
+        return zlib.decompress(data[: len(data) - len(machine.unused_data)], wbits, max(total, 1))
+    except zlib.error:
+        raise Refused("malformed") from None
+
+
+def undeflate(data: bytes, meta: Meta, max_bytes: int) -> tuple[bytes, Meta]:
+    """A file in Deflated Explicit VR Little Endian (PS3.5 A.5) as one in Explicit VR Little Endian.
+
+    The file meta information is not carried over: ``meta`` has what is needed of it.
+
+    Raises:
+        Refused: ``too_large``, ``truncated``, ``malformed``.
+    """
+    syntax = EXPLICIT_LE.encode().ljust(20, b"\0")
+    head = b"\0" * _PREAMBLE + b"DICM" + b"\x02\0\x10\0UI" + struct.pack("<H", len(syntax)) + syntax
+    body = inflate(data[meta.offset :], _RAW_DEFLATE, max_bytes)
+    return head + body, replace(meta, transfer_syntax=EXPLICIT_LE, offset=len(head))
 
 
 def _head(data: bytes, position: int, *, explicit: bool, order: str) -> _Head:
@@ -125,6 +171,8 @@ def scan(data: bytes, offset: int, transfer_syntax: str) -> int:
         Refused: ``truncated`` (a length beyond the end), ``too_deep`` (depth or count), ``malformed``.
     """
     order = ">" if transfer_syntax == EXPLICIT_BE else "<"
+    if transfer_syntax == IMPLICIT_LE and data[offset + 4 : offset + 6].isalpha():
+        raise Refused("malformed")  # explicit after all: pydicom would read it so, and not what is scanned here
     stack = [_Frame(len(data), False, transfer_syntax != IMPLICIT_LE, False)]
     position, count = offset, 0
     while True:

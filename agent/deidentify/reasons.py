@@ -35,11 +35,24 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         " protocol covers it.",
         "burned_in_risk": "The picture may show the patient's name: ultrasound, a captured screen, a derived"
         " or colour picture, or marked as such. Have a person look, or leave it out.",
-        "missing_patient": "No patient identifier, so the patient cannot be counted once. Complete it in the"
-        " PACS and export again.",
+        "missing_patient": "No patient identifier, or one that cannot be read as one plain text, so the patient"
+        " cannot be counted once. Complete or correct it in the PACS and export again.",
         "undecodable": "The pixel data cannot be decoded or makes no sense. Export it again, uncompressed.",
         "conflicting_instance": "This instance was already kept with other bytes. Find out which one is"
         " right, and remove the other.",
+        "manufacturer_not_allowed": "The device's manufacturer is not on the site's list. Add it to the rules if"
+        " the protocol covers it.",
+        "inconsistent_series": "Its series holds instances of another patient or another study. Find out in the"
+        " PACS whose it is; the whole series is held back.",
+        "opted_out": "The patient has opted out. Nothing to do; the file is not kept.",
+        "residual_identifier": "An identifier of the patient is still in what would be kept. Report it: the"
+        " rules of de-identification must cover it first.",
+        "burned_in_text": "Text was read in the picture. Have a person look at the series, or give a rule that"
+        " blanks the region.",
+        "instance_mismatch": "The sender announced another object than the one it sent. Ask the vendor of the"
+        " sending system.",
+        "nifti_without_modality": "A NIfTI file does not say its modality. Set nifti_modality in ingest.toml.",
+        "missing_from_medium": "The index of the medium lists this file, and it is not there. Copy the medium again.",
         "parser_stopped": "Reading the file took too long or too much memory, or crashed the reader."
         " Treat the file as hostile.",
         "nifti_without_patient": "A NIfTI file names no patient. Add a line with its file and patient_id to"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from pydicom import Dataset
 
-from agent.deidentify.prescan import EXPLICIT_BE, EXPLICIT_LE, IMPLICIT_LE
+from agent.deidentify import regions
+from agent.deidentify.attributes import frames as frames  # noqa: PLC0414 - read here by others too
+from agent.deidentify.attributes import text as text  # noqa: PLC0414
+from agent.deidentify.prescan import EXPLICIT_BE, EXPLICIT_LE, IMPLICIT_LE, Meta
 from agent.deidentify.reasons import Refused
 
 SECONDARY_CAPTURE: Final = "1.2.840.10008.5.1.4.1.1.7"  # and its multi-frame kinds, .7.1 to .7.4
@@ -15,16 +19,25 @@ MEDIA_DIRECTORY: Final = "1.2.840.10008.1.3.10"
 
 # The decoder of each transfer syntax, pinned: with a default choice pydicom 3.0.2 fails on J2K files whose
 # sign disagrees with the header, and which decoder sees hostile bytes would depend on what is installed.
+# All of JPEG is read by the libjpeg-turbo in imagecodecs (BSD). Rejected: pylibjpeg-libjpeg (GPL), python-gdcm
+# (CVE-2026-3650, and no 12 bits), pillow (8 bits only, no lossless).
+IMAGECODECS: Final = "imagecodecs"
 DECODERS: Final = {
     IMPLICIT_LE: "",
     EXPLICIT_LE: "",
     EXPLICIT_BE: "",
     "1.2.840.10008.1.2.5": "pydicom",  # RLE
-    "1.2.840.10008.1.2.4.50": "pillow",  # JPEG baseline, 8 bits
+    "1.2.840.10008.1.2.4.50": IMAGECODECS,  # JPEG baseline, 8 bits
+    "1.2.840.10008.1.2.4.51": IMAGECODECS,  # extended, 12 bits
+    "1.2.840.10008.1.2.4.57": IMAGECODECS,  # lossless
+    "1.2.840.10008.1.2.4.70": IMAGECODECS,  # lossless, first-order prediction
     "1.2.840.10008.1.2.4.80": "pyjpegls",
     "1.2.840.10008.1.2.4.81": "pyjpegls",
     "1.2.840.10008.1.2.4.90": "pylibjpeg",  # JPEG 2000, through openjpeg
     "1.2.840.10008.1.2.4.91": "pylibjpeg",
+    "1.2.840.10008.1.2.4.201": "pylibjpeg",  # high-throughput JPEG 2000
+    "1.2.840.10008.1.2.4.202": "pylibjpeg",
+    "1.2.840.10008.1.2.4.203": "pylibjpeg",
 }
 
 _IMAGE: Final = "1.2.840.10008.5.1.4.1.1."
@@ -33,9 +46,9 @@ _IMAGE: Final = "1.2.840.10008.5.1.4.1.1."
 NOT_IMAGES: Final = tuple(
     _IMAGE + part for part in ("11.", "104.", "88.", "9.", "481.", "34.", "66", "67", "68.", "78.", "79.", "80.")
 )
-_ULTRASOUND: Final = frozenset(_IMAGE + part for part in ("3.1", "6.1", "6.2", "6.3"))
+_STRUCTURED: Final = _IMAGE + "88."
 _GREY: Final = frozenset({"MONOCHROME1", "MONOCHROME2"})
-_COLOUR: Final = frozenset({"RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT"})
+_COLOUR: Final = frozenset({"RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT", "PALETTE COLOR"})
 
 DEFAULT_SOP_CLASSES: Final = frozenset(
     _IMAGE + part
@@ -64,11 +77,17 @@ class Rules:
 
     modalities: frozenset[str]
     sop_classes: frozenset[str] = DEFAULT_SOP_CLASSES
+    manufacturers: frozenset[str] = frozenset()  # without regard to case and spaces; empty is any
     # secondary captures are pictures of screens; listing a modality here vouches for that device
     secondary_capture_modalities: frozenset[str] = frozenset()
     colour_modalities: frozenset[str] = frozenset()
     # first two values of Image Type that a scanner's own picture has; any other may be a captured screen
     image_types: frozenset[tuple[str, str]] = frozenset({("ORIGINAL", "PRIMARY")})
+    blanks: tuple[regions.Blank, ...] = ()  # regions of risky pictures, which are then let in
+    us_regions: bool = False  # ultrasound is let in, blanked outside the regions that it states
+    structured_reports: bool = False
+    look_for_text: bool = True  # drawn into the picture, in every one of them: see ``glyphs``
+    min_instances_per_series: int = 1  # of those kept; shorter series are not drawn from
     nifti_modality: str = "MR"  # a NIfTI file does not say its own
     max_bytes: int = 256 * 2**20  # of one file, and of one file inflated
     max_pixels: int = 64 * 2**20  # samples: rows x columns x frames x colours, or voxels
@@ -77,17 +96,29 @@ class Rules:
         """A site names at least one modality; limits are positive."""
         if not self.modalities:
             raise ValueError("rules: modalities must name at least one modality")
-        if not (self.max_bytes > 0 and self.max_pixels > 0):
-            raise ValueError("rules: max_bytes and max_pixels must be positive")
+        if not (self.max_bytes > 0 and self.max_pixels > 0 and self.min_instances_per_series > 0):
+            raise ValueError("rules: max_bytes, max_pixels and min_instances_per_series must be positive")
+        if any(not regions.folded(name) for name in self.manufacturers):
+            raise ValueError("rules: a manufacturer has no name")
 
 
-def text(dataset: Dataset, keyword: str) -> str:
-    """An attribute as stripped text; ``""`` when absent, several values joined by a backslash."""
-    value = dataset.get(keyword)
-    if value is None:
-        return ""
-    values = [value] if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
-    return "\\".join(str(v).strip("\0 ") for v in values)
+def as_table(rules: Rules) -> dict[str, Any]:
+    """Rules as JSON can say them, for the reader's process."""
+    return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(rules).items()}
+
+
+def rules_from(table: Mapping[str, Any]) -> Rules:
+    """Back from :func:`as_table`."""
+    plain = ("image_types", "blanks")
+    fields: dict[str, Any] = {
+        k: frozenset(v) if isinstance(v, list) and k not in plain else v for k, v in table.items()
+    }
+    fields["image_types"] = frozenset((first, second) for first, second in table["image_types"])
+    fields["blanks"] = tuple(
+        regions.Blank(**{**b, "rectangles": tuple(regions.Rectangle(**r) for r in b["rectangles"])})
+        for b in table["blanks"]
+    )
+    return Rules(**fields)
 
 
 def judge(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
@@ -96,19 +127,51 @@ def judge(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
     Raises:
         Refused: the first rule that the file breaks.
     """
-    sop_class, modality = text(dataset, "SOPClassUID"), text(dataset, "Modality")
+    sop_class = text(dataset, "SOPClassUID")
     if sop_class == MEDIA_DIRECTORY:
         raise Refused("dicomdir")
     if not sop_class:
         raise Refused("incomplete")
-    if sop_class.startswith(NOT_IMAGES):
+    report = rules.structured_reports and is_report(dataset)
+    if sop_class.startswith(NOT_IMAGES) and not report:
         raise Refused("not_an_image")
-    captured = sop_class == SECONDARY_CAPTURE or sop_class.startswith(SECONDARY_CAPTURE + ".")
-    _judge_origin(dataset, sop_class, modality, captured=captured, rules=rules)
+    if not report:
+        _judge_origin(dataset, sop_class, rules)
+    _judge_maker(dataset, rules)
     if not text(dataset, "SOPInstanceUID") or not text(dataset, "StudyInstanceUID"):
         raise Refused("incomplete")
     if not text(dataset, "PatientID"):
         raise Refused("missing_patient")
+    if not report:
+        _judge_pixels(dataset, transfer_syntax, rules)
+
+
+def same_instance(meta: Meta, dataset: Dataset) -> None:
+    """The file meta information and the data set must speak of one object (PS3.10 table 7.1-1).
+
+    Raises:
+        Refused: ``instance_mismatch``, both name a class or an instance, and not the same.
+    """
+    pairs = ((meta.media_class, "SOPClassUID"), (meta.media_instance, "SOPInstanceUID"))
+    for announced, keyword in pairs:
+        if announced and text(dataset, keyword) not in ("", announced):
+            raise Refused("instance_mismatch")
+
+
+def is_report(dataset: Dataset) -> bool:
+    """A structured report (PS3.4 B.5, the classes below .88), which has text instead of pixels."""
+    return text(dataset, "SOPClassUID").startswith(_STRUCTURED)
+
+
+def _judge_maker(dataset: Dataset, rules: Rules) -> None:
+    known = {regions.folded(name) for name in rules.manufacturers}
+    if known and regions.folded(text(dataset, "Manufacturer")) not in known:
+        raise Refused("manufacturer_not_allowed")
+
+
+def _judge_pixels(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
+    if any(keyword in dataset for keyword in ("FloatPixelData", "DoubleFloatPixelData")):
+        raise Refused("unsupported_encoding")  # parametric maps: numbers made from a picture
     if "PixelData" not in dataset:
         raise Refused("no_pixels")
     if transfer_syntax not in DECODERS:
@@ -116,39 +179,39 @@ def judge(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
     _judge_size(dataset, rules)
 
 
-def _judge_origin(dataset: Dataset, sop_class: str, modality: str, *, captured: bool, rules: Rules) -> None:
+def _judge_origin(dataset: Dataset, sop_class: str, rules: Rules) -> None:
     """Where a picture comes from decides whether a name may be burned into it.
 
-    ``BurnedInAnnotation = NO`` is not evidence, so it is not asked for.
+    A risky one is let in when a rule blanks regions of it. ``BurnedInAnnotation = NO`` is not evidence, so
+    it is not asked for.
     """
-    if sop_class in _ULTRASOUND or modality == "US" or text(dataset, "BurnedInAnnotation").upper() == "YES":
+    modality = text(dataset, "Modality")
+    blanked = bool(regions.plan(dataset, rules.blanks, us_regions=rules.us_regions))
+    ultrasound, marked = regions.is_ultrasound(dataset), text(dataset, "BurnedInAnnotation").upper() == "YES"
+    if (ultrasound or marked) and not blanked:
         raise Refused("burned_in_risk")
     if modality not in rules.modalities:
         raise Refused("modality_not_allowed")
-    if captured:
-        if modality not in rules.secondary_capture_modalities:
-            raise Refused("burned_in_risk")
-    elif sop_class not in rules.sop_classes:
+    if sop_class == SECONDARY_CAPTURE or sop_class.startswith(SECONDARY_CAPTURE + "."):
+        vouched = modality in rules.secondary_capture_modalities
+    elif sop_class not in rules.sop_classes and not ultrasound:
         raise Refused("sop_class_not_allowed")
-    elif tuple(text(dataset, "ImageType").upper().split("\\")[:2]) not in rules.image_types:
+    else:
+        vouched = tuple(text(dataset, "ImageType").upper().split("\\")[:2]) in rules.image_types
+    if "PixelData" in dataset and not (vouched or blanked):
         raise Refused("burned_in_risk")
-    _judge_colours(dataset, modality, rules)
+    _judge_colours(dataset, modality, rules, blanked=blanked)
 
 
-def _judge_colours(dataset: Dataset, modality: str, rules: Rules) -> None:
+def _judge_colours(dataset: Dataset, modality: str, rules: Rules, *, blanked: bool) -> None:
     """Grey is usual; colour, on a device that makes grey pictures, is a screen or an annotation."""
     colours = text(dataset, "PhotometricInterpretation")
     if "PixelData" not in dataset or colours in _GREY:
         return
     if colours not in _COLOUR:
         raise Refused("unsupported_encoding")
-    if modality not in rules.colour_modalities:
+    if modality not in rules.colour_modalities and not blanked:
         raise Refused("burned_in_risk")
-
-
-def frames(dataset: Dataset) -> int:
-    """Number of frames; 1 when the attribute is absent or empty."""
-    return int(dataset.get("NumberOfFrames") or 1)
 
 
 def _judge_size(dataset: Dataset, rules: Rules) -> None:
@@ -160,23 +223,11 @@ def _judge_size(dataset: Dataset, rules: Rules) -> None:
         raise Refused("undecodable")
     if bits not in (8, 16, 32) or samples not in (1, 3):
         raise Refused("unsupported_encoding")
+    if text(dataset, "PhotometricInterpretation") == "PALETTE COLOR":
+        if (samples, bits) not in ((1, 8), (1, 16)):
+            raise Refused("undecodable")
+        samples, bits = 3, 16  # what the palette makes of it
     if not rows * columns * count * samples <= rules.max_pixels:
         raise Refused("too_large")
     if not rows * columns * count * samples * bits // 8 <= rules.max_bytes:
         raise Refused("too_large")
-
-
-_FLAT: Final = frozenset({"CR", "DX", "MG", "OP", "OPT", "OT", "NM", "XA", "RF"})
-_NEVER_A_FACE: Final = frozenset({"MG", "OP", "OPT"})
-_ELSEWHERE: Final = frozenset(
-    {"BREAST", "CHEST", "HEART", "LUNG", "ABDOMEN", "LIVER", "KIDNEY", "PELVIS", "PROSTATE", "HIP", "KNEE"}
-    | {"ANKLE", "FOOT", "SHOULDER", "ELBOW", "WRIST", "HAND", "LEG", "ARM", "LSPINE", "TSPINE"}
-)
-
-
-def may_show_a_face(dataset: Dataset) -> bool:
-    """True unless the data set says that no face can be rebuilt from it, or from a stack of its like."""
-    modality = text(dataset, "Modality")
-    if modality in _NEVER_A_FACE or (modality in _FLAT and frames(dataset) == 1):
-        return False
-    return text(dataset, "BodyPartExamined").upper() not in _ELSEWHERE

@@ -3,6 +3,10 @@
 The rows are frozen data in ``ps315.json``, which names their source and carries its BSD licence. Codes
 (PS3.15 section E.1.1): D a dummy value, Z a zero-length or dummy value, X removed, U a new UID; ``X/Z``
 and the like leave the choice to the object's type, ``X/Z/U*`` is for sequences of references.
+
+The columns of the options are frozen in ``ps315_options.json``: K keep, C clean. They come from another source,
+whose 460 rows are of an edition older than 2024e. A row that is missing there has the Basic Profile's action and
+no option, so that less is kept; for dates of the acquisition ``keep.DATES`` makes up for it.
 """
 
 from __future__ import annotations
@@ -50,6 +54,31 @@ def _load() -> tuple[str, Mapping[int, Row], tuple[RepeatingRow, ...]]:
 
 
 EDITION, ATTRIBUTES, REPEATING = _load()
+
+# our policy's name of an option -> the column's
+_COLUMNS: Final = MappingProxyType(
+    {
+        "retain_longitudinal": "rtnLongModifDatesOpt",
+        "retain_device": "rtnDevIdOpt",
+        "retain_patient_characteristics": "rtnPatCharsOpt",
+        "clean_descriptors": "cleanDescOpt",
+        "clean_structured_content": "cleanStructContOpt",
+    }
+)
+
+
+def _options() -> tuple[str, Mapping[str, Mapping[int, str]]]:
+    raw = json.loads(files("agent.deidentify").joinpath("ps315_options.json").read_text(encoding="utf-8"))
+    columns = {
+        name: {int(tag, 16): action for tag, action in raw["options"][column].items() if not set(tag) & set("xX-")}
+        for name, column in _COLUMNS.items()
+    }
+    if not all(set(column.values()) <= {"K", "C"} for column in columns.values()):
+        raise ValueError("unknown action in ps315_options.json")
+    return raw["edition"], MappingProxyType({k: MappingProxyType(v) for k, v in columns.items()})
+
+
+OPTIONS_EDITION, OPTIONS = _options()
 
 
 def row(tag: int) -> Row | None:

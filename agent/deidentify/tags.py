@@ -1,17 +1,15 @@
-"""De-identification of a DICOM data set: PS3.15 Basic Profile, recursive, default deny.
+"""De-identification of a DICOM data set: PS3.15 Basic Profile and its options, recursive, default deny.
 
-An attribute stays only if ``keep`` lists it; one that the profile's table wants replaced is replaced;
-everything else goes: private, unknown, retired, curves, overlays, padding, free text, and whatever new
-attribute the standard adds. The result is built from nothing, with the VR of the dictionary and never
-that of the file, so what was not copied cannot be in it.
+Every attribute has one fate, by ``plan``, and leaves one ``Step`` in the trace. The result is built from
+nothing, with the VR of the dictionary and never that of the file, out of bytes that ``values`` has checked, so
+what was not copied cannot be in it. Own code because every library leaked on planted identifiers: nested
+sequences, unknown VRs, file meta, preamble, attributes newer than their tables.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import hmac
-import math
 import re
 import unicodedata
 from dataclasses import dataclass, field
@@ -19,238 +17,228 @@ from typing import Final
 
 from pydicom import DataElement, Dataset, FileDataset
 from pydicom._uid_dict import UID_dictionary
-from pydicom.datadict import dictionary_has_tag, dictionary_VR
+from pydicom.dataelem import RawDataElement
 from pydicom.dataset import FileMetaDataset
+from pydicom.tag import BaseTag
 from pydicom.uid import UID
-from pydicom.valuerep import DSfloat
 
-from agent.deidentify import keep, table
-from agent.deidentify.prescan import EXPLICIT_LE, IMPLICIT_LE, MAX_DEPTH, MAX_ELEMENTS
+from agent.deidentify import keep, structured, table, visit
+from agent.deidentify.attributes import identifier, plain
+from agent.deidentify.prescan import EXPLICIT_LE, IMPLICIT_LE
+from agent.deidentify.profile import CODES, UNKNOWN_PIXELS, USUAL, Pixels, Profile
 from agent.deidentify.reasons import Refused
 from agent.deidentify.rules import MEDIA_DIRECTORY, NOT_IMAGES, text
+from agent.deidentify.trace import Step, step
+from agent.deidentify.values import UNREADABLE, padded, shifted
+
+__all__ = ["Clean", "Deidentifier", "shifted"]
 
 MIN_KEY_BYTES: Final = 32
 # 5 to 15 years back: no shifted study date falls on a date of the years that the cohort was scanned in
 MIN_SHIFT_DAYS: Final = 1826
 SHIFT_RANGE_DAYS: Final = 3653
 IMPLEMENTATION_UID: Final = "2.25.161803398874989484820458683436563811"
-_MAX_VALUES: Final = 64  # of one number attribute
-_UNREADABLE: Final = (ValueError, TypeError, OverflowError, KeyError, NotImplementedError, AttributeError)
-_TEXT_VRS: Final = frozenset({"LO", "SH", "ST", "LT", "UT", "UC", "PN"})
-_DATE: Final = re.compile(r"(\d{8})(?:\d{2,6}(?:\.\d{1,6})?(?:[+-]\d{4})?)?")
-_CODES: Final = (  # PS3.16 CID 7050
-    ("113100", "Basic Application Confidentiality Profile"),
-    ("113107", "Retain Longitudinal Temporal Information Modified Dates Option"),
-)
+_ITEM: Final = re.compile(r"\W+")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clean:
+    """A de-identified data set, and what was done to each attribute of the original."""
+
+    dataset: FileDataset
+    trace: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Deidentifier:
     """Replaces identities by keyed ones. Who lacks the key cannot go back, nor test a guess."""
 
-    key: bytes = field(repr=False)  # at least 32 bytes, never leaves the site
+    key: bytes = field(repr=False)  # the project's, at least 32 bytes, never leaves the site
     issuer: str = ""  # who gave out a patient id that names no issuer itself
+    profile: Profile = USUAL
+    people: bytes = field(default=b"", repr=False)  # the site's, for ``person``; empty: the same as ``key``
 
     def __post_init__(self) -> None:
         """Refuse a key that could be guessed."""
-        if len(self.key) < MIN_KEY_BYTES:
+        if len(self.key) < MIN_KEY_BYTES or 0 < len(self.people) < MIN_KEY_BYTES:
             raise ValueError(f"the pseudonym key must have at least {MIN_KEY_BYTES} bytes")
+        try:
+            plain(self.issuer)
+        except ValueError:
+            raise ValueError("the issuer is not one plain text") from None
 
     def mac(self, purpose: str, *parts: bytes) -> str:
         """HMAC-SHA256 (RFC 2104) of length-prefixed parts under a purpose: 32 hex characters."""
-        state = hmac.new(self.key, digestmod=hashlib.sha256)
-        for part in (purpose.encode(), *parts):
-            state.update(len(part).to_bytes(8, "big"))
-            state.update(part)
-        return state.hexdigest()[:32]
+        return _mac(self.key, purpose, *parts)
 
     def pseudonym(self, issuer: str, patient_id: str) -> str:
-        """The patient's name inside the site: 32 hex characters.
+        """The patient's name inside the project: 32 hex characters.
 
-        Case, spaces and Unicode forms are folded. One patient under two pseudonyms would be counted twice
-        towards k (P3); two patients under one are counted once, which is the safe error.
+        Case, all spaces and Unicode's compatibility forms are folded. An identifier that cannot be read as
+        one plain text is refused, because it could be another spelling of one that came before. One patient
+        under two pseudonyms would be counted twice towards k (P3); two patients under one are counted once,
+        which is the safe error. Punctuation, leading zeros and typing errors are not folded: ``A-1`` and
+        ``A1`` are two patients. Nor can it be seen that a wrong character set was declared.
+
+        The same number of two issuers is two patients, and without an issuer the site's own is meant. So a
+        PACS that fills Issuer of Patient ID in a part of its files makes two patients of one, unless
+        ``issuer`` in ingest.toml is what the PACS writes there.
+
+        Raises:
+            Refused: ``missing_patient``, also when either is not one plain text.
+        """
+        return _mac(self.key, "patient", *self._folded(issuer, patient_id))
+
+    def person(self, issuer: str, patient_id: str) -> str:
+        """The patient's name at the whole site, over all its projects: budgets and k are counted by it.
+
+        What is one patient is said at :meth:`pseudonym`.
 
         Raises:
             Refused: ``missing_patient``.
         """
-        folded = [" ".join(unicodedata.normalize("NFKC", s).casefold().split()) for s in (issuer, patient_id)]
-        if not folded[1]:
+        return _mac(self.people or self.key, "patient", *self._folded(issuer, patient_id))
+
+    def _folded(self, issuer: str, patient_id: str) -> tuple[bytes, bytes]:
+        try:
+            given, own, patient = (_fold(plain(s)) for s in (issuer, self.issuer, patient_id))
+        except ValueError:
+            raise Refused("missing_patient") from None
+        if not patient:
             raise Refused("missing_patient")
-        default = " ".join(unicodedata.normalize("NFKC", self.issuer).casefold().split())
-        return self.mac("patient", (folded[0] or default).encode(), folded[1].encode())
+        return (given or own).encode(), patient.encode()
 
     def patient(self, dataset: Dataset) -> str:
-        """The pseudonym of a data set's patient."""
-        return self.pseudonym(text(dataset, "IssuerOfPatientID"), text(dataset, "PatientID"))
+        """The pseudonym of a data set's patient inside the project: the Patient ID that is written."""
+        return self.pseudonym(*_named(dataset))
+
+    def person_of(self, dataset: Dataset) -> str:
+        """The site-wide pseudonym of a data set's patient.
+
+        Raises:
+            Refused: ``missing_patient``, see ``attributes.identifier`` and :meth:`pseudonym`.
+        """
+        return self.person(*_named(dataset))
 
     def uid(self, original: str) -> str:
         """A keyed UID below 2.25 (PS3.5 B.2), the same for the same original; ``""`` stays empty."""
         original = original.strip("\0 ")
         return f"2.25.{int(self.mac('uid', original.encode()), 16)}" if original else ""
 
+    def identifier(self, original: str) -> str:
+        """A keyed accession number, study id or the like: 16 hex characters, ``""`` stays empty."""
+        folded = " ".join(original.split())
+        return self.mac("id", folded.encode())[:16] if folded else ""
+
     def shift_days(self, pseudonym: str) -> int:
         """Days, negative, by which all dates of one patient move: intervals inside a patient survive."""
         return -(MIN_SHIFT_DAYS + int(self.mac("dates", pseudonym.encode()), 16) % SHIFT_RANGE_DAYS)
 
     def apply(self, dataset: Dataset) -> FileDataset:
-        """A new, de-identified data set of an image; the argument is left as it was.
+        """``clean`` without its trace."""
+        return self.clean(dataset).dataset
+
+    def clean(self, dataset: Dataset, pixels: Pixels = UNKNOWN_PIXELS) -> Clean:
+        """A new, de-identified data set; the argument is left as it was.
 
         The pixel data must be native: a compressed stream has comments of its own. What is burned into
-        the pixels stays; ``rules.judge`` keeps risky pictures out.
+        the pixels stays; ``rules.judge`` keeps risky pictures out, and ``pixels`` says what others did or
+        vouch for. A structured report is cleaned under the Clean Structured Content Option.
 
         Returns:
-            A data set with new file meta (Explicit VR Little Endian) and a zero preamble.
+            A data set with new file meta (Explicit VR Little Endian) and a zero preamble, and its trace.
         Raises:
-            Refused: reports, documents and other non-images, compressed or oversized pixel data, no patient,
+            Refused: documents and other non-images, compressed or oversized pixel data, no patient,
                 missing identifiers, too deep or too many elements.
         """
         sop_class = text(dataset, "SOPClassUID")
-        if sop_class == MEDIA_DIRECTORY or sop_class.startswith(NOT_IMAGES):
+        report = self.profile.clean_structured_content and sop_class.startswith(structured.REPORTS)
+        if sop_class == MEDIA_DIRECTORY or (sop_class.startswith(NOT_IMAGES) and not report):
             raise Refused("not_an_image")
         if not (sop_class in UID_dictionary and text(dataset, "SOPInstanceUID")):
             raise Refused("incomplete")
+        if report and not structured.named(dataset):
+            raise Refused("not_an_image")
         pseudonym = self.patient(dataset)
-        signed = dataset.get("PixelRepresentation") == 1
-        visit = _Visit(self, self.shift_days(pseudonym), signed)
-        body = visit.dataset(dataset, depth=0)
-        pixels = _native_pixels(dataset)
-        if pixels is not None:
-            body.add(pixels)
-        _stamp(body, pseudonym)
-        clean = FileDataset("", body, preamble=b"\0" * 128, file_meta=_file_meta(body))
+        keyed = visit.Keyed(self.uid, self.identifier, self.shift_days(pseudonym))
+        signed, palette = dataset.get("PixelRepresentation") == 1, text(dataset, "PhotometricInterpretation")
+        walk = visit.Visit(keyed, self.profile, visit.own_words(dataset), signed, palette == "PALETTE COLOR")
+        body = walk.dataset(dataset)
+        pixel_data = _native_pixels(dataset, walk.steps)
+        if pixel_data is not None:
+            body[pixel_data.tag] = pixel_data
+        stamps = self._stamps(dataset, pseudonym, pixels)
+        body.update(stamps)
+        walk.steps.extend(_stamp_steps(dataset, stamps))
+        result = Dataset(dict(sorted(body.items())))
+        clean = FileDataset("", result, preamble=b"\0" * 128, file_meta=_file_meta(result))
         clean.set_original_encoding(False, True)
-        return clean
+        return Clean(clean, tuple(walk.steps))
+
+    def _stamps(self, source: Dataset, pseudonym: str, pixels: Pixels) -> dict[BaseTag, DataElement]:
+        """Say who the patient is now, and that and how the data set was de-identified (PS3.15 E.1.1)."""
+        options = sorted((*self.profile.codes(), *pixels.codes()))
+        shifted_dates = self.profile.retain_longitudinal
+        method = f"Lazaret, PS3.15 {table.EDITION}, default deny"
+        stamps = [
+            ("PatientName", "PN", ""),
+            ("PatientID", "LO", pseudonym),
+            ("PatientBirthDate", "DA", ""),
+            ("PatientIdentityRemoved", "CS", "YES"),
+            ("DeidentificationMethod", "LO", [method, *(CODES[o].removesuffix(" Option") for o in options)]),
+            ("DeidentificationMethodCodeSequence", "SQ", [_code(o) for o in options]),
+            ("LongitudinalTemporalInformationModified", "CS", "MODIFIED" if shifted_dates else "REMOVED"),
+        ]
+        # NO is somebody's word, YES is a warning: only the warning is taken over from the file
+        for keyword, vouched in (
+            ("BurnedInAnnotation", pixels.burned_in != "unknown"),
+            ("RecognizableVisualFeatures", pixels.faces != "unknown"),
+        ):
+            if vouched or text(source, keyword).upper() == "YES":
+                stamps.append((keyword, "CS", "NO" if vouched else "YES"))
+        return {e.tag: e for e in (DataElement(keyword, vr, value) for keyword, vr, value in stamps)}
 
 
-@dataclass(slots=True)
-class _Visit:
-    """One walk over one instance."""
-
-    deidentifier: Deidentifier
-    days: int
-    signed: bool
-    count: int = 0
-
-    def dataset(self, source: Dataset, depth: int) -> Dataset:
-        """The attributes of one data set that stay, items of sequences included."""
-        if depth > MAX_DEPTH:
-            raise Refused("too_deep")
-        target = Dataset()
-        for tag in sorted(source.keys()):
-            self.count += 1
-            if self.count > MAX_ELEMENTS:
-                raise Refused("too_deep")
-            number = int(tag)
-            if tag.is_private or not dictionary_has_tag(number):
-                continue
-            try:
-                element = self._element(source, number, depth)
-            except _UNREADABLE:
-                continue  # a value that cannot be understood is a value that does not stay
-            if element is not None:
-                target.add(element)
-        return target
-
-    def _element(self, source: Dataset, tag: int, depth: int) -> DataElement | None:
-        """What stays of one attribute, or None. The value is read only if something of it stays."""
-        vr = dictionary_VR(tag)
-        if tag in keep.SEQUENCES and vr == "SQ":
-            return DataElement(tag, vr, [self.dataset(item, depth + 1) for item in source[tag].value])
-        if tag in keep.DATES:
-            return DataElement(tag, vr, shifted(_first(source[tag].value), self.days))
-        if tag in keep.TERMS:
-            return _term(source, tag, vr)
-        if tag in keep.NUMBERS:
-            return _number(source, tag, vr, signed=self.signed)
-        if tag in keep.LOOKUP_TABLES:
-            return _lookup_table(source, tag)
-        return self._identifier(source, tag, vr)
-
-    def _identifier(self, source: Dataset, tag: int, vr: str) -> DataElement | None:
-        """UIDs, and attributes that the table wants to be there without their value."""
-        if tag in keep.CLASS_UIDS:
-            value = _first(source[tag].value)
-            return DataElement(tag, vr, value) if value in UID_dictionary else None
-        row = table.row(tag)
-        action = row.action if row is not None else "X"
-        if action == "U" and vr == "UI":
-            return DataElement(tag, vr, self.deidentifier.uid(_first(source[tag].value)))
-        if action in ("Z", "Z/D") and vr in _TEXT_VRS | {"DA", "TM", "DT", "CS"}:
-            return DataElement(tag, vr, "")
-        return DataElement(tag, vr, "REMOVED") if action == "D" and vr in _TEXT_VRS else None
-
-
-def shifted(value: str, days: int) -> str:
-    """A DICOM date or date-time moved by whole days, time of day dropped; ``""`` for anything else."""
-    match = _DATE.fullmatch(value)
-    if match is None:
-        return ""
+def _named(dataset: Dataset) -> tuple[str, str]:
     try:
-        day = datetime.datetime.strptime(match[1], "%Y%m%d").replace(tzinfo=datetime.UTC)
-        return (day + datetime.timedelta(days=days)).strftime("%Y%m%d").zfill(8)
-    except (ValueError, OverflowError):
-        return ""
+        return identifier(dataset, "IssuerOfPatientID"), identifier(dataset, "PatientID")
+    except ValueError:
+        raise Refused("missing_patient") from None
 
 
-def _first(value: object) -> str:
-    """The only value as text; several values where one belongs are not understood, so nothing stays."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise TypeError("one text value expected")
-    return value.strip("\0 ")
+def _fold(value: str) -> str:
+    """Without spaces, case and compatibility forms (Unicode 3.13, D146)."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", value).casefold())
+    return "".join(folded.split())
 
 
-def _values(value: object) -> list[object]:
-    """The values of an attribute as a list."""
-    if value is None or value == "":
-        return []
-    return [value] if isinstance(value, str | bytes) or not hasattr(value, "__iter__") else list(value)
+def _mac(key: bytes, purpose: str, *parts: bytes) -> str:
+    encoded = purpose.encode()
+    message = [len(encoded).to_bytes(8, "big"), encoded]
+    for part in parts:
+        message += (len(part).to_bytes(8, "big"), part)
+    return hmac.digest(key, b"".join(message), hashlib.sha256).hex()[:32]
 
 
-def _term(source: Dataset, tag: int, vr: str) -> DataElement | None:
-    allowed, replacement = keep.TERMS[tag], keep.REPLACE_UNKNOWN.get(tag)
-    values = [str(v).strip("\0 ").upper() for v in _values(source[tag].value)][:_MAX_VALUES]
-    if replacement is not None:
-        values = [v if v in allowed else replacement for v in values]
-    elif not all(v in allowed for v in values):
-        return None
-    return DataElement(tag, vr, values[0] if len(values) == 1 else values) if values else None
+def _code(value: str) -> Dataset:
+    item = Dataset()
+    item.CodeValue, item.CodingSchemeDesignator, item.CodeMeaning = value, "DCM", CODES[value]
+    return item
 
 
-def _number(source: Dataset, tag: int, vr: str, *, signed: bool) -> DataElement | None:
-    values = _values(source[tag].value)
-    if not 0 < len(values) <= _MAX_VALUES:
-        return None
-    real = [float(str(v)) for v in values]
-    if not all(math.isfinite(v) for v in real):
-        return None
-    if vr == "US or SS":
-        vr = "SS" if signed else "US"
-    if vr == "DS":
-        new: list[object] = [DSfloat(v, auto_format=True) for v in real]
-    elif vr in ("FD", "FL"):
-        new = list(real)
-    else:
-        new = [int(str(v)) for v in values]
-    return DataElement(tag, vr, new[0] if len(new) == 1 else new)
+def _stamp_steps(source: Dataset, stamps: dict[BaseTag, DataElement]) -> list[Step]:
+    steps = [step("preamble", "blanked", "preamble"), step("file_meta", "replaced", "file_meta")]
+    for tag in map(BaseTag, sorted(visit.STAMPED)):
+        path = f"{tag >> 16:04X},{tag & 0xFFFF:04X}"
+        if tag in stamps:
+            emptied = stamps[tag].value in ("", None)
+            steps.append(step(path, "emptied" if emptied else "replaced", "profile" if emptied else "stamp"))
+        elif tag in source:
+            steps.append(step(path, "removed", "not_vouched"))
+    return steps
 
 
-def _lookup_table(source: Dataset, tag: int) -> DataElement | None:
-    """The entries of a table (PS3.3 C.11.1.1), as many as the descriptor states; 0 means 65536."""
-    descriptor = [int(str(v)) for v in _values(source["LUTDescriptor"].value)]
-    value = source[tag].value
-    if isinstance(value, bytes):
-        entries = [int.from_bytes(value[i : i + 2], "little") for i in range(0, len(value) - 1, 2)]
-    else:
-        entries = [int(str(v)) for v in _values(value)]
-    wanted = descriptor[0] or 65536
-    if len(descriptor) != 3 or not len(entries) >= wanted:  # first, count, bits
-        return None
-    return DataElement(tag, "OW", b"".join((e & 0xFFFF).to_bytes(2, "little") for e in entries[:wanted]))
-
-
-def _native_pixels(dataset: Dataset) -> DataElement | None:
+def _native_pixels(dataset: Dataset, steps: list[Step]) -> RawDataElement | None:
     """Native pixel data, exactly as long as the header says; what follows is dropped."""
     if "PixelData" not in dataset:
         return None
@@ -263,28 +251,14 @@ def _native_pixels(dataset: Dataset) -> DataElement | None:
         bits = int(dataset.BitsAllocated)
         length = samples * int(dataset.get("NumberOfFrames") or 1) * bits // 8
         value = dataset["PixelData"].value
-    except _UNREADABLE:
+    except UNREADABLE:
         raise Refused("undecodable") from None
     if bits not in (8, 16, 32) or not isinstance(value, bytes) or not 0 < length <= len(value):
         raise Refused("undecodable")
-    padded = value[:length] + b"\0" * (length % 2)
-    return DataElement(keep.PIXELS, "OB" if bits == 8 else "OW", padded)
-
-
-def _stamp(body: Dataset, pseudonym: str) -> None:
-    """Say who the patient is now, and that and how the data set was de-identified (PS3.15 E.1.1)."""
-    body.PatientName = ""
-    body.PatientID = pseudonym
-    body.PatientBirthDate = ""
-    body.PatientIdentityRemoved = "YES"
-    body.LongitudinalTemporalInformationModified = "MODIFIED"
-    body.DeidentificationMethod = f"Lazaret, PS3.15 {table.EDITION} Basic Profile, default deny"
-    items = []
-    for value, meaning in _CODES:
-        item = Dataset()
-        item.CodeValue, item.CodingSchemeDesignator, item.CodeMeaning = value, "DCM", meaning
-        items.append(item)
-    body.DeidentificationMethodCodeSequence = items
+    steps.append(step("7FE0,0010", "kept", "listed"))
+    if len(value) > length + length % 2:
+        steps.append(step("trailing", "removed", "trailing"))
+    return visit.raw(keep.PIXELS, "OB" if bits == 8 else "OW", padded(value[:length], b"\0"))
 
 
 def _file_meta(body: Dataset) -> FileMetaDataset:
