@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from dataclasses import replace
 
-from agent.pipeline import Parcel, Refused, Site, give_up, leave, parcel
+from agent.pipeline import Parcel, Refused, Site, ever_released, give_up, leave, parcel, still_in
 from policies.entries import Reserved
 from policies.review import Finding, Verdict
 from policies.statement import Release, parse
@@ -15,7 +15,8 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
     """A release that waited, with the approvals that persons gave it since.
 
     Raises:
-        Refused: it is not one that waits, or an approval is missing; it waits on. Or by the site's own review.
+        Refused: it is not one that waits, a patient in it has opted out since, or an approval is missing; it waits
+            on. Or by the site's own review.
         Unreachable: no verdict yet.
     """
     pending = site.vault.note("pending") or {}
@@ -23,6 +24,7 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
         raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
     draft = parse(pending[release]["statement"].encode())
     assert isinstance(draft, Release)
+    _still_in(site, release)
     given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
     missing = site.books.policy_of(site.name).approvals - set(given)
     if missing:
@@ -32,6 +34,14 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
         return goods, leave(site, goods)
     finally:  # refused, unanswered or admitted: it waits no longer, and its grant has an end at the next start
         _forget(site, release)
+
+
+def _still_in(site: Site, release: str) -> None:
+    record = site.vault.note("releases") or []
+    made_of = ever_released([one for one in record if one["release"] == release])
+    if not made_of:  # nobody can say who is in it
+        raise Refused("site", Verdict((Finding("opted_out", "the vault does not know this release: withdraw it"),)))
+    still_in(site, made_of)
 
 
 def waiting(site: Site, release: str) -> tuple[Release, bytes]:

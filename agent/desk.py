@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from agent.edges import home as homes
+from agent.edges import projects
 from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
 from agent.edges.log import open_log
@@ -55,12 +56,12 @@ class Desk:
 
 
 @contextmanager
-def open_desk(root: Path, say: Callable[[str, str], None]) -> Iterator[Desk]:
-    """Open the site: ledger (this process alone), vault, door, log."""
+def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.MAIN) -> Iterator[Desk]:
+    """Open the site: ledger (this process alone), a project's vault, door, log."""
     home = homes.Home(root)
     settings, key = home.settings(), home.sign_key()
     log = open_log(root / "agent.log")
-    vault = Vault(root / "vault.db", home.secret("vault"))
+    vault = projects.open_vault(home, project)
     with Store(open_sqlite(root / "ledger.db"), homes.origin(settings.site), key, lambda: int(time.time())) as store:
         policy = site_policy(home, store)
         register = Register(store, lambda _site: policy)

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agent.mechanisms.federated import FederatedMasked
 from agent.nouns import Update
 from agent.participant import Participant
-from agent.pipeline import Refused
+from agent.pipeline import Refused, still_in
 from policies.review import Finding, Verdict
 from protos import secret
 from protos.artifact import BadArtifact, unpack_vector
@@ -117,6 +117,7 @@ class Sum:
         assert start is not None
         cohort = part.site.vault.cohort(part.modality, mechanism.shape)
         delta = mechanism.run_round(cohort, start, part.entropy)
+        still_in(part.site, {patient.pseudonym for patient in cohort.patients})
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)
         goods = part.seal(number, pack_ring(secret.masked_vector(self._session, message)))

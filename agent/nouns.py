@@ -6,11 +6,17 @@ clock or a network. Pseudonyms (keyed HMACs of the patient's identity) stay insi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+_PART: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
 class CohortTooSmall(ValueError):
@@ -70,6 +76,50 @@ class Cohort:
             raise ValueError("patients must be distinct and sorted by pseudonym")
         if len({image.pixels.shape for p in self.patients for image in p.images}) > 1:
             raise ValueError("all images of a cohort must have one shape")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Patients divided among named parts by chance, but for ever: a keyed hash of the pseudonym decides.
+
+    A patient keeps its part whoever comes or goes later, and all its images are in it, so that no picture of a
+    tested patient was trained on. Two names give two independent divisions.
+    """
+
+    name: str
+    parts: Mapping[str, int] = field(hash=False)  # part -> its share, in units of the sum of all shares
+
+    def __post_init__(self) -> None:
+        """Two parts or more, each of a positive share; the order in which they are written means nothing."""
+        if not all(_PART.fullmatch(name) for name in (self.name, *self.parts)):
+            raise ValueError("a split and its parts have short lower-case names")
+        if len(self.parts) < 2 or not all(type(n) is int and 0 < n <= 1_000_000 for n in self.parts.values()):
+            raise ValueError("a split has two parts or more, with whole positive shares")
+        object.__setattr__(self, "parts", MappingProxyType(dict(sorted(self.parts.items()))))
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which images count for one purpose. The rule is public configuration; what it finds is not."""
+
+    modality: str  # DICOM Modality (0008,0060)
+    shape: tuple[int, int]  # (h, w) pixels
+    body_part: str = ""  # DICOM Body Part Examined (0018,0015); "": any
+    labels: frozenset[str] = frozenset()  # none named: any label, but a label there must be
+    split: Split | None = None
+    part: str = ""  # of the split: the patients of this part only
+    min_instances: int = 1  # a series with fewer is not complete yet, and waits
+
+    def __post_init__(self) -> None:
+        """Refuse what could select nothing, or everything by mistake."""
+        if len(self.shape) != 2 or not all(type(side) is int and side > 0 for side in self.shape):
+            raise ValueError("a shape is (h, w) in pixels")
+        if not self.modality or "" in self.labels:
+            raise ValueError("a selection has a modality, and selects labelled images only")
+        if (self.split is None) is not (self.part == "") or (self.split and self.part not in self.split.parts):
+            raise ValueError("a split is selected by one of its parts")
+        if not self.min_instances >= 1:
+            raise ValueError("a series has one instance or more")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,6 +25,7 @@ from agent.pipeline import (
     let_go,
     parcel,
     set_out,
+    still_in,
     unused,
 )
 from agent.stages.finetune import Entropy
@@ -216,7 +217,7 @@ class Participant:
         """One round: train on the site's patients from ``start``, and seal the new parameters.
 
         Raises:
-            Refused: see :meth:`begin`; or a run that is aggregated in secret.
+            Refused: see :meth:`begin`; a run that is aggregated in secret; or a patient opted out meanwhile.
         """
         if self.last is not None and run == self.run and self.last[0] == round_index:
             return self.last[1:]
@@ -226,6 +227,7 @@ class Participant:
         try:
             cohort = self.site.vault.cohort(self.modality, mechanism.shape)
             update = mechanism.run_round(cohort, start, self.entropy)
+            still_in(self.site, {patient.pseudonym for patient in cohort.patients})
             goods = self.seal(round_index, pack_vector(update.vector))
         finally:
             self.under_way = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -74,6 +74,9 @@ class Vault(Protocol):
 
     def cohort(self, modality: str, shape: tuple[int, int], without: Iterable[str] = ()) -> Cohort:
         """The eligible patients."""
+
+    def opted_out(self) -> frozenset[str]:
+        """Who wants no part, as of now."""
 
     def note(self, name: str) -> Any:
         """A private note."""
@@ -345,6 +348,7 @@ def release_synthetic(
             wrapping or Wrapping(),
         )
         site.vault.write_note("releases", [*record, _remember(goods.release.release, clusters)])
+        still_in(site, {person for cluster in clusters.members for person in cluster})
         needed = site.books.policy_of(site.name).approvals
         if needed:
             wait(site, goods)
@@ -357,6 +361,16 @@ def release_synthetic(
         with if_reachable():  # what went wrong is what the operator must hear
             give_up(site, grant, "failed")
         raise
+
+
+def still_in(site: Site, persons: Set[str]) -> None:
+    """What was made of patients does not leave once one of them has opted out; its price stays spent.
+
+    Raises:
+        Refused: one has.
+    """
+    if not site.vault.opted_out().isdisjoint(persons):
+        raise Refused("site", Verdict((Finding("opted_out", "a patient it was made from has opted out since"),)))
 
 
 def wait(site: Site, goods: Parcel) -> None:

@@ -1,142 +1,140 @@
-"""The way in from a folder: every file below it is kept, known already, or quarantined with a reason."""
+"""The way in from a folder: an export, a watched share, a medium with a DICOMDIR, a BIDS dataset, a MONAI data list.
+
+The folder is only read. ``watchdog`` was rejected for watching: the shares of hospitals (NFS, SMB) send no inotify
+events, so a look every few seconds it is.
+"""
 
 from __future__ import annotations
 
-import csv
 import errno
-import json
 import os
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from agent.deidentify import nifti
-from agent.deidentify.prescan import read_meta
-from agent.deidentify.reasons import REASONS, Refused
-from agent.deidentify.record import Record
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import Limits, Reader, instance_name
+from agent.deidentify.reasons import Refused
+from agent.edges.lists import Columns, Lists
+from agent.edges.quarantine import Quarantine
+from agent.edges.room import Arrival
+from agent.edges.waiting import Refusal
 
-LABELS: Final = "labels.csv"
-PATIENTS: Final = "nifti.csv"
-QUARANTINE_LIST: Final = "quarantine.jsonl"
-USUAL_LIMITS: Final = Limits()
-_MAX_LABEL: Final = 64
-_MAX_ROWS: Final = 5_000_000
-
-
-class BadFolder(ValueError):
-    """The folder, or a list in it, cannot be used. The text names the file and the line, never a value."""
+DICOMDIR: Final = "DICOMDIR"
+# beside the volumes of a BIDS dataset (BIDS 1.10): tables and texts, no images
+_SIDECARS: Final = (".json", ".tsv", ".tsv.gz", ".bval", ".bvec", ".md", ".txt")
+_BIDS_TEXTS: Final = frozenset({"README", "CHANGES", "LICENSE", "CITATION.cff", ".bidsignore"})
 
 
 @dataclass(frozen=True, slots=True)
-class IngestReport:
-    """What became of the files: codes and counts only, so that it can be shown outside the vault."""
+class Folder:
+    """A folder that images come from, as ``ingest.toml`` names it."""
 
-    files: int
-    kept: int
-    duplicates: int
-    quarantined: Mapping[str, int]  # code -> files, in code order
+    path: Path
+    columns: Columns = field(default_factory=Columns)
+    watch: bool = False  # `serve` looks again and again
+    settle_s: float = 10.0  # a watched file is read when it has not changed for so long
+
+    def __post_init__(self) -> None:
+        """Times are positive."""
+        if not 0 < self.settle_s < float("inf"):
+            raise ValueError("settle_seconds must be positive")
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """Where records go and what stands beside the way."""
-
-    already: Callable[[str], bool]
-    keep: Callable[[Record], None]
-    quarantine: Path
-    progress: Callable[[int, int], None]
-
-
-def ingest(  # noqa: PLR0913 - the ports of the way in, each named by the caller
-    folder: Path,
-    *,
-    rules: Rules,
-    deidentifier: Deidentifier,
-    already: Callable[[str], bool],
-    keep: Callable[[Record], None],
-    quarantine: Path,
-    progress: Callable[[int, int], None],
-    limits: Limits = USUAL_LIMITS,
-) -> IngestReport:
-    """Let the files of a folder in. The folder itself is only read; a second run keeps nothing new.
-
-    ``labels.csv`` (sop_instance_uid,label) and ``nifti.csv`` (file,patient_id) at the top of the folder are
-    the hospital's own lists. Links are not followed.
-
-    Args:
-        already: True when the vault holds a record with this ``name`` or with this ``digest``.
-        keep: called once for each new record; what it raises ends the run.
-        quarantine: directory (made 0700) for ``quarantine.jsonl``, one line for each file refused. It names
-            files, and file names may name patients: it stays at the site.
-        progress: called with (files done, files in all) after each file.
-    Raises:
-        BadFolder: no such folder, or a list that cannot be read; nothing was kept.
-        ReaderFailed: the reader does not start on this machine.
-    """
-    if not folder.is_dir():
-        raise BadFolder("the folder to ingest does not exist or is not a folder")
-    way = Way(already, keep, quarantine, progress)
-    labels = _labels(folder / LABELS, deidentifier)
-    patients = _read_list(folder / PATIENTS, ("file", "patient_id"))
-    refusals = _Refusals(quarantine)
-    with Reader(rules, deidentifier, limits) as reader:
-        run = _Run(folder, way, rules, deidentifier, labels, patients, reader)
-        return run.all(refusals)
-
-
-@dataclass(slots=True)
-class _Run:
-    """One pass over the folder."""
+class Lying:
+    """A file in a folder. It stays there, whatever becomes of it."""
 
     folder: Path
-    way: Way
-    rules: Rules
-    deidentifier: Deidentifier
-    labels: Mapping[str, str]
-    patients: Mapping[str, str]
-    reader: Reader
+    path: str  # below the folder
+    lists: Lists
+    max_bytes: int
 
-    def all(self, refusals: _Refusals) -> IngestReport:
-        paths = sorted(walk(self.folder, self.way.quarantine), key=os.fsencode)
-        duplicates, codes = 0, Counter[str]()
-        digests: set[str] = set()
-        names: set[str] = set()
-        for done, path in enumerate(paths, start=1):
-            digest = ""
-            try:
-                data = _contents(self.folder / path, self.rules.max_bytes)
-                digest = self.deidentifier.mac("file", data)
-                if digest in digests or self.way.already(digest):
-                    duplicates += 1
-                else:
-                    names.add(self._let_in(path, data, digest, names))
-                    digests.add(digest)
-            except Refused as refusal:
-                codes[refusal.code] += 1
-                refusals.add(path, refusal.code, digest)
-            self.way.progress(done, len(paths))
-        return IngestReport(len(paths), len(names), duplicates, dict(sorted(codes.items())))
+    @property
+    def place(self) -> str:
+        """Its path below the folder."""
+        return f"folder\0{self.folder}\0{self.path}"
 
-    def _let_in(self, path: str, data: bytes, digest: str, names: set[str]) -> str:
-        """Let the worker read what looks like an image, label it, keep it; the instance's name."""
-        if not nifti.looks_like_nifti(data):
-            read_meta(data)  # refuses what is no DICOM before a worker is bothered
-        record = self.reader.read(data, digest, self.patients.get(path))
-        if record.name in names or self.way.already(record.name):
-            raise Refused("conflicting_instance")
-        self.way.keep(replace(record, label=self.labels.get(record.name, "")))
-        return record.name
+    def load(self) -> Arrival:
+        """Read it, and say whose it is by the hospital's lists."""
+        inside = self.path.replace(os.sep, "/")
+        return Arrival(
+            road="folder",
+            source=self.path,
+            body=contents(self.folder / self.path, self.max_bytes),
+            patient_id=self.lists.patients.get(inside, ""),
+            issuer=self.lists.issuer,
+            label=self.lists.labels.get(inside, ""),
+        )
+
+    def settle(self) -> None:
+        """Nothing: the folder is only read."""
+
+    def release(self) -> None:
+        """Nothing: the folder is only read."""
+
+    def refuse(self, quarantine: Quarantine, refusal: Refusal) -> None:
+        """Write down its place and the reason; its bytes stay where they are."""
+        place = os.path.join(self.folder, self.path)  # as the system names it, UTF-8 or not: it is read there again
+        quarantine.refuse(refusal.name, refusal.code, Arrival("folder", place, b""), refusal.digest)
 
 
-def walk(folder: Path, leave_out: Path) -> Iterator[str]:
-    """Paths below a folder, relative to it: all but directories and the two lists. No link is followed."""
-    left_out = leave_out.resolve()
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A file that the index of a medium lists and that is not there."""
+
+    folder: Path
+    path: str
+
+    @property
+    def place(self) -> str:
+        """Its path below the folder."""
+        return f"medium\0{self.folder}\0{self.path}"
+
+    def load(self) -> Arrival:
+        """It cannot be read."""
+        raise Refused("missing_from_medium")
+
+    def settle(self) -> None:
+        """Never."""
+
+    def release(self) -> None:
+        """Never."""
+
+    def refuse(self, quarantine: Quarantine, refusal: Refusal) -> None:
+        """Write down its place and the reason."""
+        place = Arrival("folder", os.path.join(self.folder, self.path), b"")
+        quarantine.refuse(refusal.name, refusal.code, place, refusal.digest)
+
+
+def in_folder(folder: Path, lists: Lists, leave_out: Iterable[Path], max_bytes: int) -> list[Lying]:
+    """Every file below a folder, in the order of names; no link is followed.
+
+    Args:
+        folder: only read.
+        lists: the hospital's own, see :mod:`agent.edges.lists`.
+        leave_out: directories that are not looked into (the site's own).
+        max_bytes: of one file.
+    """
+    bids = "dataset_description.json" in lists.aside
+    paths = sorted(walk(folder, leave_out), key=os.fsencode)
+    left = (p for p in paths if p not in lists.aside and not (bids and _beside(p)))
+    return [Lying(folder, path, lists, max_bytes) for path in left]
+
+
+def _beside(path: str) -> bool:
+    return path.endswith(_SIDECARS) or os.path.basename(path) in _BIDS_TEXTS
+
+
+def retried(arrival: Arrival, max_bytes: int) -> Arrival:
+    """A refused file of a folder, read again where it lies."""
+    return replace(arrival, body=contents(Path(arrival.source), max_bytes))
+
+
+def walk(folder: Path, leave_out: Iterable[Path]) -> Iterator[str]:
+    """Paths of all but directories below a folder, relative to it. No link is followed."""
+    left_out = {path.resolve() for path in leave_out}
     waiting = [""]
     while waiting:
         inside = waiting.pop()
@@ -149,14 +147,17 @@ def walk(folder: Path, leave_out: Path) -> Iterator[str]:
         for entry in entries:
             path = os.path.join(inside, entry.name)
             if not entry.is_dir(follow_symlinks=False):
-                if path not in (LABELS, PATIENTS):
-                    yield path
-            elif Path(entry.path).resolve() != left_out:
+                yield path
+            elif Path(entry.path).resolve() not in left_out:
                 waiting.append(path)
 
 
-def _contents(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file, at most ``max_bytes``."""
+def contents(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file, at most ``max_bytes``.
+
+    Raises:
+        Refused: ``not_a_file``, ``unreadable``, ``too_large``.
+    """
     try:
         # without O_NONBLOCK, opening a named pipe would wait for ever
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -177,65 +178,53 @@ def _contents(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-def _read_list(path: Path, columns: tuple[str, str]) -> dict[str, str]:
-    """A two-column CSV list of the hospital; empty when there is none."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:
-            rows = csv.reader(stream, strict=True)
-            if tuple(next(rows, [])) != columns:
-                raise BadFolder(f"{path.name}: the first line must be {','.join(columns)}")
-            found: dict[str, str] = {}
-            for row in rows:
-                if not row:
-                    continue
-                line = rows.line_num
-                if len(row) != len(columns) or not all(cell.strip() for cell in row) or line > _MAX_ROWS:
-                    raise BadFolder(f"{path.name} line {line}: two values are needed, {' and '.join(columns)}")
-                key, value = row[0].strip(), row[1].strip()
-                if found.setdefault(key, value) != value:
-                    raise BadFolder(f"{path.name} line {line}: contradicts an earlier line")
-            return found
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, csv.Error):
-        raise BadFolder(f"{path.name}: cannot be read as UTF-8 CSV") from None
+def listed_and_missing(folder: Path, index: str, files: Iterable[tuple[str, ...]]) -> list[Missing]:
+    """What a DICOMDIR lists (File IDs, PS3.10 section 8.2, beside the index) and the medium does not have.
+
+    Args:
+        folder: the medium.
+        index: path of the DICOMDIR below it.
+        files: the components of each Referenced File ID; what is not one of the standard's names is missing.
+    """
+    top = os.path.dirname(index)
+    there = {p.casefold() for p in walk(folder, ())}
+    gone = []
+    for parts in files:
+        plain = all(p and len(p) <= 8 and p.replace("_", "").isalnum() and p.isascii() for p in parts)
+        path = os.path.join(top, *parts) if plain and parts else os.path.join(top, "?")
+        if path.casefold() not in there:
+            gone.append(Missing(folder, path))
+    return gone
 
 
-def _labels(path: Path, deidentifier: Deidentifier) -> dict[str, str]:
-    """Labels by keyed instance name."""
-    raw = _read_list(path, ("sop_instance_uid", "label"))
-    if not all(len(label) <= _MAX_LABEL and label.isprintable() for label in raw.values()):
-        raise BadFolder(f"{path.name}: a label must be at most {_MAX_LABEL} printable characters")
-    return {instance_name(deidentifier, uid): label for uid, label in raw.items()}
+class Watched:
+    """A watched folder: gives each file once it rests, and again only when it changes."""
 
+    def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
+        """Nothing is read yet."""
+        self.folder, self._clock = folder, clock
+        self._seen: dict[str, tuple[int, int]] = {}  # path -> size and time of change, when it was given
+        self._last: dict[str, tuple[int, int]] = {}
 
-class _Refusals:
-    """The list of refused files, for the site's IT; nothing is listed twice."""
+    def rested(self, lists: Lists, leave_out: Iterable[Path], max_bytes: int) -> list[Lying]:
+        """Files that are new or changed, look the same as at the last look, and have rested for ``settle_s``."""
+        now, looks, ready = self._clock(), dict[str, tuple[int, int]](), []
+        for one in in_folder(self.folder.path, lists, leave_out, max_bytes):
+            try:
+                state = (one.folder / one.path).lstat()
+            except OSError:
+                continue  # it went between the two looks
+            look = (state.st_size, state.st_mtime_ns)
+            looks[one.path] = look
+            rested = self._last.get(one.path) == look and now - state.st_mtime >= self.folder.settle_s
+            if rested and self._seen.get(one.path) != look:
+                ready.append(one)
+        self._last = looks
+        self._seen = {path: look for path, look in self._seen.items() if path in looks}
+        return ready
 
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.chmod(0o700)
-        self._path = directory / QUARANTINE_LIST
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        self._known = set(filter(None, map(_entry, text.splitlines())))
-        self._torn = bool(text) and not text.endswith("\n")  # a crash cut the last line
-
-    def add(self, path: str, code: str, digest: str) -> None:
-        if (path, code, digest) in self._known:
-            return
-        entry = {"file": path, "code": code, "digest": digest, "what_to_do": REASONS[code]}
-        line = ("\n" if self._torn else "") + json.dumps(entry) + "\n"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._path, flags, 0o600)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(line.encode("ascii"))
-        self._torn = False
-        self._known.add((path, code, digest))
-
-
-def _entry(line: str) -> tuple[str, str, str] | None:
-    try:
-        raw = json.loads(line)
-        return raw["file"], raw["code"], raw["digest"]
-    except (ValueError, KeyError, TypeError):
-        return None
+    def taken(self, ready: Iterable[Lying]) -> None:
+        """These have been let in or refused: they are given again only when they change."""
+        for one in ready:
+            if one.path in self._last:
+                self._seen[one.path] = self._last[one.path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import secrets
 import tomllib
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from agent.edges.room import sync_folder
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
 from policies.statement import HEX, PAYLOAD_TYPE, Amendment, Enrolment, MalformedStatement, encode
@@ -29,6 +31,7 @@ _KEYS = {
     "public_components": list,
 }
 _OPTIONAL = {"proxy": str, "partners": list, "least_partners": int}
+MAIN = "main"  # the project that every site has from the beginning
 _NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the coordinator's invitation"
 
 
@@ -92,6 +95,11 @@ class Home:
     def secret(self, name: str) -> bytes:
         """One of the site's 32-byte secrets: ``vault`` or ``deidentify``."""
         return read_private(self.keys / f"{name}.key")
+
+    @property
+    def project_keys(self) -> Path:
+        """A folder for each research project, with its key or the mark that it has ended."""
+        return self.keys / "projects"
 
     def signed_policy(self, envelope: bytes) -> Policy:
         """The site's own policy as it was sealed in its request to take part, or amended since.
@@ -204,8 +212,27 @@ def create(root: Path, settings: str, policy: str) -> Home:
     (home.keys / "node.pub").write_bytes(node_public(node))
     for name in ("vault", "deidentify"):
         write_private(home.keys / f"{name}.key", secrets.token_bytes(32))
+    home.project_keys.mkdir(mode=0o700)
+    new_key(home.project_keys / MAIN)
     (root / "request.json").write_bytes(enrolment(home))
     return home
+
+
+def new_key(folder: Path) -> None:
+    """A fresh 32-byte ``key`` in a folder of its own, whole or not at all, durable when this returns.
+
+    Raises:
+        FileExistsError: there is one; a key is never replaced, since what it sealed would be lost.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = folder / f"key.{secrets.token_hex(8)}.part"
+    write_private(part, secrets.token_bytes(32))
+    try:
+        os.link(part, folder / "key")  # refuses, unlike a renaming, when there is one
+    finally:
+        part.unlink()
+    for place in (folder, folder.parent, folder.parent.parent):
+        sync_folder(place)
 
 
 def enrolment(home: Home, asking: ec.EllipticCurvePrivateKey | None = None) -> bytes:

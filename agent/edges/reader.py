@@ -1,9 +1,10 @@
-"""Reads hospital files in a separate process that may crash, hang or be taken over, one file at a time.
+"""Reads hospital files in a separate process that may crash or hang, one file at a time.
 
 ``Reader`` starts ``python -m agent.edges.reader``, hands it the bytes of a file over a pipe and gets back a
-de-identified record or a reason code. The worker opens no file, has limits on memory, processor time and
-writing, and is killed when it takes too long. Raw identifiers, and the texts of a parser's errors, stay
-in it. Messages are a length-prefixed JSON object followed by byte strings; nothing is unpickled.
+de-identified record or a reason code. The worker is given no file, has limits on memory, processor time and
+writing (``pipe.confine``), and is killed with its process group when it takes too long. Raw identifiers, and
+the texts of a parser's errors, stay in it. Whoever takes it over is still the agent's user: he reaches its
+files and the network. As root he can fork too, and a child in a session of its own outlives the worker.
 """
 
 from __future__ import annotations
@@ -12,31 +13,54 @@ import contextlib
 import io
 import json
 import os
-import resource
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
+import imagecodecs
 import numpy as np
 import pydicom
+from pydicom import Dataset
 from pydicom import config as pydicom_config
 from pydicom.pixels.decoders.base import get_decoder
+from pydicom.tag import Tag
 from pydicom.uid import UID
 
-from agent.deidentify import nifti, pixels
-from agent.deidentify.prescan import read_meta, scan
+from agent.deidentify import keep, medium, nifti, pixels, regions, trace, whose
+from agent.deidentify.attributes import frames, text
+from agent.deidentify.faces import faces_in, may_show_a_face
+from agent.deidentify.glyphs import shows_text
+from agent.deidentify.needles import identifiers, of_patient
+from agent.deidentify.prescan import DEFLATED_LE, Meta, read_meta, scan, undeflate
+from agent.deidentify.profile import Pixels, Profile
 from agent.deidentify.reasons import REASONS, Refused
 from agent.deidentify.record import Record
-from agent.deidentify.rules import DECODERS, MEDIA_DIRECTORY, Rules, frames, judge, may_show_a_face, text
+from agent.deidentify.residual import residual
+from agent.deidentify.rules import (
+    DECODERS,
+    IMAGECODECS,
+    MEDIA_DIRECTORY,
+    Rules,
+    as_table,
+    is_report,
+    judge,
+    rules_from,
+    same_instance,
+)
 from agent.deidentify.tags import Deidentifier
+from agent.edges.pipe import Part, allow_cpu, confine, gone, kill, receive, send, size, spent
 
-_MAX_HEAD: Final = 65536  # bytes of a message's JSON
+_BODY_PARTS: Final = frozenset(
+    t for t in keep.TERMS[0x00180015] if t.isalnum() and len(t) <= 16
+)  # as records hold them
+_DEFLATED_REFERENCES: Final = frozenset({"1.2.840.10008.1.2.4.95", "1.2.840.10008.1.2.4.205"})
+_WHO: Final = ("SpecificCharacterSet", "IssuerOfPatientID", "PatientID")
+_STANDARD: Final = "1.2.840.10008.1.2"
 _LEAST_ROOM: Final = 64 * 2**20  # bytes that a worker must be able to allocate to be of any use
 
 
@@ -54,33 +78,8 @@ class Limits:
     start_seconds: float = 120.0  # importing the parsers, once per worker
 
 
-def _send(stream: IO[bytes], head: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
-    body = json.dumps({**head, "parts": [len(p) for p in parts]}).encode()
-    stream.write(struct.pack(">I", len(body)) + body)
-    for part in parts:
-        stream.write(part)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes], max_bytes: int) -> tuple[dict[str, Any], list[bytes]]:
-    """One message. Raises: EOFError at the end of the stream, ValueError when it is not a message."""
-    head = json.loads(_exactly(stream, _size(struct.unpack(">I", _exactly(stream, 4))[0], _MAX_HEAD)))
-    if not isinstance(head, dict) or not isinstance(head.get("parts"), list) or len(head["parts"]) > 2:
-        raise ValueError("not a message")
-    return head, [_exactly(stream, _size(n, max_bytes)) for n in head.pop("parts")]
-
-
-def _size(number: object, most: int) -> int:
-    if type(number) is not int or not 0 <= number <= most:
-        raise ValueError("not a length")
-    return number
-
-
-def _exactly(stream: IO[bytes], count: int) -> bytes:
-    data = stream.read(count)
-    if len(data) != count:
-        raise EOFError
-    return data
+USUAL_LIMITS: Final = Limits()
+T = TypeVar("T")
 
 
 # ------------------------------------------------------------------ the side of the agent
@@ -89,7 +88,7 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
 class Reader:
     """A worker process, started when first needed and again after a file has stopped it."""
 
-    def __init__(self, rules: Rules, deidentifier: Deidentifier, limits: Limits) -> None:
+    def __init__(self, rules: Rules, deidentifier: Deidentifier, limits: Limits = USUAL_LIMITS) -> None:
         """Nothing is started yet."""
         self._rules, self._deidentifier, self._limits = rules, deidentifier, limits
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,7 +99,7 @@ class Reader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         """End the worker."""
         self.close()
@@ -111,19 +110,19 @@ class Reader:
         return self._process.pid if self._process else None
 
     def close(self) -> None:
-        """Kill the worker, whatever it does."""
+        """Kill the worker and what it has started, whatever they do."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
+        kill(process)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
         process.wait()
 
-    def read(self, data: bytes, digest: str, patient_id: str | None = None) -> Record:
-        """De-identify one file. ``patient_id`` is for formats that carry none (NIfTI).
+    def read(self, data: bytes, digest: str, patient_id: str | None = None, issuer: str = "") -> Record:
+        """De-identify one file. ``patient_id`` and its ``issuer`` are for formats that carry none (NIfTI).
 
         Returns:
             The record, still without a label.
@@ -131,11 +130,31 @@ class Reader:
             Refused: with the worker's reason; ``parser_stopped`` when it died, hung or answered nonsense.
             ReaderFailed: the worker cannot be started at all.
         """
-        if self._process is None or self._process.poll() is not None:
+        told = {"patient_id": patient_id, "issuer": issuer}
+        return self._told(told, data, lambda reply, parts: _record(reply, parts, digest))
+
+    def directory(self, data: bytes) -> list[tuple[str, ...]]:
+        """The files that the index of a medium lists, as the components of their names.
+
+        Raises:
+            Refused, ReaderFailed: see :meth:`read`.
+        """
+        return self._told({"directory": True}, data, _files)
+
+    def whose(self, data: bytes, patient_id: str, issuer: str) -> str:
+        """The site-wide pseudonym of a file's patient, "" when it names none. Raises: see :meth:`read`."""
+        told = {"whose": True, "patient_id": patient_id, "issuer": issuer}
+        return self._told(told, data, lambda reply, _parts: _person(reply))
+
+    def _told(self, head: dict[str, Any], data: bytes, made: Callable[[dict[str, Any], list[bytes]], T]) -> T:
+        """Ask the worker, and check what it says."""
+        if self._process is None or gone(self._process):
             self._start()
         try:
-            reply, parts = self._ask({"patient_id": patient_id}, [data], self._limits.wall_seconds)
-            return _record(reply, parts, digest)
+            reply, parts = self._ask(head, [data], self._limits.wall_seconds)
+            if reply.pop("spent", False) is not False:
+                self.close()
+            return made(reply, parts)
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             self.close()
             raise Refused("parser_stopped") from None
@@ -157,14 +176,16 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
+            start_new_session=True,  # a process group of its own, to be killed as a whole
             env={**inherited, **quiet, "PYTHONPATH": home},
         )
         self.starts += 1
-        rules = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(self._rules).items()}
+        rules = as_table(self._rules)
         limits = {"memory_bytes": self._limits.memory_bytes, "cpu_seconds": self._limits.cpu_seconds}
-        setup = {"issuer": self._deidentifier.issuer, "rules": rules, "limits": limits}
+        who = self._deidentifier
+        setup = {"issuer": who.issuer, "profile": asdict(who.profile), "rules": rules, "limits": limits}
         try:
-            reply, _ = self._ask(setup, [self._deidentifier.key], self._limits.start_seconds)
+            reply, _ = self._ask(setup, [who.key, who.people], self._limits.start_seconds)
         except (OSError, EOFError, ValueError):
             reply = {}
         if reply != {"ready": True}:
@@ -178,39 +199,57 @@ class Reader:
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise EOFError
-        watchdog = threading.Timer(seconds, process.kill)
+        watchdog = threading.Timer(seconds, kill, (process,))
         watchdog.start()
         try:
-            _send(process.stdin, head, parts)
-            return _receive(process.stdout, self._limits.memory_bytes)
+            send(process.stdin, head, parts)
+            return receive(process.stdout, self._limits.memory_bytes)
         finally:
             watchdog.cancel()
+            watchdog.join()  # or it might kill what has this number by then
+
+
+def _refused(reply: dict[str, Any]) -> None:
+    code = reply.get("code")
+    if code is not None:
+        raise Refused(code if code in REASONS else "parser_stopped")
+
+
+def _person(reply: dict[str, Any]) -> str:
+    _refused(reply)
+    return str(reply["person"])
+
+
+def _files(reply: dict[str, Any], parts: list[bytes]) -> list[tuple[str, ...]]:
+    _refused(reply)
+    return [tuple(str(part) for part in one) for one in json.loads(parts[0])]
 
 
 def _record(reply: dict[str, Any], parts: list[bytes], digest: str) -> Record:
     """Check an answer and make a record of it: the worker is not trusted."""
-    code = reply.get("code")
-    if code is not None:
-        raise Refused(code if code in REASONS else "parser_stopped")
-    picture, payload = parts
+    _refused(reply)
+    picture, payload, steps = parts
     values = None
     if reply["kind"] == "image":
-        shape = (_size(reply["height"], 1 << 20), _size(reply["width"], 1 << 20))
-        values = np.frombuffer(picture, dtype="<f4").reshape(shape).astype(np.float32)
-        values.setflags(write=False)
-    if type(reply["face"]) is not bool:
+        shape = (size(reply["height"], 1 << 20), size(reply["width"], 1 << 20))
+        values = np.frombuffer(picture, dtype="<f4").reshape(shape)  # of bytes: nobody can write to it
+    if type(reply["face"]) is not bool or type(reply["text"]) is not bool:
         raise ValueError("not an answer")
     return Record(
         name=reply["name"],
         digest=digest,
         pseudonym=reply["pseudonym"],
         study=reply["study"],
+        series=reply["series"],
         modality=reply["modality"],
+        body_part=reply["body_part"],
         kind=reply["kind"],
         label="",
         pixels=values,
         payload=payload,
         face=reply["face"],
+        text=reply["text"],
+        trace=trace.loads(steps),
     )
 
 
@@ -222,61 +261,103 @@ def instance_name(deidentifier: Deidentifier, sop_instance_uid: str) -> str:
     return deidentifier.mac("instance", sop_instance_uid.strip("\0 ").encode())
 
 
-def _read_dicom(data: bytes, rules: Rules, who: Deidentifier) -> tuple[dict[str, Any], list[bytes]]:
+def _opened(data: bytes, rules: Rules, who: Deidentifier) -> tuple[Dataset, Meta, str]:
+    """A data set whose bytes were scanned first, and the site-wide pseudonym of its patient."""
     meta = read_meta(data)
     if meta.media_class == MEDIA_DIRECTORY:
         raise Refused("dicomdir")
-    if meta.transfer_syntax.startswith("1.2.840.10008.1.2.1.99") or not meta.transfer_syntax:
-        raise Refused("unsupported_encoding")  # deflated, or not said: the bytes cannot be scanned
+    if meta.transfer_syntax == DEFLATED_LE:
+        data, meta = undeflate(data, meta, rules.max_bytes)
+    if not meta.transfer_syntax.startswith(_STANDARD) or meta.transfer_syntax in _DEFLATED_REFERENCES:
+        raise Refused("unsupported_encoding")  # private, deflated once more, or not said: it cannot be scanned
     scan(data, meta.offset, meta.transfer_syntax)
     dataset = pydicom.dcmread(io.BytesIO(data))
+    named = Dataset({t: dataset.get_item(t) for t in map(Tag, _WHO) if t in dataset})  # bytes, not yet asked for
     judge(dataset, meta.transfer_syntax, rules)
+    same_instance(meta, dataset)
+    if is_report(dataset):
+        raise Refused("not_an_image")  # no place for its text in a record
+    return dataset, meta, who.person_of(named)
+
+
+def _native(dataset: Dataset, meta: Meta, rules: Rules) -> tuple[pixels.Stored, bool]:
+    """The decoded pixels, those blanked that a rule says, and whether there were any."""
     values = pixels.decode(dataset, meta.transfer_syntax)
-    plain = pixels.native(dataset, values)
-    clean = who.apply(plain)
-    payload = io.BytesIO()
-    clean.save_as(payload, enforce_file_format=True)
-    image = b""
-    head = {
-        "name": instance_name(who, text(dataset, "SOPInstanceUID")),
-        "pseudonym": who.patient(dataset),
+    parts = regions.plan(dataset, rules.blanks, us_regions=rules.us_regions)
+    if parts:
+        values = regions.blank(values, parts, text(dataset, "PhotometricInterpretation"))
+    return values, bool(parts)
+
+
+def _read_dicom(data: bytes, rules: Rules, who: Deidentifier) -> tuple[dict[str, Any], list[Part]]:
+    dataset, meta, person = _opened(data, rules, who)
+    needles = identifiers(dataset, who.profile)
+    values, blanked = _native(dataset, meta, rules)
+    plain, face = pixels.native(dataset, values), may_show_a_face(dataset)
+    clean = who.clean(plain, Pixels("cleaned" if blanked else "unknown", faces_in(dataset, face=face)))
+    steps = [*clean.trace, trace.Step("pixels", "blanked", "clean_pixels")] if blanked else clean.trace
+    out = io.BytesIO()
+    clean.dataset.save_as(out, enforce_file_format=True)
+    payload = out.getvalue()
+    if residual(needles, payload):
+        raise Refused("residual_identifier")
+    image: Part = b""
+    instance = text(dataset, "SOPInstanceUID")
+    # some write WHOLE BODY, and some WHOLE_BODY
+    body_part = "".join(c for c in text(dataset, "BodyPartExamined").upper() if c.isalnum())
+    head: dict[str, Any] = {
+        "name": instance_name(who, instance),
+        "pseudonym": person,
         "study": who.mac("study", text(dataset, "StudyInstanceUID").encode()),
+        # an instance without a series is a series of its own
+        "series": who.mac("series", (text(dataset, "SeriesInstanceUID") or instance).encode()),
         "modality": text(dataset, "Modality"),
+        "body_part": body_part if body_part in _BODY_PARTS else "",
         "kind": "volume" if frames(dataset) > 1 else "image",
-        "face": may_show_a_face(dataset),
+        "face": face,
+        "text": rules.look_for_text and shows_text(values),
     }
     if head["kind"] == "image":
-        unit = pixels.unit_range(plain, values)
+        unit = np.ascontiguousarray(pixels.unit_range(plain, values), dtype="<f4")
         head["height"], head["width"] = unit.shape
-        image = unit.astype("<f4").tobytes()
-    return head, [image, payload.getvalue()]
+        image = unit.data.cast("B")
+    return head, [image, payload, trace.dumps(steps)]
 
 
 def _read_nifti(
-    data: bytes, patient_id: str | None, rules: Rules, who: Deidentifier
-) -> tuple[dict[str, Any], list[bytes]]:
-    if not (patient_id or "").strip():
+    data: bytes, told: dict[str, Any], rules: Rules, who: Deidentifier
+) -> tuple[dict[str, Any], list[Part]]:
+    patient_id = str(told["patient_id"] or "")
+    if not patient_id.strip():
         raise Refused("nifti_without_patient")
     if rules.nifti_modality not in rules.modalities:
         raise Refused("modality_not_allowed")
     payload = nifti.clean(nifti.inflate(data, rules.max_bytes), rules.max_pixels)
+    if residual(of_patient(patient_id), payload):
+        raise Refused("residual_identifier")
     head = {
         "name": who.mac("nifti", payload),
-        "pseudonym": who.pseudonym("", patient_id or ""),
+        "pseudonym": who.person(str(told["issuer"]), patient_id),
         "study": who.mac("nifti-study", payload),
+        "series": who.mac("nifti-series", payload),
         "modality": rules.nifti_modality,
+        "body_part": "",
         "kind": "volume",
         "face": True,  # a NIfTI header does not say which part of the body it shows
+        "text": False,  # made by programs from the slices of a scan, and never captured from a screen
     }
-    return head, [b"", payload]
+    return head, [b"", payload, trace.dumps([])]
 
 
-def _answer(
-    data: bytes, patient_id: str | None, rules: Rules, who: Deidentifier
-) -> tuple[dict[str, Any], list[bytes]]:
+def _answer(data: bytes, told: dict[str, Any], rules: Rules, who: Deidentifier) -> tuple[dict[str, Any], list[Part]]:
     try:
+        if told.get("directory"):
+            return {}, [json.dumps(medium.listed(data)).encode()]
+        if told.get("whose"):
+            whom = whose.person(data, who, str(told["patient_id"] or ""), str(told["issuer"]), rules.max_bytes)
+            return {"person": whom}, []
         if nifti.looks_like_nifti(data):
-            return _read_nifti(data, patient_id, rules, who)
+            return _read_nifti(data, told, rules, who)
         return _read_dicom(data, rules, who)
     except Refused as refusal:
         return {"code": refusal.code}, []
@@ -286,28 +367,6 @@ def _answer(
         return {"code": "undecodable"}, []
 
 
-def _limit(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold a patient's file
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-
-def _allow_cpu(seconds: int) -> None:
-    """Move the soft limit to ``seconds`` from what is used already: the worker serves many files."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def _rules(raw: dict[str, Any]) -> Rules:
-    fields: dict[str, Any] = {
-        k: frozenset(v) if isinstance(v, list) and k != "image_types" else v for k, v in raw.items()
-    }
-    fields["image_types"] = frozenset((first, second) for first, second in raw["image_types"])
-    return Rules(**fields)
-
-
 def main() -> None:
     """Serve files from standard input until it ends."""
     source = os.fdopen(os.dup(0), "rb")
@@ -315,29 +374,36 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # whatever a library prints must not get between the answers
         os.dup2(null, descriptor)
-    setup, (key,) = _receive(source, 4096)
-    rules, who = _rules(setup["rules"]), Deidentifier(key, setup["issuer"])
+    setup, (key, people) = receive(source, 4096)
+    rules = rules_from(setup["rules"])
+    who = Deidentifier(key, setup["issuer"], Profile(**setup["profile"]), people)
     pydicom_config.settings.reading_validation_mode = pydicom_config.IGNORE
     pydicom_config.settings.writing_validation_mode = pydicom_config.RAISE
     pydicom_config.replace_un_with_known_vr = False  # UN stays opaque: nothing hidden in it is parsed
-    _limit(setup["limits"]["memory_bytes"])
+    seconds = setup["limits"]["cpu_seconds"]
+    confine(setup["limits"]["memory_bytes"], seconds)
     _check_room()
-    _send(sink, {"ready": True})
+    send(sink, {"ready": True})
     while True:
         try:
-            head, (data,) = _receive(source, rules.max_bytes)
+            head, (data,) = receive(source, rules.max_bytes)
         except EOFError:
             return
-        _allow_cpu(setup["limits"]["cpu_seconds"])
-        _send(sink, *_answer(data, head["patient_id"], rules, who))
+        allow_cpu(seconds)
+        reply, parts = _answer(data, head, rules, who)
+        send(sink, {**reply, "spent": True} if spent(seconds) else reply, parts)
 
 
 def _check_room() -> None:
     """Find out now what would later be blamed on a file: no decoder, or no memory to decode into."""
     bytearray(_LEAST_ROOM)
-    for syntax in DECODERS:
-        if DECODERS[syntax] and DECODERS[syntax] not in get_decoder(UID(syntax)).available_plugins:
-            raise ReaderFailed(f"no decoder {DECODERS[syntax]} is installed")
+    if not imagecodecs.JPEG8.available:
+        raise ReaderFailed("imagecodecs is installed without JPEG")
+    for syntax, decoder in DECODERS.items():
+        if decoder in ("", IMAGECODECS):
+            continue
+        if decoder not in get_decoder(UID(syntax)).available_plugins:
+            raise ReaderFailed(f"no decoder {decoder} is installed")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,8 @@ class _Desk:
                 rules = [f.rule for f in refusal.verdict.findings]
                 self.log.warning("declined", run=task.run, where=refusal.where, rules=rules)
                 code = "budget" if _BUDGET & set(rules) else "not_granted" if "not_granted" in rules else "policy"
-                raise Declined(code) from None
+                # who opts out, and when, is no business of the coordinator's: as whatever fails for a patient's sake
+                raise Declined("unavailable" if "opted_out" in rules else code) from None
             except Forked as fork:
                 self.fork = fork
                 raise Declined("unavailable") from None

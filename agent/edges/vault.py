@@ -1,131 +1,399 @@
-"""The site's vault: everything that derives from a patient, encrypted at rest, in one SQLite file.
+"""The site's vault: everything that derives from a patient, encrypted at rest.
 
-AES-256-GCM for every row, the row's name as associated data; names are keyed HMACs. What a killed process leaves
-behind (the database, its write-ahead log) is ciphertext. SQLCipher was rejected: no wheel is kept for it, and
-row encryption with ``cryptography`` needs no second cryptographic library.
+Two SQLite files (:mod:`agent.edges.sealed`). ``vault.db``, under the site's key, holds the books that outlive every
+project (:mod:`agent.edges.notes`). ``projects/NAME.db``, under the project's key, holds its records; without that
+key it is noise. An instance is three boxes: what it is, its pixels, its file; to select opens the first ones only.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
-import apsw
 import numpy as np
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from numpy.typing import NDArray
 
+from agent.deidentify.manifest import Instance
+from agent.deidentify.profile import Pixels
+from agent.deidentify.reasons import Refused
 from agent.deidentify.record import Record
-from agent.nouns import Cohort, Image, Patient
+from agent.deidentify.trace import Step
+from agent.edges.cohorts import NO_SERIES, Count, Head, Tally, choose, counts, decode, head_of
+from agent.edges.holds import Holds
+from agent.edges.notes import Notes
+from agent.edges.sealed import SealedFile, VaultError, derive
+from agent.nouns import Cohort, Image, Patient, Selection
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS record(name TEXT PRIMARY KEY, digest TEXT NOT NULL UNIQUE, body BLOB NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS note(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
+__all__ = ["Face", "Vault", "VaultError"]
+
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS instance(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
+    digest TEXT NOT NULL UNIQUE, head BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS body(id INTEGER PRIMARY KEY, pixels BLOB, payload BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS series(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS trace(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
 """
+_NOBODY: Final = ("", "")
+_MAX_LABEL: Final = 64
+_LEVELS: Final = 65535
 
 
-class VaultError(RuntimeError):
-    """The vault's key is another one, or a row was changed."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Face:
+    """An instance from which a face may be reconstructed, for the mechanism that takes faces off."""
+
+    name: str
+    kind: Literal["image", "volume"]
+    modality: str
+    payload: bytes = field(repr=False)  # the de-identified DICOM or NIfTI file
 
 
-class Vault:
-    """Encrypted records (one per instance) and notes (private books of the site, such as who was released)."""
+class Vault(Holds):
+    """The records of one project, and the site's notes."""
 
-    def __init__(self, path: Path, key: bytes) -> None:
-        """Open or create.
+    def __init__(self, notes: Notes, path: Path, key: bytes) -> None:
+        """Open or create a project's records.
 
+        Args:
+            notes: the site's; closed with this vault.
+            path: of the project's database.
+            key: the project's, 32 bytes: see :func:`agent.edges.projects.keys`.
         Raises:
-            VaultError: the key does not open this vault.
+            VaultError: the key does not open it, or the disk failed.
         """
-        self._aead = AESGCM(key)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        self._db = apsw.Connection(str(path))
-        self._db.execute("PRAGMA journal_mode=WAL").fetchall()
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute(_SCHEMA)
-        if self.note("opened") is None:
-            self.write_note("opened", {"format": 1})
+        self._notes = notes
+        super().__init__(SealedFile(path, key, _SCHEMA))
+        self._split_key = derive(key, "vault/split")
+        self._claims: dict[str, tuple[str, str]] = {}  # series that were let in and are not kept yet -> whose
 
     def close(self) -> None:
-        """Release the file."""
-        self._db.close()
+        """Release the files."""
+        self._file.close()
+        self._notes.close()
 
-    def _seal(self, name: str, body: bytes) -> bytes:
-        nonce = os.urandom(12)
-        return nonce + self._aead.encrypt(nonce, body, name.encode())
+    def note(self, name: str) -> Any:
+        """A private note of the site (JSON value), or None."""
+        return self._notes.note(name)
 
-    def _open(self, name: str, body: bytes) -> bytes:
-        try:
-            return self._aead.decrypt(body[:12], body[12:], name.encode())
-        except InvalidTag:
-            raise VaultError("the vault's key is another one, or a row was changed") from None
+    def write_note(self, name: str, value: Any) -> None:
+        """Store a private note of the site, durable when this returns."""
+        self._notes.write_note(name, value)
+
+    def project_note(self, name: str) -> Any:
+        """A private note of the project, which ends with it (JSON value), or None."""
+        return self._file.note(f"project/{name}")
+
+    def write_project_note(self, name: str, value: Any) -> None:
+        """Store a private note of the project, durable when this returns."""
+        self._file.write_note(f"project/{name}", value)
+
+    def opted_out(self) -> frozenset[str]:
+        """Who has opted out, as of now."""
+        return self._notes.opted_out()
+
+    # -- coming in
 
     def has(self, key: str) -> bool:
         """Is there a record of that name, or read from a file of that keyed digest?"""
-        query = "SELECT 1 FROM record WHERE name = ? OR digest = ?"
-        return bool(self._db.execute(query, (key, key)).fetchall())
+        return bool(self._file.rows("SELECT 1 FROM instance WHERE name = ? OR digest = ?", (key, key)))
 
-    def keep(self, record: Record) -> None:
-        """Store one ingested instance, durable when this returns."""
-        pixels = b"" if record.pixels is None else record.pixels.astype("<f4").tobytes()
-        header = json.dumps(
-            {
-                "pseudonym": record.pseudonym,
-                "modality": record.modality,
-                "kind": record.kind,
-                "label": record.label,
-                "face": record.face,
-                "shape": None if record.pixels is None else list(record.pixels.shape),
-            }
-        ).encode()
-        body = len(header).to_bytes(4, "big") + header + pixels + record.payload
-        row = (record.name, record.digest, self._seal(record.name, body))
-        self._db.execute("INSERT INTO record VALUES(?, ?, ?)", row)
+    def after(self, name: str) -> str | None:
+        """SHA-256 of the file that is kept under a name; None when nothing is."""
+        found = self._find(name)
+        return found[1].after if found else None
 
-    def _read(self, name: str, body: bytes) -> tuple[dict[str, Any], bytes]:
-        plain = self._open(name, body)
-        size = int.from_bytes(plain[:4], "big")
-        return json.loads(plain[4 : 4 + size]), plain[4 + size :]
+    def kept(self, name: str) -> tuple[str, str] | None:
+        """SHA-256 of the file that is kept under a name, and whose it is; None when nothing is."""
+        found = self._find(name)
+        return (found[1].after, found[1].person) if found else None
 
-    def _images(self, modality: str, shape: tuple[int, int]) -> Iterator[tuple[str, Image]]:
-        for name, body in self._db.execute("SELECT name, body FROM record ORDER BY name"):
-            header, rest = self._read(name, body)
-            if header["modality"] != modality or not header["label"] or header["face"]:
-                continue
-            if header["shape"] == list(shape):
-                pixels = np.frombuffer(rest, "<f4", count=shape[0] * shape[1]).reshape(shape)
-                yield header["pseudonym"], Image(pixels.astype(np.float32), header["label"])
+    def refusal(self, record: Record) -> str | None:
+        """Why this record may not be kept: ``opted_out``, ``inconsistent_series`` or None.
 
-    def cohort(self, modality: str, shape: tuple[int, int], without: Iterable[str] = ()) -> Cohort:
-        """The patients with labelled 2-D images of one modality and shape. The rule is public configuration.
-
-        Args:
-            modality: DICOM Modality.
-            shape: (h, w) of the images that count.
-            without: pseudonyms that may not take part (released as often as the policy admits).
+        A series belongs to one patient and one study. With the first instance that says otherwise the whole series
+        is barred, by note, for good: whose it is cannot be told.
         """
-        excluded = set(without)
-        patients: dict[str, list[Image]] = {}
-        for pseudonym, image in self._images(modality, shape):
-            if pseudonym not in excluded:
-                patients.setdefault(pseudonym, []).append(image)
-        return Cohort(tuple(Patient(p, tuple(images)) for p, images in sorted(patients.items())))
-
-    def note(self, name: str) -> Any:
-        """A private note (JSON value), or None."""
-        for (body,) in self._db.execute("SELECT body FROM note WHERE name = ?", (name,)):
-            return json.loads(self._open(f"note:{name}", body))
+        if record.pseudonym in self.opted_out():
+            return "opted_out"
+        if record.series == NO_SERIES:
+            return None
+        whose = (record.pseudonym, record.study)
+        if (self._owner(record.series) or self._claims.setdefault(record.series, whose)) != whose:
+            with self._file.transaction():
+                self.bar({record.series})
+            return "inconsistent_series"
         return None
 
-    def write_note(self, name: str, value: Any) -> None:
-        """Store a private note, durable when this returns."""
-        sealed = self._seal(f"note:{name}", json.dumps(value).encode())
-        self._db.execute("INSERT OR REPLACE INTO note VALUES(?, ?)", (name, sealed))
+    def _owner(self, series: str) -> tuple[str, str] | None:
+        name = self._file.mac("series", series.encode())
+        for (body,) in self._file.rows("SELECT body FROM series WHERE name = ?", (name,)):
+            _, person, study = json.loads(self._file.unseal(f"series:{name}", body))
+            return person, study
+        return None
+
+    def _own(self, series: str, person: str, study: str) -> None:
+        name = self._file.mac("series", series.encode())
+        body = self._file.seal(f"series:{name}", json.dumps([series, person, study]).encode())
+        self._file.rows("INSERT OR REPLACE INTO series VALUES(?, ?)", (name, body))
+
+    def keep(self, record: Record) -> None:
+        """Store one instance: :meth:`keep_all` of one."""
+        self.keep_all((record,))
+
+    def keep_all(self, records: Iterable[Record]) -> None:
+        """Store instances, all or none, durable when this returns. What is kept already, unchanged, is passed over.
+
+        Raises:
+            Refused: ``opted_out``, ``inconsistent_series`` (the series is barred from now on) or
+                ``conflicting_instance``; nothing was kept. See :meth:`refusal`, which says so beforehand.
+            VaultError: a full or failing disk; nothing was kept.
+        """
+        coming = list(records)
+        contradicted: set[str] = set()
+        try:
+            with self._file.transaction():
+                out = self.opted_out()  # read under the lock: who opts out later is deleted after this
+                for record in coming:
+                    if record.pseudonym in out:
+                        raise Refused("opted_out")
+                    self._put(record, contradicted)
+        except Refused:
+            if contradicted:
+                with self._file.transaction():
+                    self.bar(contradicted)
+            raise
+        for record in coming:
+            self._claims.pop(record.series, None)
+
+    def _put(self, record: Record, contradicted: set[str]) -> None:
+        if self._known(record):
+            return
+        if record.series != NO_SERIES:
+            owner = self._owner(record.series)
+            if owner is None:
+                self._own(record.series, record.pseudonym, record.study)
+            elif owner != (record.pseudonym, record.study):
+                contradicted.add(record.series)
+                raise Refused("inconsistent_series")
+        file, name = self._file, record.name
+        head = head_of(record, self._put_trace(record.trace)).encode()
+        row = (name, record.digest, file.seal(f"head:{name}", head))
+        ((key,),) = file.rows("INSERT INTO instance(name, digest, head) VALUES(?, ?, ?) RETURNING id", row)
+        pixels = None if record.pixels is None else file.seal(f"pixels:{name}", _raw(record.pixels))
+        file.rows("INSERT INTO body VALUES(?, ?, ?)", (key, pixels, file.seal(f"payload:{name}", record.payload)))
+
+    def _known(self, record: Record) -> bool:
+        before = self.after(record.name)
+        if before is None and not self.has(record.digest):
+            return False
+        if before != record.after:
+            raise Refused("conflicting_instance")
+        return True
+
+    def _put_trace(self, trace: tuple[Step, ...]) -> str:
+        """The name of a trace, stored once for all the instances that share it."""
+        if not trace:
+            return ""
+        plain = json.dumps([[step.path, step.action, step.why] for step in trace]).encode()
+        name = self._file.mac("trace", plain)
+        if not self._file.rows("SELECT 1 FROM trace WHERE name = ?", (name,)):
+            self._file.rows("INSERT INTO trace VALUES(?, ?)", (name, self._file.seal(f"trace:{name}", plain)))
+        return name
+
+    def _trace(self, name: str) -> tuple[Step, ...]:
+        for (body,) in self._file.rows("SELECT body FROM trace WHERE name = ?", (name,)):
+            return tuple(Step(*step) for step in json.loads(self._file.unseal(f"trace:{name}", body)))
+        return ()
+
+    # -- looking
+
+    def heads(self) -> Iterator[Head]:
+        """What is known of every instance without its pixels, by name. Write nothing before the last one."""
+        for name, box in self._file.stream("SELECT name, head FROM instance ORDER BY id"):
+            yield decode(self._file.unseal(f"head:{name}", box))
+
+    def _find(self, name: str) -> tuple[int, Head] | None:
+        for key, box in self._file.rows("SELECT id, head FROM instance WHERE name = ?", (name,)):
+            return key, decode(self._file.unseal(f"head:{name}", box))
+        return None
+
+    def images(self, selection: Selection, without: Iterable[str] = ()) -> Iterator[tuple[str, Image]]:
+        """The pseudonym and the image of each instance that counts, one at a time, patient after patient.
+
+        Nobody who has opted out is among them. Only heads are read to choose, and only chosen pixels are opened.
+        """
+        excluded = self.opted_out() | set(without)
+        tally = Tally(self.barred() | self.held(), selection.min_instances)
+        query = "SELECT pixels FROM body JOIN instance USING (id) WHERE name = ?"
+        for person, name, label in choose(self.heads(), selection, tally, excluded, self._split_key):
+            for (box,) in self._file.rows(query, (name,)):  # none, when it was deleted since
+                raw = np.frombuffer(self._file.unseal(f"pixels:{name}", box), "<u2")
+                yield person, Image(raw.reshape(selection.shape).astype(np.float32) / np.float32(_LEVELS), label)
+
+    def cohort(
+        self, modality: str | Selection, shape: tuple[int, int] | None = None, without: Iterable[str] = ()
+    ) -> Cohort:
+        """The patients with labelled 2-D images that count. The rule is public configuration.
+
+        Args:
+            modality: DICOM Modality; or a whole selection.
+            shape: (h, w) of the images that count, beside a modality.
+            without: pseudonyms that may not take part (released as often as the policy admits).
+        """
+        if isinstance(modality, str):
+            if shape is None:
+                raise ValueError("a modality is selected with a shape")
+            modality = Selection(modality, shape)
+        patients: dict[str, list[Image]] = {}
+        for person, image in self.images(modality, without):
+            patients.setdefault(person, []).append(image)
+        return Cohort(tuple(Patient(p, tuple(images)) for p, images in patients.items()))
 
     def patients(self) -> int:
         """How many patients there are: for the site's own checks, never for a message or a log that leaves."""
-        rows = self._db.execute("SELECT name, body FROM record")
-        return len({self._read(name, body)[0]["pseudonym"] for name, body in rows})
+        return len({head.person for head in self.heads()})
+
+    def counts(self, min_instances: int = 1) -> tuple[Count, ...]:
+        """Instances and patients by modality, body part and state: for the site's own console alone (P14)."""
+        return counts(self.heads, Tally(self.barred() | self.held(), min_instances))
+
+    def studies(self) -> tuple[str, ...]:
+        """The pseudonyms of all studies, sorted."""
+        return tuple(sorted({head.study for head in self.heads()}))
+
+    def instances(self, study: str) -> tuple[Instance, ...]:
+        """What the manifest of a study is made of, by name. ``after`` is keyed: see :meth:`mark`."""
+        found = sorted((head for head in self.heads() if head.study == study), key=lambda head: head.name)
+        traces = {name: self._trace(name) for name in {head.trace for head in found}}
+        return tuple(self._instance(head, traces[head.trace]) for head in found)
+
+    def _instance(self, head: Head, trace: tuple[Step, ...]) -> Instance:
+        cleaned = any(step.path == "pixels" and step.why == "clean_pixels" for step in trace)
+        pixels = Pixels("cleaned" if cleaned else "unknown", "removed" if head.defaced else "unknown")
+        after = self._file.mac("after", bytes.fromhex(head.after))
+        return Instance(head.name, head.digest, after, trace, pixels=pixels)
+
+    def mark(self, payload: bytes) -> str:
+        """The keyed digest that a manifest states of a file: HMAC-SHA256 of its SHA-256, 32 hex characters."""
+        return self._file.mac("after", sha256(payload).digest())
+
+    def payload(self, name: str) -> bytes:
+        """The de-identified file of an instance.
+
+        Raises:
+            KeyError: there is none of that name.
+            VaultError: it was changed.
+        """
+        query = "SELECT payload FROM body JOIN instance USING (id) WHERE name = ?"
+        for (box,) in self._file.rows(query, (name,)):
+            return self._file.unseal(f"payload:{name}", box)
+        raise KeyError("no instance of that name")
+
+    # -- changing
+
+    def relabel(self, labels: Mapping[str, str]) -> int:
+        """Give instances labels later than they came in; all or none.
+
+        Args:
+            labels: keyed instance name -> label; "" takes a label away. Names that are not here are passed over.
+        Returns:
+            How many instances have another label now.
+        Raises:
+            ValueError: a label longer than 64 characters, or with characters that do not print.
+        """
+        if not all(len(label) <= _MAX_LABEL and label.isprintable() for label in labels.values()):
+            raise ValueError(f"a label has at most {_MAX_LABEL} printable characters")
+        changed = 0
+        with self._file.transaction():
+            for name, label in labels.items():
+                found = self._find(name)
+                if found and found[1].label != label:
+                    self._write_head(found[0], replace(found[1], label=label))
+                    changed += 1
+        return changed
+
+    def _write_head(self, key: int, head: Head) -> None:
+        box = self._file.seal(f"head:{head.name}", head.encode())
+        self._file.rows("UPDATE instance SET head = ? WHERE id = ?", (box, key))
+
+    def faces(self) -> Iterator[Face]:
+        """Every instance that waits for its face to be taken off; :meth:`defaced` may be called between two."""
+        for head in [head for head in self.heads() if head.face]:
+            yield Face(head.name, head.kind, head.modality, self.payload(head.name))
+
+    def defaced(self, name: str, payload: bytes, pixels: NDArray[np.float32] | None = None) -> None:
+        """Replace a file by the one without a face, and clear its flag, in one step; the old bytes are overwritten.
+
+        Args:
+            name: of the instance.
+            payload: the new DICOM or NIfTI file.
+            pixels: (h, w) float32 in [0, 1], made from the new file: for an image, and only for one.
+        Raises:
+            KeyError: there is none of that name.
+            ValueError: pixels for a volume, none for an image, or of another shape.
+        """
+        with self._file.transaction():
+            found = self._find(name)
+            if found is None:
+                raise KeyError("no instance of that name")
+            key, head = found
+            if (None if pixels is None else pixels.shape) != head.shape or not payload:
+                raise ValueError("an image is replaced with pixels of its shape, a volume without any")
+            record = self._record(head, payload, pixels)
+            self._write_head(key, replace(head, face=False, defaced=True, after=record.after))
+            box = None if pixels is None else self._file.seal(f"pixels:{name}", _raw(pixels))
+            values = (box, self._file.seal(f"payload:{name}", payload), key)
+            self._file.rows("UPDATE body SET pixels = ?, payload = ? WHERE id = ?", values)
+        self._file.truncate()
+
+    @staticmethod
+    def _record(head: Head, payload: bytes, pixels: NDArray[np.float32] | None) -> Record:
+        """Checked as what came in was: finite pixels in [0, 1]."""
+        kept = (head.name, head.digest, head.person, head.study, head.modality, head.kind, head.label)
+        return Record(*kept, pixels, payload, False, head.series, head.body_part)
+
+    def purge(self, persons: Set[str]) -> int:
+        """Delete all that is here of these patients, so that its ciphertext is neither in the file nor in the log.
+
+        Returns:
+            How many instances there were.
+        Raises:
+            VaultError: all is deleted, but another process reads on, and the log could not be cut: say it again.
+        """
+        with self._file.transaction():
+            gone, traces = [], set()
+            for head in self.heads():
+                if head.person in persons:
+                    gone.append(head.name)
+                else:
+                    traces.add(head.trace)
+            for name in gone:
+                self._file.rows("DELETE FROM body WHERE id = (SELECT id FROM instance WHERE name = ?)", (name,))
+                self._file.rows("DELETE FROM instance WHERE name = ?", (name,))
+            for (name,) in self._file.rows("SELECT name FROM trace"):
+                if name not in traces:
+                    self._file.rows("DELETE FROM trace WHERE name = ?", (name,))
+            self._disown(persons)
+        self._claims.clear()
+        if not self._file.truncate():
+            raise VaultError("the patient is deleted, but another process still reads: stop it and say it again")
+        return len(gone)
+
+    def _disown(self, persons: Set[str]) -> None:
+        """Forget whose the series were; a barred one stays barred, and is nobody's, so that nothing enters it."""
+        barred = self.barred()
+        for name, body in self._file.rows("SELECT name, body FROM series"):
+            series, person, _ = json.loads(self._file.unseal(f"series:{name}", body))
+            if person in persons and series in barred:
+                self._own(series, *_NOBODY)
+            elif person in persons:
+                self._file.rows("DELETE FROM series WHERE name = ?", (name,))
+
+
+def _raw(pixels: NDArray[np.float32]) -> bytes:
+    """In 65,536 levels: the disk is what bounds the way in, and no detector has more of them."""
+    return bytes(np.rint(pixels * np.float32(_LEVELS)).astype("<u2").tobytes())

@@ -1,4 +1,4 @@
-"""The vault keeps its secrets, the log its list, and the site's directory tells all its problems at once."""
+"""The log keeps to its list, and the site's directory tells all its problems at once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import coordinator.edges.log as coordinator_log
-from agent.deidentify.record import Record
 from agent.desk import check_history, site_policy
 from agent.edges import home as homes
 from agent.edges.enrol import Given, enrol
 from agent.edges.log import UnlistedKey, open_log
+from agent.edges.notes import Notes
 from agent.edges.pace import TICK_S, rest
-from agent.edges.vault import Vault, VaultError
+from agent.edges.vault import Vault
 from policies.policy import PolicyError, preset
 from policies.sqlite import open_sqlite
 from policies.store import Store
@@ -25,52 +24,6 @@ from protos.identity import BadKeyFile
 from tests.support.books import Clock, Hospital, open_register, policy
 
 KEY = bytes(range(32))
-
-
-def record(name: str = "a" * 32, label: str = "7", face: bool = False) -> Record:
-    pixels = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
-    return Record(name, name, "b" * 32, "c" * 32, "OT", "image", label, pixels, b"PAYLOAD-IN-CLEAR", face)
-
-
-def test_the_vault_gives_back_what_it_keeps_and_holds_only_ciphertext(tmp_path: Path) -> None:
-    vault = Vault(tmp_path / "vault.db", KEY)
-    vault.keep(record())
-    vault.write_note("releases", ["someone"])
-    (patient,) = vault.cohort("OT", (8, 8)).patients
-    assert patient.pseudonym == "b" * 32
-    assert (patient.images[0].pixels == record().pixels).all()
-    assert vault.note("releases") == ["someone"]
-    vault.close()
-    raw = b"".join(path.read_bytes() for path in tmp_path.iterdir())
-    for secret in (b"PAYLOAD-IN-CLEAR", b"b" * 32, b"someone", record().pixels.tobytes()[:64]):  # type: ignore[union-attr]
-        assert secret not in raw
-    assert oct((tmp_path / "vault.db").stat().st_mode & 0o777) == "0o600"
-
-
-def test_another_key_does_not_open_the_vault(tmp_path: Path) -> None:
-    Vault(tmp_path / "vault.db", KEY).close()
-    with pytest.raises(VaultError):
-        Vault(tmp_path / "vault.db", bytes(32))
-
-
-def test_a_row_moved_under_another_name_is_refused(tmp_path: Path) -> None:
-    vault = Vault(tmp_path / "vault.db", KEY)
-    vault.keep(record())
-    vault._db.execute("UPDATE record SET name = 'moved'")
-    with pytest.raises(VaultError):
-        vault.cohort("OT", (8, 8))
-
-
-def test_faces_unlabelled_images_and_excluded_patients_are_in_no_cohort(tmp_path: Path) -> None:
-    vault = Vault(tmp_path / "vault.db", KEY)
-    vault.keep(record("1" * 32, face=True))
-    vault.keep(record("2" * 32, label=""))
-    assert vault.cohort("OT", (8, 8)).patients == ()
-    vault.keep(record("3" * 32))
-    assert len(vault.cohort("OT", (8, 8)).patients) == 1
-    assert vault.cohort("OT", (8, 8), without=["b" * 32]).patients == ()
-    assert vault.cohort("CT", (8, 8)).patients == ()
-    assert vault.cohort("OT", (16, 16)).patients == ()
 
 
 @pytest.mark.parametrize("opened", [open_log, coordinator_log.open_log])
@@ -143,7 +96,7 @@ def test_an_invitation_that_is_none_is_refused_before_anybody_is_called(tmp_path
 
 def test_an_older_or_missing_ledger_is_noticed_by_the_vault(tmp_path: Path) -> None:
     """Removing ledger.db would give spent budget back."""
-    vault = Vault(tmp_path / "vault.db", KEY)
+    vault = Vault(Notes(tmp_path / "vault.db", KEY), tmp_path / "main.db", KEY)
     hospital = Hospital("site-a")
     register = open_register(tmp_path / "ledger.db", hospital)
     check_history(vault, register.store)

@@ -149,7 +149,7 @@ def asked(site: agent_home.Home, invitation: Invitation | None = None, /, **chan
 
 
 def files(site: agent_home.Home) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in site.keys.iterdir()}
+    return {path.name: path.read_bytes() for path in site.keys.iterdir() if path.is_file()}
 
 
 def renewed(hub: Hub, credentials: Credentials, when: dt.datetime | None = None) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import nibabel
@@ -24,7 +23,11 @@ from agent.deidentify.reasons import REASONS
 from agent.deidentify.record import Record
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
-from agent.edges.files import BadFolder, IngestReport, ingest
+from agent.edges.files import in_folder
+from agent.edges.intake import IngestReport, Intake, Ports
+from agent.edges.lists import BadFolder, read_lists
+from agent.edges.quarantine import Quarantine
+from agent.edges.reader import instance_name
 from agent.phantoms import digits, scanners
 
 WHO = Deidentifier(b"\7" * 32, digits.ISSUER)
@@ -45,31 +48,45 @@ class Shelf:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.known: set[str] = set()
+        self.known: dict[str, tuple[str, str]] = {}
 
-    def already(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
         return key in self.known
 
-    def keep(self, record: Record) -> None:
-        self.records.append(record)
-        self.known |= {record.name, record.digest}
+    def kept(self, name: str) -> tuple[str, str] | None:
+        return self.known.get(name)
+
+    def refusal(self, record: Record) -> str | None:
+        return None
+
+    def looked_at(self, study: str) -> bool:
+        return False
+
+    def hold(self, study: str) -> None:
+        raise AssertionError("nothing here shows text")
+
+    def keep_all(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self.records.append(record)
+            self.known |= dict.fromkeys((record.name, record.digest), (record.after, record.pseudonym))
 
 
 def _ingest(
     folder: Path,
     shelf: Shelf,
     rules: Rules = RULES,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> IngestReport:
-    return ingest(
-        folder,
-        rules=rules,
-        deidentifier=WHO,
-        already=shelf.already,
-        keep=shelf.keep,
-        quarantine=folder.parent / "quarantine",
-        progress=progress,
-    )
+    lists = read_lists(folder)
+    labels = {instance_name(WHO, uid): label for uid, label in lists.labels_of_instances.items()}
+    quarantine = _quarantine(folder)
+    found = in_folder(folder, lists, (quarantine.folder,), rules.max_bytes)
+    with Intake(Ports(rules, WHO, shelf, quarantine, labels), jobs=2) as intake:
+        return intake.run(found, progress)
+
+
+def _quarantine(folder: Path) -> Quarantine:
+    return Quarantine(folder.parent / "quarantine", b"q" * 32)
 
 
 def _bytes(name: str) -> bytes:
@@ -79,8 +96,9 @@ def _bytes(name: str) -> bytes:
 
 
 def _refusals(folder: Path) -> dict[str, str]:
-    lines = (folder.parent / "quarantine" / "quarantine.jsonl").read_text().splitlines()
-    return {entry["file"]: entry["code"] for entry in map(json.loads, lines)}
+    quarantine = _quarantine(folder)
+    found = {quarantine.source(e.name)[1]: e.code for e in quarantine.entries()}
+    return {str(Path(place).relative_to(folder)): code for place, code in found.items()}
 
 
 def _edited(**changes: object) -> bytes:
@@ -91,6 +109,7 @@ def _edited(**changes: object) -> bytes:
             delattr(dataset, keyword)
         else:
             setattr(dataset, keyword, value)
+    dataset.file_meta.MediaStorageSOPInstanceUID = dataset.SOPInstanceUID
     return _saved(dataset)
 
 
@@ -105,7 +124,7 @@ def _memory_bomb() -> bytes:
     dataset = pydicom.dcmread(io.BytesIO(_bytes("MR_small_RLE.dcm")))
     assert dataset.file_meta.TransferSyntaxUID == RLELossless
     dataset.Rows = dataset.Columns = 30_000
-    dataset.SOPInstanceUID = "1.2.3.4.5.6"
+    dataset.SOPInstanceUID = dataset.file_meta.MediaStorageSOPInstanceUID = "1.2.3.4.5.6"
     return _saved(dataset)
 
 
@@ -135,9 +154,7 @@ def hospital(
     os.mkfifo(folder / "x" / "pipe.dcm")
     # a file that is removed between being listed and being opened
     shelf = Shelf()
-    report = _ingest(
-        folder, shelf, progress=lambda done, total: (folder / "x/zz_vanishes.dcm").unlink(missing_ok=True)
-    )
+    report = _ingest(folder, shelf, progress=lambda done: (folder / "x/zz_vanishes.dcm").unlink(missing_ok=True))
     return folder, planted, shelf, report
 
 
@@ -156,10 +173,9 @@ def test_every_file_is_kept_known_or_refused_with_the_right_reason(hospital: Hos
         "scanner/bad_vr.dcm": "not_an_image",
         "scanner/capture_jpeg.dcm": "malformed",  # JPEG transfer syntax, yet written with implicit VR
         "scanner/capture_two_frames.dcm": "burned_in_risk",
-        "scanner/deflated.dcm": "unsupported_encoding",
+        "scanner/deflated.dcm": "missing_patient",
         "scanner/dose.dcm": "not_an_image",
         "scanner/ecg.dcm": "not_an_image",
-        "scanner/mr_resent_implicit.dcm": "conflicting_instance",
         "scanner/mr_truncated.dcm": "truncated",
         "scanner/nested_private.dcm": "incomplete",
         "scanner/nm_jpeg_12_bit.dcm": "burned_in_risk",
@@ -186,12 +202,14 @@ def test_every_file_is_kept_known_or_refused_with_the_right_reason(hospital: Hos
     }
     # 24 digits; CT, two compressed CT, MR, its four variants, MR with overlay
     assert report.kept == 24 + 9
-    assert report.duplicates == 1
+    assert report.duplicates == 2  # one file twice, and one instance again in another transfer syntax
 
 
 def test_every_reason_code_is_reached_by_a_file_of_these_tests(hospital: Hospital) -> None:
-    # the one that is missing here needs a worker that is stopped: see below
-    assert set(hospital[3].quarantined) | {"parser_stopped"} == set(REASONS)
+    # those that are missing here have tests of their own: a stopped worker, the vault, the alarm, a medium, a network
+    elsewhere = {"parser_stopped", "inconsistent_series", "opted_out", "residual_identifier", "burned_in_text"}
+    elsewhere |= {"instance_mismatch", "nifti_without_modality", "missing_from_medium", "manufacturer_not_allowed"}
+    assert set(hospital[3].quarantined) | elsewhere == set(REASONS)
     assert all(sentence.endswith(".") for sentence in REASONS.values())
 
 
@@ -250,21 +268,44 @@ def test_what_is_kept_from_compressed_files_is_the_same_image(hospital: Hospital
 
 def test_a_second_run_keeps_nothing_and_lists_nothing_twice(hospital: Hospital) -> None:
     folder, _, shelf, first = hospital
-    listed = (folder.parent / "quarantine" / "quarantine.jsonl").read_text()
+    listed = _refusals(folder)
     again = _ingest(folder, shelf)
     assert (again.kept, again.duplicates) == (0, first.kept + first.duplicates)
     expected = dict(first.quarantined)
     del expected["unreadable"]  # that file is gone
     assert again.quarantined == expected
-    assert (folder.parent / "quarantine" / "quarantine.jsonl").read_text() == listed
+    assert _refusals(folder) == listed
 
 
-def test_the_quarantine_belongs_to_the_sites_it_alone(hospital: Hospital) -> None:
+def test_the_quarantine_is_sealed_and_its_names_say_nothing(hospital: Hospital) -> None:
     where = hospital[0].parent / "quarantine"
     assert stat.S_IMODE(where.stat().st_mode) == 0o700
-    assert stat.S_IMODE((where / "quarantine.jsonl").stat().st_mode) == 0o600
-    entry = json.loads((where / "quarantine.jsonl").read_text().splitlines()[0])
-    assert entry["what_to_do"] == REASONS[entry["code"]]
+    for file in where.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert file.name.split(".")[1] in REASONS
+        assert b".dcm" not in file.read_bytes()
+
+
+def test_a_file_that_is_refused_again_and_again_is_left_alone_in_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "bad.dcm").write_bytes(_edited(PatientID=""))
+    tried = []
+    for _ in range(5):
+        assert _ingest(folder, Shelf()).quarantined == {"missing_patient": 1}
+        tried += [e.attempts for e in _quarantine(folder).entries()]
+    assert tried == [1, 2, 3, 3, 3]
+
+
+def test_a_file_that_was_mended_in_the_pacs_comes_in(tmp_path: Path) -> None:
+    folder, shelf = tmp_path / "export", Shelf()
+    folder.mkdir()
+    (folder / "bad.dcm").write_bytes(_edited(PatientID=""))
+    for _ in range(4):
+        _ingest(folder, shelf)
+    (folder / "bad.dcm").write_bytes(_edited(PatientID="4MR1"))
+    assert _ingest(folder, shelf).kept == 1
+    assert _quarantine(folder).entries() == []
 
 
 def test_the_report_has_codes_and_counts_only(hospital: Hospital) -> None:
@@ -298,7 +339,7 @@ def test_a_file_that_needs_too_much_memory_loses_itself_only(tmp_path: Path) -> 
     generous = Rules(modalities=RULES.modalities, image_types=RULES.image_types, max_bytes=2**32, max_pixels=2**32)
     shelf = Shelf()
     report = _ingest(folder, shelf, rules=generous)
-    assert report.quarantined == {"parser_stopped": 1}
+    assert report.quarantined == {"undecodable": 1}
     assert [r.modality for r in shelf.records] == ["CT"]
 
 
@@ -368,7 +409,7 @@ def test_a_vault_that_fails_ends_the_run(tmp_path: Path) -> None:
     (folder / "ct.dcm").write_bytes(_bytes("CT_small.dcm"))
 
     class Full(Shelf):
-        def keep(self, record: Record) -> None:
+        def keep_all(self, records: Iterable[Record]) -> None:
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
@@ -379,22 +420,18 @@ def test_the_same_files_come_in_the_same_order_wherever_they_lie(tmp_path: Path)
     digits.write_hospital(tmp_path / "a", 0, 1, 3, 2, np.random.default_rng(1))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     one, two = Shelf(), Shelf()
-    steps: list[tuple[int, int]] = []
-    _ingest(tmp_path / "a", one, progress=lambda done, total: steps.append((done, total)))
+    steps: list[int] = []
+    _ingest(tmp_path / "a", one, progress=steps.append)
     _ingest(tmp_path / "b", two)
     assert [r.digest for r in one.records] == [r.digest for r in two.records]
     assert [r.payload for r in one.records] == [r.payload for r in two.records]
-    assert steps == [(i, 6) for i in range(1, 7)]
+    assert steps == sorted(steps)
+    assert steps[-1] == 6
 
 
-def test_a_socket_in_the_folder_and_a_torn_quarantine_list_do_no_harm(tmp_path: Path) -> None:
-    folder, where = tmp_path / "e", tmp_path / "quarantine"
+def test_a_socket_in_the_folder_does_no_harm(tmp_path: Path) -> None:
+    folder = tmp_path / "e"
     folder.mkdir()
-    where.mkdir(mode=0o755)
-    (where / "quarantine.jsonl").write_text('{"file": "x", "co')
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(folder / "s"))
         assert _ingest(folder, Shelf()).quarantined == {"not_a_file": 1}
-    lines = (where / "quarantine.jsonl").read_text().splitlines()
-    assert json.loads(lines[1])["code"] == "not_a_file"
-    assert stat.S_IMODE(where.stat().st_mode) == 0o700

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import io
 import os
+import resource
+import select
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any, cast
 
 import numpy as np
 import pydicom
 import pytest
+from pydicom import DataElement, Dataset
+from pydicom import config as pydicom_config
 from pydicom.data import get_testdata_file
+from pydicom.sr._concepts_dict import concepts
+from pydicom.sr._snomed_dict import mapping as snomed
+from pydicom.uid import CTImageStorage
 
+from agent.deidentify.faces import CODES, faces_in, may_show_a_face
 from agent.deidentify.reasons import Refused
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
 from agent.edges.reader import Limits, Reader, ReaderFailed, _record
 from agent.phantoms import scanners
+from tests.support.instances import item
 
 WHO = Deidentifier(b"\7" * 32)
 RULES = Rules(
@@ -96,8 +108,16 @@ def test_the_worker_has_its_limits_and_knows_no_secret_by_argument_or_environmen
     assert limits["Max address space"] == str(Limits().memory_bytes)
     assert limits["Max file size"] == limits["Max core file size"] == "0"
     assert int(limits["Max cpu time"]) < 120
-    assert WHO.key.hex().encode() not in (proc / "cmdline").read_bytes() + (proc / "environ").read_bytes()
-    assert WHO.key not in (proc / "environ").read_bytes()
+    status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
+    assert status["NoNewPrivs"] == "1"
+    assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == int(status["CapInh"], 16) == 0
+    assert limits["Max processes"] == "0"
+    assert WHO.key.hex().encode() not in (proc / "cmdline").read_bytes()
+    assert (proc / "environ").stat().st_uid == 0  # not dumpable: an ordinary user cannot even look
+    if os.geteuid() == 0:
+        environ = (proc / "environ").read_bytes()
+        assert WHO.key not in environ
+        assert WHO.key.hex().encode() not in environ
 
 
 def test_a_reader_that_cannot_start_is_a_fault_and_no_refusal() -> None:
@@ -105,27 +125,121 @@ def test_a_reader_that_cannot_start_is_a_fault_and_no_refusal() -> None:
         broken.read(_bytes("MR_small.dcm"), HEX)
 
 
+_HOOK = """#!{python}
+import os, resource, sys, time
+sys.path.insert(0, {home!r})
+from agent.edges import pipe
+source, sink = sys.stdin.buffer, sys.stdout.buffer
+setup, _ = pipe.receive(source, 4096)
+limits = setup["limits"]
+if {confined}:
+    pipe.confine(limits["memory_bytes"], limits["cpu_seconds"])
+pipe.send(sink, {{"ready": True}})
+pipe.receive(source, 1 << 20)
+word = open({fifo!r}, "wb", buffering=0)
+try:
+    child = os.fork()
+except OSError:
+    word.write(b"refused\\n")
+else:
+    if child == 0:
+        word.write(b"forked\\n")
+        time.sleep(600)
+try:
+    resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+except (OSError, ValueError):
+    pipe.send(sink, {{"code": "undecodable"}})
+else:
+    pipe.send(sink, {{"code": "not_dicom"}})
+word.close()
+time.sleep(600)
+"""
+
+
+def _taken_over(folder: Path, monkeypatch: pytest.MonkeyPatch, *, confined: bool) -> Path:
+    """Put a worker in the place of the real one that forks and lifts its limits; return what it writes to."""
+    fifo, hook = folder / "fifo", folder / "hook"
+    os.mkfifo(fifo)
+    home = str(Path(__file__).resolve().parents[2])
+    hook.write_text(_HOOK.format(python=sys.executable, home=home, fifo=str(fifo), confined=confined))
+    hook.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hook))
+    return fifo
+
+
+def _until_nobody_writes(stream: IO[bytes], seconds: float) -> bool:
+    ready, _, _ = select.select([stream], [], [], seconds)
+    return bool(ready) and stream.read() == b""
+
+
+@pytest.mark.parametrize("confined", [True, False])
+@pytest.mark.parametrize("wall_seconds", [20.0, 3.0])
+def test_a_child_of_the_worker_does_not_outlive_it(
+    confined: bool, wall_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = _taken_over(tmp_path, monkeypatch, confined=confined)
+    with Reader(RULES, WHO, Limits(wall_seconds=wall_seconds)) as reader:
+        descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        with pytest.raises(Refused), os.fdopen(os.dup(descriptor), "rb", buffering=0):
+            reader.read(b"first", HEX)
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "rb", buffering=0) as stream:
+            said = stream.read(16)
+            assert said in ((b"forked\n",) if not confined else (b"forked\n", b"refused\n"))
+            assert said == b"refused\n" or not _until_nobody_writes(stream, 0.3)  # it lives on meanwhile
+            if wall_seconds > 10:
+                reader.close()
+            else:
+                with pytest.raises(Refused, match="parser_stopped"):
+                    reader.read(b"second", HEX)  # the deadline passes
+            assert _until_nobody_writes(stream, 10.0)
+
+
+def test_a_worker_that_was_taken_over_cannot_lift_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fifo = _taken_over(tmp_path, monkeypatch, confined=True)
+    with Reader(RULES, WHO, Limits(wall_seconds=20.0)) as reader:
+        descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb"), pytest.raises(Refused, match="undecodable"):
+            reader.read(b"any", HEX)
+
+
+def test_a_worker_whose_processor_time_is_used_up_is_replaced_and_no_file_is_lost(reader: Reader) -> None:
+    data = _bytes("CT_small.dcm")
+    assert reader.read(data, HEX).modality == "CT"
+    assert reader.pid is not None
+    _, hard = resource.prlimit(reader.pid, resource.RLIMIT_CPU)
+    assert 10 * Limits().cpu_seconds <= hard < 11 * Limits().cpu_seconds
+    ticks = Path(f"/proc/{reader.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    near = sum(map(int, ticks)) // os.sysconf("SC_CLK_TCK") + Limits().cpu_seconds  # not enough for two more files
+    resource.prlimit(reader.pid, resource.RLIMIT_CPU, (near, near))
+    assert reader.read(data, HEX).modality == "CT"
+    assert reader.pid is None
+    assert reader.read(data, HEX).modality == "CT"
+    assert reader.starts == 2
+
+
 GOOD_REPLY: dict[str, object] = {
-    **{"name": HEX, "pseudonym": HEX, "study": HEX, "modality": "MR", "kind": "image", "face": True},
-    **{"height": 1, "width": 2},
+    **{"name": HEX, "pseudonym": HEX, "study": HEX, "modality": "MR", "kind": "image", "face": True, "text": False},
+    **{"height": 1, "width": 2, "series": HEX, "body_part": "HEAD"},
 }
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"name": "SMITH^JOHN"}, [b"\0" * 8, b"x"]),
-        ({"width": 3}, [b"\0" * 8, b"x"]),
-        ({"width": -2, "height": -1}, [b"\0" * 8, b"x"]),
-        ({"face": "no"}, [b"\0" * 8, b"x"]),
-        ({}, [np.array([np.nan, 0], dtype="<f4").tobytes(), b"x"]),
+        ({"name": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
+        ({"width": 3}, [b"\0" * 8, b"x", b"[]"]),
+        ({"width": -2, "height": -1}, [b"\0" * 8, b"x", b"[]"]),
+        ({"face": "no"}, [b"\0" * 8, b"x", b"[]"]),
+        ({"text": 0}, [b"\0" * 8, b"x", b"[]"]),
+        ({}, [np.array([np.nan, 0], dtype="<f4").tobytes(), b"x", b"[]"]),
         ({}, [b"\0" * 8]),
     ],
 )
 def test_an_answer_of_a_worker_that_was_taken_over_is_not_believed(
     changes: dict[str, object], parts: list[bytes]
 ) -> None:
-    assert _record(dict(GOOD_REPLY), [b"\0" * 8, b"x"], HEX).face
+    assert _record(dict(GOOD_REPLY), [b"\0" * 8, b"x", b"[]"], HEX).face
     with pytest.raises((ValueError, KeyError)):
         _record({**GOOD_REPLY, **changes}, parts, HEX)
 
@@ -133,3 +247,133 @@ def test_an_answer_of_a_worker_that_was_taken_over_is_not_believed(
 def test_a_reason_that_a_worker_made_up_becomes_parser_stopped() -> None:
     with pytest.raises(Refused, match="parser_stopped"):
         _record({"code": "patient John Smith"}, [], HEX)
+
+
+def _changed(**changes: object) -> bytes:
+    dataset = pydicom.dcmread(io.BytesIO(_bytes("MR_small.dcm")))
+    for keyword, value in changes.items():
+        setattr(dataset, keyword, value)
+    stream = io.BytesIO()
+    dataset.save_as(stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stated", "kept"),
+    [("HEAD", "HEAD"), (" head ", "HEAD"), ("WHOLE BODY", "WHOLEBODY"), ("MRS SMITHS HEAD", ""), (None, "")],
+)
+def test_a_body_part_is_a_defined_term_or_nothing(stated: str | None, kept: str, reader: Reader) -> None:
+    assert reader.read(_changed(BodyPartExamined=stated), HEX).body_part == kept
+
+
+def test_a_series_has_one_keyed_name_and_an_instance_without_one_is_its_own(reader: Reader) -> None:
+    first, second = (reader.read(_changed(SeriesInstanceUID="1.2.3", SeriesNumber=i), HEX) for i in (1, 2))
+    other = reader.read(_changed(SeriesInstanceUID="1.2.4"), HEX)
+    alone = reader.read(_changed(SeriesInstanceUID=None), HEX)
+    assert first.series == second.series
+    assert len({first.series, other.series, alone.series, "0" * 32}) == 4
+
+
+def test_a_patient_id_of_unknown_vr_is_still_the_same_patient(reader: Reader) -> None:
+    # otherwise one patient would be counted twice towards k
+    data = _bytes("MR_small.dcm")
+    place = data.index(b"\x10\0\x20\0LO")
+    length = data[place + 6 : place + 8]
+    unknown = data[:place] + b"\x10\0\x20\0UN\0\0" + length + b"\0\0" + data[place + 8 :]
+    assert pydicom.dcmread(io.BytesIO(unknown))["PatientID"].VR == "LO"  # pydicom's default hides it
+    assert reader.read(unknown, HEX).pseudonym == reader.read(data, HEX).pseudonym
+
+
+def _anatomy(value: str, meaning: str, scheme: str = "SCT") -> Dataset:
+    return item((0x00080100, "SH", value), (0x00080102, "SH", scheme), (0x00080104, "LO", meaning))
+
+
+CHEST, HEAD = _anatomy("816094009", "Chest"), _anatomy("69536005", "Head")
+HAND = _anatomy("85562004", "Hand")
+ELSEWHERE: dict[str, object] = {"BodyPartExamined": "CHEST", "AnatomicRegionSequence": [CHEST]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"AnatomicRegionSequence": [HEAD]},
+        {"AnatomicRegionSequence": [CHEST, HEAD]},
+        {"AnatomicRegionSequence": [_anatomy("816094009", "Chest", "99LOCAL")]},
+        {"AnatomicRegionSequence": [_anatomy("816094009", "Kopf und Thorax")]},
+        {"AnatomicRegionSequence": [HAND]},  # it and CHEST are not one picture
+        {"PrimaryAnatomicStructureSequence": [HEAD]},
+        {"BodyPartExamined": "WHOLEBODY"},
+        {"BodyPartExamined": ["CHEST", "HEAD"]},
+        {"BodyPartExamined": None, "AnatomicRegionSequence": None},
+        {"SharedFunctionalGroupsSequence": [{"FrameAnatomySequence": [{"AnatomicRegionSequence": [HEAD]}]}]},
+        {"PerFrameFunctionalGroupsSequence": [{}, {"FrameAnatomySequence": [{"AnatomicRegionSequence": [HEAD]}]}]},
+        {"PerFrameFunctionalGroupsSequence": [{"BodyPartExamined": "SKULL"}]},
+        {"StudyDescription": "CT Brain w/o contrast"},
+        {"SeriesDescription": "NNH cor"},
+        {"ProtocolName": "Sch\xe4del nativ"},
+        {"RequestedProcedureDescription": "PET_WB"},
+        {"RequestAttributesSequence": [{"RequestedProcedureDescription": "orbitae"}]},
+        {"ProcedureCodeSequence": [_anatomy("24725-4", "CT Head", "LN")]},
+    ],
+)
+def test_one_word_of_a_head_anywhere_outweighs_a_chest_everywhere_else(changes: dict[str, object]) -> None:
+    assert not may_show_a_face(_made(ELSEWHERE))
+    assert may_show_a_face(_made({**ELSEWHERE, **changes}))
+
+
+def test_a_region_that_cannot_be_read_may_be_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pydicom_config, "replace_un_with_known_vr", False)  # as in the worker
+    for tag in (0x00082218, 0x00082228, 0x52009229, 0x52009230):
+        dataset = _made({**ELSEWHERE, "AnatomicRegionSequence": None})
+        dataset[tag] = DataElement(tag, "UN", b"\xfe\xff\0\xe0")
+        assert may_show_a_face(dataset), hex(tag)
+    dataset = _made(ELSEWHERE)
+    dataset[0x00180015] = DataElement(0x00180015, "UN", b"T\xeate ")
+    assert may_show_a_face(dataset)
+
+
+def _made(changes: dict[str, object]) -> Dataset:
+    """A CT image that says this of itself; a dict is an item."""
+    dataset = Dataset()
+    for keyword, value in {"Modality": "CT", "SOPClassUID": CTImageStorage, **changes}.items():
+        listed = isinstance(value, list) and keyword.endswith("Sequence")
+        setattr(dataset, keyword, [_item(v) for v in value] if listed and isinstance(value, list) else value)
+    return dataset
+
+
+def _item(value: Dataset | dict[str, object]) -> Dataset:
+    if isinstance(value, Dataset):
+        return value
+    made = _made(value)
+    del made.Modality, made.SOPClassUID
+    return made
+
+
+@pytest.mark.parametrize("modality", ["CT", "MR", "PT", "NM"])
+def test_nobody_vouches_for_a_volume_because_it_says_so_itself(modality: str) -> None:
+    rules = replace(RULES, modalities=frozenset({modality}))
+    with Reader(rules, WHO, Limits(wall_seconds=20.0)) as reader:
+        record = reader.read(_changed(Modality=modality, BodyPartExamined="CHEST"), HEX)
+    assert record.face is False
+    assert "RecognizableVisualFeatures" not in pydicom.dcmread(io.BytesIO(record.payload))
+    for sop_class in (CTImageStorage, "1.2.840.10008.5.1.4.1.1.1.1"):
+        flat = _made({"Modality": "DX", "SOPClassUID": sop_class})
+        assert faces_in(flat, face=False) == ("unknown" if sop_class == CTImageStorage else "none")
+        assert faces_in(flat, face=True) == "unknown"
+
+
+def test_the_codes_of_parts_below_the_neck_mean_what_the_standard_says() -> None:
+    # pydicom's dictionary is made of PS3.16; by another name there, or no longer in it
+    names = {"TSPINE": "THORACIC SPINE", "LSPINE": "LUMBAR SPINE", "ARM": "UPPER ARM", "LEG": "LOWER LEG"}
+    retired = {"51185008", "113345001", "12921003", "T-D3000", "T-D4000", "T-D6000"}  # of CHEST, ABDOMEN, PELVIS
+    assert {CODES[code] for code in retired} == {"CHEST", "ABDOMEN", "PELVIS"}
+    modern, dictionary = snomed["SRT"], cast("Any", concepts["SCT"])
+    for code, part in CODES.items():
+        if code in retired:
+            continue
+        concept = modern[code] if code.startswith("T-") else code
+        listed = {
+            name: meaning for name, known in dictionary.items() for c, (meaning, _) in known.items() if c == concept
+        }
+        words = {meaning.upper().removesuffix(" JOINT") for meaning in listed.values()}
+        assert names.get(part, part) in words, (code, words)

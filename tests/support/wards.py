@@ -81,12 +81,13 @@ class Vault:
     patients: int = 12
     notes: dict[str, Any] = field(default_factory=dict)
     reads: int = 0
+    out: frozenset[str] = frozenset()  # who has opted out
     crash_at: str = ""  # a note's name: the process is gone before it is written
     seed: int = 1
 
     def cohort(self, modality: str, shape: tuple[int, int], without: Iterable[str] = ()) -> Cohort:
         self.reads += 1
-        excluded = set(without)
+        excluded = set(without) | self.out
         dice = np.random.default_rng(self.seed)
         found = []
         for i in range(self.patients):
@@ -94,6 +95,9 @@ class Vault:
             if f"{i:04d}" not in excluded:
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
+
+    def opted_out(self) -> frozenset[str]:
+        return self.out
 
     def note(self, name: str) -> Any:
         return json.loads(self.notes[name]) if name in self.notes else None

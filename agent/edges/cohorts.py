@@ -1,0 +1,177 @@
+"""What the vault knows of an instance without its pixels, and which instances count for a selection."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Final, Literal
+
+from agent.deidentify.record import Record
+from agent.nouns import Selection, Split
+
+State = Literal["eligible", "unlabelled", "face", "volume", "waiting", "held"]
+NO_SERIES: Final = "0" * 32  # a record that names no series is one by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One instance without its pixels and its file. Sealed at rest; for the site's own use."""
+
+    name: str
+    digest: str  # keyed, of the source file's bytes
+    person: str
+    study: str
+    series: str
+    modality: str
+    kind: Literal["image", "volume"]
+    label: str
+    face: bool
+    shape: tuple[int, int] | None  # (h, w) of the pixels; None for a volume
+    body_part: str
+    after: str  # SHA-256 of the file that is kept
+    trace: str  # under which name the vault holds its trace; "": there is none
+    defaced: bool = False
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+
+
+def decode(raw: bytes) -> Head:
+    """Back from :meth:`Head.encode`."""
+    found = json.loads(raw)
+    shape = found.pop("shape")
+    for name in ("person", "study", "series", "modality", "label", "body_part", "trace"):
+        found[name] = sys.intern(found[name])  # many instances share them
+    return Head(shape=None if shape is None else (shape[0], shape[1]), **found)
+
+
+def head_of(record: Record, trace: str) -> Head:
+    """The head of a record whose trace lies under that name."""
+    return Head(
+        name=record.name,
+        digest=record.digest,
+        person=record.pseudonym,
+        study=record.study,
+        series=record.series,
+        modality=record.modality,
+        kind=record.kind,
+        label=record.label,
+        face=record.face,
+        shape=None if record.pixels is None else (record.pixels.shape[0], record.pixels.shape[1]),
+        body_part=record.body_part,
+        after=record.after,
+        trace=trace,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many instances and patients are in one state. For the site's own console, and nowhere else (P14)."""
+
+    modality: str
+    body_part: str
+    state: State
+    instances: int
+    patients: int
+
+
+def part_of(split: Split, key: bytes, person: str) -> str:
+    """The part that a patient is in, by HMAC-SHA256 of its pseudonym: neither order nor number of patients matter.
+
+    Args:
+        split: the parts and their shares.
+        key: the project's, 32 bytes.
+        person: the pseudonym.
+    """
+    mark = hmac.new(key, json.dumps(["split", split.name, person]).encode(), sha256).digest()
+    at = int.from_bytes(mark[:8], "big") * sum(split.parts.values()) >> 64  # uniform but for 2^-44
+    for part, share in split.parts.items():
+        if at < share:
+            return part
+        at -= share
+    raise AssertionError("the shares fill the whole range")
+
+
+class Tally:
+    """Heads seen one by one: how large each series is, and in which state each instance is."""
+
+    def __init__(self, barred: Set[str], min_instances: int = 1) -> None:
+        """``barred``: series and studies held back; ``min_instances``: of a series that is complete enough."""
+        self._barred, self._least = barred, min_instances
+        self._sizes: Counter[str] = Counter()
+
+    def count(self, head: Head) -> None:
+        """Count an instance towards its series, eligible or not."""
+        if self._least > 1:
+            self._sizes[head.series] += 1
+
+    def state(self, head: Head) -> State:
+        """Of an instance, once all have been counted. The first reason is told."""
+        size = 1 if head.series == NO_SERIES else self._sizes[head.series]
+        if head.series in self._barred or head.study in self._barred:
+            return "held"
+        if head.kind == "volume":
+            return "volume"
+        if head.face:
+            return "face"
+        if self._least > 1 and size < self._least:
+            return "waiting"
+        return "eligible" if head.label else "unlabelled"
+
+
+def choose(
+    heads: Iterable[Head], selection: Selection, tally: Tally, excluded: Set[str], key: bytes
+) -> list[tuple[str, str, str]]:
+    """The instances that count: pseudonym, name and label, in this order and so sorted.
+
+    Args:
+        heads: of everything in the vault, once.
+        selection: the public rule.
+        tally: new; it sees all the heads.
+        excluded: pseudonyms that may not take part.
+        key: the project's, for the split.
+    """
+    split, parts = selection.split, dict[str, str]()
+    found = []
+    for head in heads:
+        tally.count(head)
+        if not _fits(head, selection) or head.person in excluded:
+            continue
+        if split and head.person not in parts:
+            parts[head.person] = part_of(split, key, head.person)
+        if parts.get(head.person, "") == selection.part:
+            found.append(head)
+    return sorted((head.person, head.name, head.label) for head in found if tally.state(head) == "eligible")
+
+
+def _fits(head: Head, selection: Selection) -> bool:
+    return (
+        head.modality == selection.modality
+        and head.shape == selection.shape
+        and (not selection.body_part or head.body_part == selection.body_part)
+        and (not selection.labels or head.label in selection.labels)
+    )
+
+
+def counts(heads: Callable[[], Iterable[Head]], tally: Tally) -> tuple[Count, ...]:
+    """Instances and patients by modality, body part and state, sorted.
+
+    Args:
+        heads: of everything in the vault; called twice, since a series' size is known at the end only.
+        tally: new; it sees all the heads.
+    """
+    for head in heads():
+        tally.count(head)
+    instances: Counter[tuple[str, str, State]] = Counter()
+    persons: dict[tuple[str, str, State], set[str]] = {}
+    for head in heads():
+        place = (head.modality, head.body_part, tally.state(head))
+        instances[place] += 1
+        persons.setdefault(place, set()).add(head.person)
+    return tuple(Count(*place, instances[place], len(persons[place])) for place in sorted(instances))

@@ -1,0 +1,320 @@
+"""The way in: whatever a road brought is kept in the vault, known already, or in quarantine with one reason.
+
+Nothing is dropped: a file leaves the first room only after the vault holds it, or the quarantine does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from agent.deidentify import nifti
+from agent.deidentify.prescan import read_meta
+from agent.deidentify.reasons import Refused
+from agent.deidentify.record import Record
+from agent.deidentify.rules import Rules
+from agent.deidentify.tags import Deidentifier
+from agent.edges.quarantine import Quarantine
+from agent.edges.reader import USUAL_LIMITS, Limits, Reader
+from agent.edges.room import Arrival, Taken
+from agent.edges.waiting import Found, Refusal, Retried
+
+_BATCH: Final = 64  # records of one transaction
+_BATCH_BYTES: Final = 64 * 2**20
+_UNDER_WAY_BYTES: Final = 512 * 2**20  # of files in the hands of workers; one larger than this goes alone
+
+
+class Shelf(Protocol):
+    """Where records are kept: the vault."""
+
+    def has(self, key: str) -> bool:
+        """Is there a record of that name, or read from a file of that keyed digest?"""
+
+    def kept(self, name: str) -> tuple[str, str] | None:
+        """Digest and patient of what is kept under a name; None when nothing is."""
+
+    def refusal(self, record: Record) -> str | None:
+        """Why this record may not be kept (a key of REASONS), or None."""
+
+    def looked_at(self, study: str) -> bool:
+        """Has a person looked at the study's pictures?"""
+
+    def hold(self, study: str) -> None:
+        """Nothing may be drawn from a study until a person has looked at it."""
+
+    def keep_all(self, records: Iterable[Record]) -> None:
+        """Keep them, all or none, durable when this returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngestReport:
+    """What became of the files: codes and counts only, so that it can be shown outside the vault."""
+
+    files: int
+    kept: int
+    duplicates: int
+    quarantined: Mapping[str, int]  # code -> files, in code order
+
+
+@dataclass(slots=True)
+class _Read:
+    """One file under way."""
+
+    found: Found
+    arrival: Arrival
+    digest: str
+    record: Future[Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What the way in works with."""
+
+    rules: Rules
+    deidentifier: Deidentifier
+    shelf: Shelf
+    quarantine: Quarantine
+    labels: Mapping[str, str] = field(default_factory=dict, repr=False)  # keyed instance name -> label
+    alarm: Callable[[Record], str | None] = lambda _record: None  # a reason to hold a picture back: OCR
+    limits: Limits = USUAL_LIMITS
+
+
+class Intake:
+    """Reads files side by side in workers, and keeps their records in order."""
+
+    def __init__(self, ports: Ports, jobs: int | None = None) -> None:
+        """``jobs``: worker processes, by default one for each processor."""
+        self._ports = ports
+        self._jobs = jobs or os.cpu_count() or 1
+        self._local = threading.local()
+        self._readers: list[Reader] = []
+        self._pool = ThreadPoolExecutor(self._jobs, "reader")
+        self._under_way: deque[_Read] = deque()
+        self._batch: list[tuple[_Read, Record]] = []
+        self._new: dict[str, tuple[str, str]] = {}  # name -> digest and patient of what is read and not yet kept
+        self._same: dict[str, list[Found]] = {}  # digest of a file under way -> others with the same bytes
+        self._kept = self._duplicates = self._files = 0
+        self._codes: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        """Workers start with the first file."""
+        return self
+
+    def relabel(self, labels: Mapping[str, str]) -> None:
+        """Use these labels (keyed instance name -> label) from the next run on."""
+        self._ports = replace(self._ports, labels=labels)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the workers."""
+        for reader in self._readers:
+            reader.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    def run(
+        self,
+        found: Iterable[Found],
+        progress: Callable[[int], None] = lambda _done: None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> IngestReport:
+        """Let files in.
+
+        Args:
+            found: what waits.
+            progress: called with the number of files that are done.
+            stopping: asked before each file; what is not begun then waits on.
+        Raises:
+            ReaderFailed: the reader does not start on this machine.
+            VaultError, OSError: nothing more can be kept; what was not kept waits where it was.
+        """
+        self._kept = self._duplicates = self._files = 0
+        self._codes.clear()
+        try:
+            for one in found:
+                if stopping():
+                    break
+                self._files += 1
+                self._begin(one)
+                while len(self._under_way) > 2 * self._jobs or self._bytes() > _UNDER_WAY_BYTES:
+                    self._end(self._under_way.popleft())
+                progress(self._files - len(self._under_way))
+            while self._under_way:
+                self._end(self._under_way.popleft())
+                progress(self._files - len(self._under_way))
+            self._flush()
+        finally:
+            self._give_back()
+        return IngestReport(self._files, self._kept, self._duplicates, dict(sorted(self._codes.items())))
+
+    def _bytes(self) -> int:
+        return sum(len(read.arrival.body) for read in self._under_way)
+
+    def _give_back(self) -> None:
+        """After a fault: what is not kept waits for the next run, which begins with nothing of this one."""
+        for read in (*self._under_way, *(read for read, _ in self._batch)):
+            read.found.release()
+        for others in self._same.values():
+            for found in others:
+                found.release()
+        self._under_way.clear()
+        self._batch.clear()
+        self._new.clear()
+        self._same.clear()
+
+    def _begin(self, found: Found) -> None:
+        """Load a file and hand it to a worker, unless it is known or refused already."""
+        digest, arrival = "", None
+        try:
+            arrival = found.load()
+            digest = self._digest(arrival)
+            if digest in self._same:
+                self._same[digest].append(found)  # whether it is known is seen when the first one is judged
+                return
+            if self._ports.shelf.has(digest):
+                self._duplicates += 1
+                self._settle(found, arrival, digest)
+                return
+            spent = None
+            if not isinstance(found, Retried):
+                spent = self._ports.quarantine.spent(self._name(found, arrival, digest), digest)
+            if spent is not None:
+                self._codes[spent.code] += 1  # tried often enough, and in quarantine: it is not read again
+                found.settle()
+                return
+            if not nifti.looks_like_nifti(arrival.body):
+                read_meta(arrival.body)  # refuses what is no DICOM before a worker is bothered
+            record = self._pool.submit(self._read, arrival, digest)
+            self._same[digest] = []
+            self._under_way.append(_Read(found, arrival, digest, record))
+        except Taken:
+            self._files -= 1  # it is another process's to count
+        except Refused as refusal:
+            self._refuse(found, refusal.code, digest, arrival)
+
+    def _digest(self, arrival: Arrival) -> str:
+        """Of the bytes; and of whose they are, where the hospital's list says it: a list may be corrected."""
+        told = (arrival.patient_id, arrival.issuer) if arrival.patient_id else ()
+        return self._ports.deidentifier.mac("file", arrival.body, *(part.encode() for part in told))
+
+    def _read(self, arrival: Arrival, digest: str) -> Record:
+        """In a thread of the pool: each has its own worker process."""
+        reader: Reader | None = getattr(self._local, "reader", None)
+        if reader is None:
+            reader = self._local.reader = Reader(self._ports.rules, self._ports.deidentifier, self._ports.limits)
+            self._readers.append(reader)
+        return reader.read(arrival.body, digest, arrival.patient_id or None, arrival.issuer)
+
+    def _end(self, read: _Read) -> None:
+        """Label what a worker made of a file, and keep it with the next batch."""
+        try:
+            record = read.record.result()
+            label = read.arrival.label or self._ports.labels.get(record.name, "")
+            record = replace(record, label=label)
+            if self._known(record):
+                self._duplicates += 1
+                self._settle(read.found, read.arrival, read.digest)
+                self._others(read, known=True)
+                return
+            self._judge(record)
+        except Refused as refusal:
+            self._refuse(read.found, refusal.code, read.digest, read.arrival)
+            self._others(read, known=False)
+            return
+        self._new[record.name] = (record.after, record.pseudonym)
+        self._batch.append((read, record))
+        if len(self._batch) >= _BATCH or sum(len(r.payload) for _, r in self._batch) > _BATCH_BYTES:
+            self._flush()
+
+    def _others(self, read: _Read, *, known: bool) -> None:
+        """Files with the same bytes as one that was judged: known with it, or judged for themselves."""
+        for found in self._same.pop(read.digest, ()):
+            if known:
+                self._duplicates += 1
+                self._settle(found, read.arrival, read.digest)
+            else:
+                found.release()
+                self._begin(found)
+
+    def _judge(self, record: Record) -> None:
+        """The vault's and the alarm's word; an alarm holds the whole study back.
+
+        Raises:
+            Refused: what the vault says, or ``burned_in_text``.
+        """
+        code = self._ports.shelf.refusal(record)
+        if code is None and not self._ports.shelf.looked_at(record.study):
+            code = "burned_in_text" if record.text else self._ports.alarm(record)
+            if code is not None:
+                self._ports.shelf.hold(record.study)
+        if code is not None:
+            raise Refused(code)
+
+    def _known(self, record: Record) -> bool:
+        """The same instance with the same content, perhaps by another road.
+
+        Raises:
+            Refused: ``conflicting_instance``, kept before with other content or as another patient's.
+        """
+        before = self._new.get(record.name) or self._ports.shelf.kept(record.name)
+        if before is None:
+            return False
+        if before != (record.after, record.pseudonym):
+            raise Refused("conflicting_instance")
+        return True
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, []
+        if not batch:
+            return
+        try:
+            self._ports.shelf.keep_all([record for _, record in batch])
+        except Refused:  # somebody opted out, or another process brought the same, since each was asked about
+            while batch:
+                self._keep_one(*batch.pop(0))
+        except BaseException:
+            self._batch = batch  # to be given back
+            raise
+        for read, record in batch:
+            self._in(read, record)
+
+    def _keep_one(self, read: _Read, record: Record) -> None:
+        try:
+            self._ports.shelf.keep_all([record])
+        except Refused as refusal:
+            self._new.pop(record.name, None)
+            self._refuse(read.found, refusal.code, read.digest, read.arrival)
+            self._others(read, known=False)
+            return
+        self._in(read, record)
+
+    def _in(self, read: _Read, record: Record) -> None:
+        self._kept += 1
+        self._new.pop(record.name, None)
+        self._settle(read.found, read.arrival, read.digest)
+        self._others(read, known=True)
+
+    def _refuse(self, found: Found, code: str, digest: str, arrival: Arrival | None) -> None:
+        self._codes[code] += 1
+        if code == "opted_out":  # nothing of such a patient is kept, not even sealed
+            if arrival is not None:
+                self._settle(found, arrival, digest)
+            return
+        found.refuse(self._ports.quarantine, Refusal(self._name(found, arrival, digest), code, digest, arrival))
+
+    def _name(self, found: Found, arrival: Arrival | None, digest: str) -> str:
+        """What it is called in the quarantine: the same at every attempt."""
+        if isinstance(found, Retried):
+            return found.name
+        return self._ports.quarantine.name_of(found.place, arrival, digest)
+
+    def _settle(self, found: Found, arrival: Arrival, digest: str) -> None:
+        """It is in: it waits no more, nor is it in quarantine."""
+        found.settle()
+        self._ports.quarantine.remove(self._name(found, arrival, digest))

@@ -1,0 +1,345 @@
+"""The research projects that a site works for: each has its own key, its own records, and an end.
+
+``keys/projects/NAME/key`` is 32 random bytes, from which HKDF-SHA256 (RFC 5869) derives what seals the project's
+records, what its pseudonyms are made with, and what seals its rooms. To end a project is to destroy that key: what it
+sealed is noise then, wherever a copy of it lies (NIST SP 800-88 rev. 1, section 2.6, cryptographic erase). A copy of
+the *key* in a backup undoes that, so ``keys/projects`` belongs in no backup that outlives a project. The key's bytes
+are overwritten before the file goes, which a journalling or copying file system, or a flash disk, may not carry
+through to the medium: for that, the disk below is to be encrypted too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import apsw
+import numpy as np
+
+from agent.deidentify.record import Record
+from agent.edges.home import MAIN, BadSite, Home, new_key
+from agent.edges.notes import Notes
+from agent.edges.room import sync_folder
+from agent.edges.sealed import VaultError, derive, faults
+from agent.edges.vault import Vault
+from protos.keyfile import read_private, write_private
+
+__all__ = [
+    "MAIN",
+    "BadProject",
+    "ProjectKeys",
+    "create",
+    "end",
+    "finish",
+    "keys",
+    "names",
+    "open_vault",
+    "opt_in",
+    "opt_out",
+    "opted_out",
+    "rooms",
+]
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,30}")
+_KEY_BYTES: Final = 32
+_BATCH: Final = 256
+_UNKNOWN: Final = "0" * 32
+
+
+class BadProject(BadSite):
+    """There is no such project, or what is asked of it cannot be; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectKeys:
+    """What a project's key is good for, 32 bytes each. Gone with it."""
+
+    vault: bytes = field(repr=False)  # seals its records
+    pseudonym: bytes = field(repr=False)  # what is written into its files: patient ids, UIDs, shifts of dates
+    rooms: bytes = field(repr=False)  # seals what waits for it, and what was refused
+
+
+def _folder(home: Home, name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise BadProject("a project has a short name of a-z, 0-9 and -, which begins with a letter")
+    return home.project_keys / name
+
+
+def _ended(home: Home, name: str) -> bool:
+    return (_folder(home, name) / "ended").exists()
+
+
+def _database(home: Home, name: str) -> Path:
+    return home.root / "projects" / f"{name}.db"
+
+
+def rooms(home: Home, name: str) -> tuple[Path, Path]:
+    """Where a project's arrivals wait, and where its refused files are: first room and quarantine."""
+    _folder(home, name)
+    return home.root / "inbox" / name, home.root / "quarantine" / name
+
+
+def names(home: Home) -> tuple[str, ...]:
+    """All projects that have not ended, sorted."""
+    try:
+        found = sorted(os.listdir(home.project_keys))
+    except FileNotFoundError:
+        return ()
+    named = (name for name in found if _NAME.fullmatch(name) and not _ended(home, name))
+    return tuple(name for name in named if (_folder(home, name) / "key").exists())
+
+
+def create(home: Home, name: str) -> None:
+    """A new project with a fresh key, durable when this returns.
+
+    Raises:
+        BadProject: an unfit name, one that is taken, or one of a project that has ended: no name is used twice.
+    """
+    if _ended(home, name):
+        raise BadProject(f"the project {name} has ended, and its name is not used again: choose another")
+    if _database(home, name).exists() and not (_folder(home, name) / "key").exists():
+        raise BadProject(f"the key of the project {name} is missing: restore keys/projects/{name}")
+    home.project_keys.mkdir(mode=0o700, exist_ok=True)
+    try:
+        new_key(_folder(home, name))
+    except FileExistsError:
+        raise BadProject(f"there is a project {name} already") from None
+
+
+def keys(home: Home, name: str) -> ProjectKeys:
+    """What a project works with.
+
+    Raises:
+        BadProject: there is no such project, or it has ended.
+        BadKeyFile: its key is open to others, or cannot be read.
+    """
+    if _ended(home, name):
+        raise BadProject(f"the project {name} has ended: what it kept is destroyed")
+    if not (_folder(home, name) / "key").exists():
+        raise BadProject(f"there is no project {name}: `lazaret-agent project create {name}` makes it")
+    key = read_private(_folder(home, name) / "key")
+    if len(key) != _KEY_BYTES:
+        raise BadProject(f"keys/projects/{name}/key is damaged: restore it")
+    return ProjectKeys(*(derive(key, f"project/{purpose}") for purpose in ("vault", "pseudonym", "rooms")))
+
+
+def open_vault(home: Home, name: str = MAIN) -> Vault:
+    """A project's vault, after whatever an earlier process left undone: endings, deletions, an older format.
+
+    Raises:
+        BadProject: there is no such project, or it has ended.
+        VaultError: a key does not open its file, or the disk failed.
+    """
+    finish(home)
+    with _opened(home) as notes:
+        _migrate(home, notes)
+        _purge(home, notes)
+    if name == MAIN:
+        _make_main(home)
+    return _open(home, name)
+
+
+def _open(home: Home, name: str) -> Vault:
+    key = keys(home, name).vault
+    _database(home, name).parent.mkdir(mode=0o700, exist_ok=True)
+    notes = _notes(home)
+    try:
+        return Vault(notes, _database(home, name), key)
+    except BaseException:
+        notes.close()
+        raise
+
+
+def _notes(home: Home) -> Notes:
+    return Notes(home.root / "vault.db", home.secret("vault"))
+
+
+@contextlib.contextmanager
+def _opened(home: Home) -> Iterator[Notes]:
+    notes = _notes(home)
+    try:
+        yield notes
+    finally:
+        notes.close()
+
+
+def _make_main(home: Home) -> None:
+    """Homes from before there were projects have no key for this one."""
+    if not (_ended(home, MAIN) or (_folder(home, MAIN) / "key").exists()):
+        create(home, MAIN)
+
+
+def _migrate(home: Home, notes: Notes) -> None:
+    """Records of format 1 lie in ``vault.db``: they come into the project main, and then leave there at once.
+
+    Interrupted, it begins again, and what came already is passed over; until all have come, none is removed.
+    """
+    if not notes.rows("SELECT 1 FROM sqlite_schema WHERE name = 'record'"):
+        return
+    _make_main(home)
+    if _ended(home, MAIN):
+        raise VaultError("vault.db holds records of an older version, and the project main has ended: remove them")
+    vault = _open(home, MAIN)
+    try:
+        gone, batch = notes.opted_out(), list[Record]()
+        for name, digest, box in notes.stream("SELECT name, digest, body FROM record ORDER BY name"):
+            record = _older(name, digest, notes.unseal(name, box))
+            if record.pseudonym not in gone:
+                batch.append(record)
+            if len(batch) >= _BATCH:
+                vault.keep_all(batch)
+                batch.clear()
+        vault.keep_all(batch)
+    finally:
+        vault.close()
+    with notes.transaction():
+        notes.rows("DROP TABLE record")
+    notes.truncate()  # what is free is overwritten in the file before the file gets shorter
+    notes.rows("VACUUM")
+    notes.truncate()
+
+
+def _older(name: str, digest: str, plain: bytes) -> Record:
+    """A record as format 1 wrote it, which said neither study nor series."""
+    size = int.from_bytes(plain[:4], "big")
+    header, rest, pixels = json.loads(plain[4 : 4 + size]), plain[4 + size :], None
+    if header["shape"] is not None:
+        count = header["shape"][0] * header["shape"][1]
+        pixels = np.frombuffer(rest, "<f4", count).reshape(header["shape"]).astype(np.float32)
+        rest = rest[4 * count :]
+    said = (header["modality"], header["kind"], header["label"])
+    return Record(name, digest, header["pseudonym"], _UNKNOWN, *said, pixels, rest, header["face"])
+
+
+# -- a patient's no
+
+
+def opt_out(home: Home, person: str) -> int:
+    """A patient wants no part: nothing of it is kept, from now on and in no project, and all that was is deleted.
+
+    Budget that was spent stays spent. Interrupted, it goes on with the next :func:`open_vault`.
+
+    Args:
+        home: the site.
+        person: the patient's site-wide pseudonym.
+    Returns:
+        How many instances were deleted.
+    Raises:
+        ValueError: not a pseudonym.
+        VaultError: the patient is on the list, and not yet deleted everywhere: the text says what to do.
+    """
+    finish(home)
+    with _opened(home) as notes:
+        _migrate(home, notes)
+        notes.opt_out(person)
+        return _purge(home, notes)
+
+
+def opt_in(home: Home, person: str) -> None:
+    """A patient changed its mind: what comes from now on may be kept. Nothing that was deleted comes back.
+
+    Raises:
+        VaultError: the deletion is not complete yet, and the text says what to do.
+    """
+    with _opened(home) as notes:
+        _purge(home, notes)
+        notes.opt_in(person)
+
+
+def opted_out(home: Home) -> frozenset[str]:
+    """The pseudonyms on the list. They stay inside the site."""
+    with _opened(home) as notes:
+        return notes.opted_out()
+
+
+def _purge(home: Home, notes: Notes) -> int:
+    persons = notes.purging()
+    if not persons:
+        return 0
+    gone = 0
+    for name in names(home):
+        vault = _open(home, name)
+        try:
+            gone += vault.purge(persons)
+        finally:
+            vault.close()
+    notes.purged(persons)
+    return gone
+
+
+# -- an end
+
+
+def end(home: Home, name: str) -> None:
+    """Destroy a project's key and then all that it sealed. For good: the name is not used again.
+
+    Released budget, and who was released, stay in the site's books. Interrupted, it goes on with :func:`finish`.
+
+    Raises:
+        BadProject: there is no such project, it has ended, or another process works with it; nothing was destroyed.
+    """
+    keys(home, name)
+    _alone(_database(home, name), name)
+    write_private(_folder(home, name) / "ended", b"")
+    sync_folder(_folder(home, name))
+    _destroy(home, name)
+
+
+def finish(home: Home) -> None:
+    """Destroy what is left of every project whose end an earlier process had begun."""
+    for name in os.listdir(home.project_keys) if home.project_keys.exists() else ():
+        if _NAME.fullmatch(name) and _ended(home, name):
+            _destroy(home, name)
+
+
+def _alone(path: Path, name: str) -> None:
+    """Only the last connection can leave SQLite's write-ahead log, so this fails while another process has one."""
+    if not path.exists():
+        return
+    with faults():
+        database = apsw.Connection(str(path))
+    try:
+        database.execute("PRAGMA journal_mode=DELETE").fetchall()
+    except apsw.BusyError:
+        raise BadProject(f"another process works with the project {name}: stop it first; nothing was ended") from None
+    except apsw.Error:
+        pass  # damaged: it goes all the same
+    finally:
+        database.close()
+
+
+def _destroy(home: Home, name: str) -> None:
+    """The key first: from there on the rest is noise."""
+    for path in (*_folder(home, name).glob("key*.part"), _folder(home, name) / "key"):
+        with contextlib.suppress(FileNotFoundError):
+            _overwrite(path)
+            path.unlink()
+            sync_folder(_folder(home, name))
+    database = _database(home, name)
+    for suffix in ("-wal", "-shm", "-journal", ""):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)
+    for room in rooms(home, name):
+        if room.is_symlink():
+            room.unlink()
+        elif room.exists():
+            shutil.rmtree(room)
+    for place in (database.parent, home.root):
+        if place.exists():
+            sync_folder(place)
+
+
+def _overwrite(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    try:
+        os.write(descriptor, secrets.token_bytes(os.fstat(descriptor).st_size or _KEY_BYTES))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,275 @@
+"""The first room: what a road brought, as it came, sealed until it is read; and what was refused, with its reason.
+
+Everything identifying stops here. A file of a room is two AES-256-GCM boxes (where it came from; its bytes), so a
+killed process, a backup or a stolen disk holds ciphertext (P15). Names are made here and say nothing: no UID, no
+path, no name of a patient is ever used as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import json
+import math
+import os
+import re
+import secrets
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+Road = Literal["dimse", "pull", "wado", "stow", "folder"]
+ROADS: Final = frozenset(get_args(Road))
+_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_HEAD: Final = struct.Struct(">4sI")  # magic and format, length of the sealed head
+_MAGIC: Final = b"LZR1"
+_NONCE: Final = 12
+_TAG: Final = 16
+HEAD_BYTES: Final = 65536  # a head is shorter: an AE title, a path, a patient id
+
+
+class RoomError(RuntimeError):
+    """A file of a room cannot be opened: another key, a changed or a cut file. The text names no patient."""
+
+
+class Taken(Exception):
+    """Another process works with a waiting file, or has let it in already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One file as a road brought it. Everything in it may identify a patient."""
+
+    road: Road
+    source: str  # who sent it or where it lies: an AE title, a remote's name, a path below the folder
+    body: bytes = field(repr=False)  # a DICOM Part 10 or NIfTI file; empty when the file stays where it lies
+    patient_id: str = field(default="", repr=False)  # for formats that carry none (NIfTI), by the hospital's list
+    issuer: str = field(default="", repr=False)
+    label: str = ""  # the hospital's own label; "" when it has none
+    instance: str = field(default="", repr=False)  # SOP Instance UID as the sender announced it; "" when not told
+
+    def __post_init__(self) -> None:
+        """A known road."""
+        if self.road not in ROADS:
+            raise ValueError("unknown road")
+
+
+def room_key(vault_key: bytes, purpose: str = "rooms") -> bytes:
+    """The rooms' key (32 bytes), derived from the vault's by HKDF-SHA256 (RFC 5869). A listener holds only this."""
+    return HKDF(SHA256(), 32, None, b"lazaret/" + purpose.encode()).derive(vault_key)
+
+
+def new_name() -> str:
+    """A fresh name: 32 hex characters, in the order of arrival."""
+    return f"{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+class Sealer:
+    """Seals arrivals to bytes and opens them again."""
+
+    def __init__(self, key: bytes) -> None:
+        """Take a 32-byte key."""
+        if len(key) != 32:
+            raise ValueError("a room's key has 32 bytes")
+        self._aead = AESGCM(key)
+        self._names = room_key(key, "names")
+
+    def name_of(self, *what: str) -> str:
+        """A name that is always the same for the same: HMAC-SHA256, 32 hex characters, which says nothing of it."""
+        told = json.dumps(what).encode()
+        return hmac.digest(self._names, told, "sha256")[:16].hex()
+
+    def seal(self, name: str, arrival: Arrival, digest: str = "") -> tuple[bytes, bytearray]:
+        """Head and body as they are written, one after the other."""
+        told = {f.name: getattr(arrival, f.name) for f in fields(arrival) if f.name != "body"}
+        told |= {"received": time.time_ns(), "digest": digest}
+        head = self._box(name + "/head", json.dumps(told).encode())
+        return _HEAD.pack(_MAGIC, len(head)) + head, self._box(name + "/body", arrival.body)
+
+    def _box(self, what: str, plain: bytes) -> bytearray:
+        nonce = os.urandom(_NONCE)
+        box = bytearray(_NONCE + len(plain) + _TAG)  # sealed in place: an image is not copied behind its nonce
+        box[:_NONCE] = nonce
+        self._aead.encrypt_into(nonce, plain, what.encode(), memoryview(box)[_NONCE:])
+        return box
+
+    def _unbox(self, what: str, box: bytes) -> bytes:
+        try:
+            return self._aead.decrypt(box[:_NONCE], box[_NONCE:], what.encode())
+        except (InvalidTag, ValueError):
+            raise RoomError("a waiting file was changed, cut or sealed with another key") from None
+
+    def open(self, name: str, raw: bytes) -> Arrival:
+        """What ``seal`` was given.
+
+        Raises:
+            RoomError: it was changed, cut, renamed or sealed with another key.
+        """
+        told, end = self.head(name, raw)
+        del told["received"], told["digest"]
+        return Arrival(body=self._unbox(name + "/body", raw[end:]), **told)
+
+    def head(self, name: str, raw: bytes) -> tuple[dict[str, Any], int]:
+        """The head alone, and where the body's box starts."""
+        if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
+            raise RoomError("a waiting file has no head: it was cut or is not one of this room's")
+        _, length = _HEAD.unpack_from(raw)
+        end = _HEAD.size + length
+        return json.loads(self._unbox(name + "/head", raw[_HEAD.size : end])), end
+
+
+class Room:
+    """A folder of sealed arrivals, one file each, written whole or not at all."""
+
+    def __init__(self, folder: Path, key: bytes, *, durable: bool = True) -> None:
+        """Make the folder (0700) when it is missing; files that a crash left half-written are removed by ``sweep``.
+
+        Args:
+            folder: of this room alone.
+            key: 32 bytes.
+            durable: an arrival is on the disk, not only with the system, when ``put`` returns. Without it, a loss
+                of power loses what the system had not yet written; a killed process loses nothing either way.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        self.folder, self._sealer, self._durable = folder, Sealer(key), durable
+
+    def put(self, arrival: Arrival) -> str:
+        """Keep an arrival; its name. It is in the room, whole, when this returns.
+
+        An instance that waits already, from the same sender with the same bytes, is not kept twice; with other bytes,
+        or from somebody else, it is kept beside: nobody can replace or block what another one sends.
+
+        Raises:
+            OSError: nothing was kept.
+        """
+        name = self.named(arrival.instance, arrival.road, arrival.source) if arrival.instance else new_name()
+        try:
+            self._write(name, self._sealer.seal(name, arrival))
+        except FileExistsError:
+            with contextlib.suppress(RoomError, FileNotFoundError):
+                if self.open(name).body == arrival.body:
+                    return name
+            name = new_name()
+            self._write(name, self._sealer.seal(name, arrival))
+        return name
+
+    def named(self, instance: str, road: str, source: str) -> str:
+        """The name of an instance as somebody sent it."""
+        return self._sealer.name_of("instance", instance, road, source)
+
+    def holds(self, instance: str, senders: Iterable[tuple[str, str]]) -> bool:
+        """Does the instance of a SOP Instance UID wait here, as one of these (road, source) sent it?"""
+        return any((self.folder / self.named(instance, road, source)).exists() for road, source in senders)
+
+    def _write(self, name: str, parts: tuple[bytes | bytearray, ...], final: str = "") -> None:
+        part = self.folder / f".{name}.{secrets.token_hex(4)}.part"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(part, flags, 0o600), "wb", buffering=0) as stream:
+                for piece in parts:
+                    view = memoryview(piece)
+                    while view:
+                        view = view[stream.write(view) :]
+                if self._durable:
+                    os.fsync(stream.fileno())
+            os.link(part, self.folder / (final or name))  # unlike a renaming, it never replaces what is there
+        finally:
+            part.unlink(missing_ok=True)
+        if self._durable:
+            sync_folder(self.folder)
+
+    def names(self) -> list[str]:
+        """What waits, oldest first."""
+        found = []
+        with os.scandir(self.folder) as files:
+            for file in files:
+                if _NAME.fullmatch(file.name):
+                    with contextlib.suppress(FileNotFoundError):  # somebody else took it
+                        found.append((file.stat(follow_symlinks=False).st_mtime_ns, file.name))
+        return [name for _, name in sorted(found)]
+
+    def open(self, name: str) -> Arrival:
+        """One arrival.
+
+        Raises:
+            RoomError: the file was changed, or is another key's.
+            FileNotFoundError: somebody else took it.
+        """
+        return self._sealer.open(name, (self.folder / checked(name)).read_bytes())
+
+    def claim(self, name: str) -> tuple[Arrival | None, int]:
+        """One arrival, and a descriptor that keeps every other process from it until it is closed.
+
+        Returns:
+            The arrival, None when it cannot be unsealed; the descriptor.
+        Raises:
+            Taken: somebody else works with it, or it is gone.
+        """
+        path = self.folder / checked(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise Taken from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:
+                raise Taken
+            with os.fdopen(os.dup(descriptor), "rb") as stream:
+                raw = stream.read()
+            return self._sealer.open(name, raw), descriptor
+        except RoomError:
+            return None, descriptor
+        except (BlockingIOError, FileNotFoundError, Taken):
+            os.close(descriptor)
+            raise Taken from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Forget an arrival: it is kept elsewhere now. Removing twice is no error."""
+        (self.folder / checked(name)).unlink(missing_ok=True)
+
+    def sweep(self, older_than: float = math.inf) -> int:
+        """Remove what a killed process left half-written; how many.
+
+        Args:
+            older_than: seconds since 1970; only what was begun before. Without it nothing else may write here.
+        """
+        torn = [part for part in self.folder.glob(".*.part") if _begun(part) < older_than]
+        for part in torn:
+            part.unlink(missing_ok=True)
+        return len(torn)
+
+
+def _begun(part: Path) -> float:
+    try:
+        return part.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf  # finished meanwhile
+
+
+def checked(name: str) -> str:
+    """A name of a room. Raises: ValueError, it is none."""
+    if not _NAME.fullmatch(name):
+        raise ValueError("not a name of this room")
+    return name
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,201 @@
+"""One SQLite file of sealed rows: AES-256-GCM for every value, what it is as associated data.
+
+What a killed process leaves behind (the database, its write-ahead log) is ciphertext. SQLCipher was rejected: no
+wheel is kept for it, and sealing rows with ``cryptography`` needs no second cryptographic library. What is deleted
+is overwritten in the file, and the log is cut: see :meth:`SealedFile.truncate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import apsw
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from agent.edges.room import sync_folder
+
+FORMAT: Final = 2  # of the files; 1 had records and notes in one
+_BUSY_MS: Final = 30_000
+_NONCE: Final = 12
+_NOTES: Final = "CREATE TABLE IF NOT EXISTS note(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;"
+_FAULTS: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (apsw.FullError, "the disk is full: nothing of this was kept; make room and say it again"),
+    (apsw.IOError, "the disk could not be read or written: nothing of this was kept; look at the disk"),
+    (apsw.TooBigError, "one record is larger than the vault can hold: nothing of this was kept"),
+    (apsw.BusyError, "another process has the vault for too long: nothing of this was kept; say it again later"),
+    (apsw.LockedError, "another process has the vault for too long: nothing of this was kept; say it again later"),
+    (apsw.CorruptError, "the vault's file is damaged: restore it from a backup"),
+    (apsw.NotADBError, "the vault's file is damaged: restore it from a backup"),
+    (apsw.ReadOnlyError, "the vault cannot be written: check whose it is and its permissions"),
+    (apsw.PermissionsError, "the vault cannot be written: check whose it is and its permissions"),
+    (apsw.CantOpenError, "the vault cannot be opened: check whose it is and its permissions"),
+)
+
+
+class VaultError(RuntimeError):
+    """The vault's key is another one, a row was changed, or the disk failed. The text names no patient."""
+
+
+@contextlib.contextmanager
+def faults() -> Iterator[None]:
+    """SQLite's errors as sentences for the operator.
+
+    Raises:
+        VaultError: with what to do.
+    """
+    try:
+        yield
+    except apsw.Error as error:
+        said = next((text for kind, text in _FAULTS if isinstance(error, kind)), "")
+        raise VaultError(said or f"the vault could not be used: {type(error).__name__}") from None
+
+
+def derive(key: bytes, purpose: str) -> bytes:
+    """A 32-byte key for one purpose, by HKDF-SHA256 (RFC 5869) with ``lazaret/PURPOSE`` as info."""
+    return HKDF(SHA256(), 32, None, b"lazaret/" + purpose.encode()).derive(key)
+
+
+class SealedFile:
+    """A database whose values only the key opens. Notes are in every one; other tables are its user's."""
+
+    def __init__(self, path: Path, key: bytes, schema: str = "") -> None:
+        """Open or create (0600).
+
+        Args:
+            path: of the file.
+            key: 32 bytes.
+            schema: statements that make the tables beside ``note``; each must bear being said again.
+        Raises:
+            VaultError: the key does not open it, or a newer program made it.
+        """
+        self._aead, self._index = AESGCM(key), derive(key, "vault/index")
+        try:  # never opened beside SQLite once it exists: closing such a descriptor would drop SQLite's own locks
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+            sync_folder(path.parent)
+        except FileExistsError:
+            pass
+        with faults():
+            self._db = apsw.Connection(str(path))
+        try:
+            with faults():
+                self._prepare(schema)
+            self._greet()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, schema: str) -> None:
+        self._db.set_busy_timeout(_BUSY_MS)
+        for pragma in (
+            "page_size=16384",  # of a new file: pictures are long rows
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            "secure_delete=ON",
+            "wal_autocheckpoint=4096",
+            "journal_size_limit=67108864",
+        ):
+            self._db.execute(f"PRAGMA {pragma}").fetchall()
+        ((version,),) = self.rows("PRAGMA user_version")
+        if version == FORMAT:  # to open takes no lock then
+            return
+        if not version < FORMAT:
+            raise VaultError("the vault was made by a newer version of this program: use that one")
+        with self.transaction():
+            self._db.execute(_NOTES + schema)
+            self._db.execute(f"PRAGMA user_version={FORMAT}")
+
+    def _greet(self) -> None:
+        if self.note("opened") is None:
+            self.write_note("opened", {"format": FORMAT})
+
+    def close(self) -> None:
+        """Release the file."""
+        with faults():
+            self._db.close()
+
+    def seal(self, what: str, plain: bytes) -> bytes:
+        """AES-256-GCM with a fresh nonce; opens as ``what`` only."""
+        nonce = os.urandom(_NONCE)
+        return nonce + self._aead.encrypt(nonce, plain, what.encode())
+
+    def unseal(self, what: str, box: bytes) -> bytes:
+        """What was sealed.
+
+        Raises:
+            VaultError: another key, a changed row, or a row that was moved.
+        """
+        try:
+            return self._aead.decrypt(box[:_NONCE], box[_NONCE:], what.encode())
+        except (InvalidTag, ValueError):
+            raise VaultError("the vault's key is another one, or a row was changed") from None
+
+    def mac(self, what: str, value: bytes) -> str:
+        """The name under which a row is found that may not say what it is of: HMAC-SHA256, 32 hex characters."""
+        return hmac.new(self._index, what.encode() + b"\0" + value, sha256).hexdigest()[:32]
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of what follows is durable when this ends, or none of it happened. The only writer meanwhile.
+
+        Raises:
+            VaultError: a full or failing disk, another process that does not end; nothing happened.
+        """
+        with faults():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # after some faults SQLite has rolled back already
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def rows(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """Run one statement; all rows of its answer.
+
+        Raises:
+            VaultError: a fault of the disk.
+        """
+        with faults():
+            return list(self._db.execute(statement, values))
+
+    def stream(self, statement: str, values: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        """The rows of an answer one by one. Write nothing through this file before the last one.
+
+        Raises:
+            VaultError: a fault of the disk.
+        """
+        with faults():
+            yield from self._db.execute(statement, values)
+
+    def note(self, name: str) -> Any:
+        """A private note (JSON value), or None."""
+        for (body,) in self.rows("SELECT body FROM note WHERE name = ?", (name,)):
+            return json.loads(self.unseal(f"note:{name}", body))
+        return None
+
+    def write_note(self, name: str, value: Any) -> None:
+        """Store a private note, durable when this returns."""
+        sealed = self.seal(f"note:{name}", json.dumps(value).encode())
+        self.rows("INSERT OR REPLACE INTO note VALUES(?, ?)", (name, sealed))
+
+    def truncate(self) -> bool:
+        """Bring the log into the file and cut it to nothing, so that deleted rows are in neither.
+
+        The file needs no VACUUM: ``secure_delete`` has overwritten freed pages with zeros.
+
+        Returns:
+            False when another process still reads an older state; to be said again.
+        """
+        busy, _, _ = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")[0]
+        return not busy

@@ -1,0 +1,203 @@
+"""The way in of one project, opened: its keys and rules, the first room, the vault and the quarantine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from agent.deidentify.reasons import Refused
+from agent.deidentify.record import Record
+from agent.deidentify.tags import Deidentifier
+from agent.edges import projects
+from agent.edges.files import DICOMDIR, Folder, Lying, Missing, in_folder, listed_and_missing, retried
+from agent.edges.home import BadSite, Home
+from agent.edges.ingestion import Ingestion, read_ingestion
+from agent.edges.intake import IngestReport, Intake, Ports
+from agent.edges.lists import Lists, read_lists
+from agent.edges.ocr import Ocr
+from agent.edges.quarantine import Quarantine
+from agent.edges.reader import Reader, instance_name
+from agent.edges.room import Arrival, Room, RoomError
+from agent.edges.vault import Vault
+from agent.edges.waiting import Found, Retried, in_room
+
+Progress = Callable[[int], None]
+_MOST_INDEXES: Final = 64  # DICOMDIRs of one folder that are compared with what is there
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What the commands of the way in work with."""
+
+    home: Home
+    ingestion: Ingestion
+    project: str
+    who: Deidentifier
+    vault: Vault
+    inbox: Room
+    quarantine: Quarantine
+    room_key: bytes = field(repr=False)  # of both rooms: a listener holds no other
+
+    def known(self, senders: Sequence[tuple[str, str]]) -> Callable[[str], bool]:
+        """Has an instance (by its SOP Instance UID) come before?
+
+        It is in the vault, or one of these (road, source) sent it and it waits or was refused for what it is. What
+        somebody else sends under its UID does not count: nobody can keep an image out by sending junk first.
+        """
+
+        def known(uid: str) -> bool:
+            here = self.inbox.holds(uid, senders) or self.quarantine.holds(uid, senders)
+            return here or self.vault.has(self.name_of(uid))
+
+        return known
+
+    def name_of(self, uid: str) -> str:
+        """The keyed name of an instance."""
+        return instance_name(self.who, uid)
+
+    def usual(self) -> Folder:
+        """The folder that ``site.toml`` names."""
+        return Folder(self.home.settings().input)
+
+    def lists(self, folder: Folder) -> Lists:
+        """The hospital's lists in a folder."""
+        return read_lists(folder.path, folder.columns)
+
+    def lying(self, folder: Folder, lists: Lists) -> list[Lying]:
+        """What lies in a folder now, but for the site's own directories."""
+        return in_folder(folder.path, lists, (self.home.root,), self.ingestion.rules.max_bytes)
+
+    def missing(self, folder: Folder, lying: Sequence[Lying]) -> list[Missing]:
+        """What the index of a medium lists and is not there."""
+        indexes = [one for one in lying if os.path.basename(one.path).upper() == DICOMDIR][:_MOST_INDEXES]
+        if not indexes:
+            return []
+        with Reader(self.ingestion.rules, self.who) as reader:
+            listed = ((index.path, reader.directory(index.load().body)) for index in indexes)
+            return [m for path, files in listed for m in listed_and_missing(folder.path, path, files)]
+
+    def waiting(self) -> Iterator[Found]:
+        """What waits in the first room."""
+        return iter(in_room(self.inbox))
+
+    def refused(self, names: Iterable[str]) -> Iterator[Found]:
+        """Files of the quarantine, to be tried once more."""
+        most = self.ingestion.rules.max_bytes
+
+        def reload(arrival: Arrival) -> Arrival:
+            return retried(arrival, most)
+
+        return (Retried(self.quarantine, name, reload) for name in names)
+
+    def named_labels(self, lists: Lists | None) -> dict[str, str]:
+        """Keyed instance name -> label."""
+        by_uid = lists.labels_of_instances if lists else {}
+        return {self.name_of(uid): label for uid, label in by_uid.items()}
+
+    def ports(self, labels: Lists | None = None, ocr: Ocr | None = None) -> Ports:
+        """What an :class:`Intake` works with."""
+        return Ports(
+            rules=self.ingestion.rules,
+            deidentifier=self.who,
+            shelf=self.vault,
+            quarantine=self.quarantine,
+            labels=self.named_labels(labels),
+            alarm=ocr.alarm if ocr else _silent,
+        )
+
+    def labels(self) -> Lists | None:
+        """The hospital's lists in its usual folder, which label what comes by other roads, too."""
+        return self.lists(self.usual()) if self.usual().path.is_dir() else None
+
+    def intake(self, labels: Lists | None = None) -> Intake:
+        """The way in, ready to run."""
+        key = self.who.mac("ocr").encode()
+        ocr = Ocr(self.ingestion.ocr, key) if self.ingestion.ocr else None
+        return Intake(self.ports(labels, ocr), self.ingestion.reading.workers or None)
+
+
+def forget(way: Way, persons: Set[str]) -> int:
+    """Remove what waits or was refused of these patients; how many files. What names no patient stays.
+
+    Args:
+        way: of one project.
+        persons: site-wide pseudonyms.
+    """
+    gone = 0
+    with Reader(way.ingestion.rules, way.who) as reader:
+        for room, names in (
+            (way.inbox, way.inbox.names()),
+            (way.quarantine, [entry.name for entry in way.quarantine.entries()]),
+        ):
+            for name in names:
+                try:
+                    arrival = room.open(name)
+                    person = reader.whose(arrival.body, arrival.patient_id, arrival.issuer) if arrival.body else ""
+                except (Refused, RoomError, FileNotFoundError):
+                    continue
+                if person in persons:
+                    room.remove(name)
+                    gone += 1
+    return gone
+
+
+def _pinned(vault: Vault, issuer: str) -> None:
+    """The issuer of ids that name none is part of every pseudonym: another one would count each patient twice.
+
+    Raises:
+        BadSite: it was another one when the first patients came.
+    """
+    before = vault.note("issuer")
+    if before is None:
+        vault.write_note("issuer", issuer)
+    elif before != issuer:
+        raise BadSite("ingest.toml: issuer was another one when the first patients came: each would be counted twice")
+
+
+def _silent(_record: Record) -> str | None:
+    return None
+
+
+@contextmanager
+def open_way(home: Home, project: str) -> Iterator[Way]:
+    """Open a project's way in.
+
+    Raises:
+        BadSite: a setting, or the project, is not in order.
+        VaultError: a key does not open its file.
+    """
+    ingestion = read_ingestion(home)
+    keys = projects.keys(home, project) if project != projects.MAIN else None
+    vault = projects.open_vault(home, project)  # it makes the project main, where an older home has none
+    try:
+        keys = keys or projects.keys(home, project)
+        _pinned(vault, ingestion.reading.issuer)
+        inbox, quarantine = projects.rooms(home, project)
+        yield Way(
+            home=home,
+            ingestion=ingestion,
+            project=project,
+            who=Deidentifier(
+                keys.pseudonym, ingestion.reading.issuer, ingestion.profile, people=home.secret("deidentify")
+            ),
+            vault=vault,
+            inbox=Room(inbox, keys.rooms),
+            quarantine=Quarantine(quarantine, keys.rooms, attempts=ingestion.reading.attempts),
+            room_key=keys.rooms,
+        )
+    finally:
+        vault.close()
+
+
+def total(reports: Iterable[IngestReport]) -> IngestReport:
+    """Several reports as one."""
+    files = kept = duplicates = 0
+    codes: dict[str, int] = {}
+    for report in reports:
+        files, kept, duplicates = files + report.files, kept + report.kept, duplicates + report.duplicates
+        for code, count in report.quarantined.items():
+            codes[code] = codes.get(code, 0) + count
+    return IngestReport(files, kept, duplicates, dict(sorted(codes.items())))
