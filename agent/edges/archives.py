@@ -1,0 +1,262 @@
+"""Archives that are asked for images, by DIMSE or by DICOMweb, behind one way of asking."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+from agent.edges.dicomweb import Finder, Session, Web, WebError
+from agent.edges.findings import QUERY
+from agent.edges.home import BadSite, Home
+from agent.edges.ingestion import Ingestion
+from agent.edges.pull import Ports, Progress, Pull
+from agent.edges.query import Requestor
+from agent.edges.remote import PacsError, Query, Remote
+from agent.edges.room import RoomError
+from agent.edges.vault import VaultError
+from agent.edges.wado import Puller, Sink
+from agent.edges.way import Way, open_way
+
+FAULTS: Final = (BadSite, OSError, PacsError, RoomError, VaultError, WebError)
+Archive = Remote | Web
+WHY: Final = {  # why something of an archive is not here
+    "missing": "instances did not come, though the archive lists them; the same command asks for them again",
+    "unlisted": "instances are counted by the archive, and it does not list them",
+    "malformed": "matches have a UID that is none: nobody can ask for them",
+    "too_large": "instances are larger than max_bytes",
+    "instance_mismatch": "instances came under the UID of another one",
+    "failed": "studies (DICOMweb: instances) could not be asked for to the end; the same command asks again",
+    "given_up": "studies are not asked for any more (runs), until the archive has more of them",
+}
+_NOT_INSTANCES: Final = frozenset({"failed", "given_up"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who is told how an asking goes, by its thread."""
+
+    tell: Callable[[int, int | None], None] = lambda _here, _expected: None  # instances
+    waiting: Callable[[dt.datetime], None] = lambda _until: None  # for its hours, until then, local time
+
+
+_DEAF: Final = Ears()
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """What became of one asking: counts only, so that it can be shown outside the vault."""
+
+    brought: int
+    had: int  # before
+    left: Mapping[str, int] = field(default_factory=dict)  # a key of WHY -> how many did not come
+    status: int = 0  # the last failure that a PACS reported for a retrieval (PS3.4 table C.4-2, C.4-3)
+    stopped: bool = False  # its hours are over, or somebody asked for it; the next asking goes on
+    asked: bool = True  # False: it was outside its hours from the beginning
+    trouble: str = ""  # what the operator must mend, in a sentence
+
+    @property
+    def missing(self) -> int:
+        """Instances that did not come; of some, the archive gives no more than a count."""
+        return sum(count for why, count in self.left.items() if why not in _NOT_INSTANCES)
+
+    @property
+    def failed(self) -> int:
+        """Studies (DICOMweb: instances) that the archive could not be asked about to the end."""
+        return self.left.get("failed", 0)
+
+    @property
+    def complete(self) -> bool:
+        """Was it asked, and does the site have all that it has?"""
+        return self.asked and not self.stopped and not any(self.left.values())
+
+    def sentences(self) -> Iterator[str]:
+        """What is missing and why, for the operator; nothing when it is complete."""
+        for why, count in self.left.items():
+            if count:
+                yield f"{count} {WHY.get(why, why)}"
+        if self.trouble:
+            yield self.trouble
+        if self.status and not self.complete:  # else another attempt has mended it
+            yield f"the archive reported status 0x{self.status:04X} for a retrieval"
+        if not self.asked:
+            yield "it is outside its hours: nothing was asked"
+        elif self.stopped:
+            yield "it was stopped before the end, or its hours are over; the same command goes on"
+
+
+_LISTS: Final = ("patients", "accessions")  # of which a study must be in one
+
+
+def narrowed(query: Query, more: Query) -> Query:
+    """A query that finds only what both find: what is given for one run never widens what the settings allow.
+
+    Raises:
+        BadSite: nothing can be found by both, or what both find cannot be asked for.
+    """
+    found: dict[str, Any] = {"modalities": _common("modalities", query.modalities, more.modalities)}
+    if any(getattr(query, name) for name in _LISTS) and any(getattr(more, name) for name in _LISTS):
+        both = {name: _in_both(getattr(query, name), getattr(more, name)) for name in _LISTS}
+        if not any(both.values()):
+            raise BadSite("the archive's query in ingest.toml names none of these patients or accessions")
+        found |= both
+    else:
+        found |= {name: getattr(query, name) or getattr(more, name) for name in _LISTS}
+    found["since"] = max((day for day in (query.since, more.since) if day), default=None)
+    found["until"] = min((day for day in (query.until, more.until) if day), default=None)
+    try:
+        return replace(query, **found)
+    except ValueError as error:
+        raise BadSite(f"{error}, with the archive's query in ingest.toml") from None
+
+
+def _common(what: str, own: tuple[str, ...], given: tuple[str, ...]) -> tuple[str, ...]:
+    if not (own and given):
+        return own or given
+    both = _in_both(own, given)
+    if not both:
+        raise BadSite(f"the archive's query in ingest.toml and what was typed have no {what} in common")
+    return both
+
+
+def _in_both(own: tuple[str, ...], given: tuple[str, ...]) -> tuple[str, ...]:
+    allowed = frozenset(own)
+    return tuple(dict.fromkeys(value for value in given if value in allowed))
+
+
+def named(ingestion: Ingestion, kind: str, name: str) -> Archive:
+    """An archive of ``ingest.toml``.
+
+    Args:
+        ingestion: the settings.
+        kind: ``pacs`` or ``dicomweb``.
+        name: of its table.
+    Raises:
+        BadSite: there is none of that name.
+    """
+    known: Mapping[str, Archive] = ingestion.pacs if kind == "pacs" else ingestion.webs
+    if name not in known:
+        raise BadSite(f"ingest.toml has no [{kind}.{name}]; it has: {', '.join(sorted(known)) or 'none'}")
+    return known[name]
+
+
+def reach(archive: Archive) -> None:
+    """Can the archive be asked? It is asked for nothing: an association is opened, or one study looked for.
+
+    Raises:
+        PacsError, WebError: what is wrong.
+    """
+    if isinstance(archive, Remote):
+        with Requestor(archive, [QUERY]):
+            return
+    with contextlib.closing(Session(archive)) as session:
+        Finder(archive, session, lambda _failures: None).reach()
+
+
+def scheduled(ingestion: Ingestion, today: dt.date) -> Sequence[Archive]:
+    """The archives that ``serve`` asks by the clock, for the studies of the last days."""
+    usual = today - dt.timedelta(days=ingestion.reading.pull_days)
+    known: dict[str, Archive] = {**ingestion.pacs, **ingestion.webs}
+    chosen = (known[name] for name in ingestion.reading.pull)
+    return [one if one.query.dates else replace(one, query=replace(one.query, since=usual)) for one in chosen]
+
+
+def retrieve(way: Way, archive: Archive, ears: Ears, stopping: Callable[[], bool]) -> Retrieved:
+    """Bring what the archive's query finds and the site does not have into the first room.
+
+    Raises:
+        PacsError, WebError: the archive cannot be used; what came is kept.
+    """
+    if isinstance(archive, Remote):
+        return _by_dimse(way, archive, ears, stopping)
+    sink = Sink(way.inbox, way.known([("wado", archive.name)]))
+    done = Puller(archive, sink, stop=stopping, progress=lambda brought, known: ears.tell(brought + known, None))
+    pulled = done.run(archive.query)
+    return Retrieved(pulled.brought, pulled.known, pulled.left, stopped=pulled.paused, asked=pulled.asked)
+
+
+def _by_dimse(way: Way, remote: Remote, ears: Ears, stopping: Callable[[], bool]) -> Retrieved:
+    def progress(so_far: Progress) -> None:
+        ears.tell(so_far.instances_done, so_far.expected)
+
+    journal = _Journal(way, remote.name)
+    # what is moved comes by our listener, from an association of the archive's own
+    known = way.known([("pull", remote.name), ("dimse", remote.aet)])
+    ports = Ports(way.inbox, known, journal, dt.datetime.now, time.sleep, progress, stopping, ears.waiting)
+    report = Pull(remote, ports).run()
+    left = {name: getattr(report, name) for name in ("failed", "given_up", "unlisted", "malformed", "too_large")}
+    left["missing"] = max(0, report.missing - report.too_large)
+    return Retrieved(report.fetched, report.had, left, report.status, report.stopped, report.asked, report.trouble)
+
+
+@dataclass(frozen=True, slots=True)
+class _Journal:
+    """A note of the project, sealed with its records."""
+
+    way: Way
+    name: str
+
+    def read(self) -> Mapping[str, Sequence[int]]:
+        return dict(self.way.vault.project_note(f"pull/{self.name}") or {})
+
+    def write(self, value: Mapping[str, Sequence[int]]) -> None:
+        self.way.vault.write_project_note(f"pull/{self.name}", {key: list(told) for key, told in value.items()})
+
+
+class Pulling:
+    """One asking in a thread of its own, with a vault of its own: SQLite keeps the two apart."""
+
+    def __init__(self, home: Home, project: str, archive: Archive, ears: Ears = _DEAF) -> None:
+        """Nothing is asked yet."""
+        self._what = (home, project, archive, ears)
+        self._stop, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="pulling", daemon=True)
+        self._fault: BaseException | None = None
+        self._result: Retrieved | None = None
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ask for nothing more, and wait for its end."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Ask for nothing more, and wait for its end."""
+        self._stop.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        home, project, archive, ears = self._what
+        try:
+            with open_way(home, project) as way:
+                self._result = retrieve(way, archive, ears, self._stop.is_set)
+        except BaseException as error:  # noqa: BLE001 - given to whoever asks for the result
+            self._fault = error
+        finally:
+            self._over.set()
+
+    def over(self, seconds: float) -> bool:
+        """Wait so long; has it ended?"""
+        return self._over.wait(seconds)
+
+    def result(self) -> Retrieved:
+        """What became of it, once it is over.
+
+        Raises:
+            PacsError, WebError, VaultError, RoomError, BadSite, OSError: what ended it.
+        """
+        self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+        assert self._result is not None
+        return self._result

@@ -1,0 +1,161 @@
+"""Associations as a requestor (PS3.8): the connection, what is proposed, and what of the answer is believed.
+
+pynetdicom brings the codecs. Its reactor was rejected here as in :mod:`agent.edges.association`: as a requestor too
+it reads a unit of whatever length the other side announces, and keeps no deadline for it.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from pydicom.uid import UID
+from pynetdicom import build_context
+from pynetdicom.pdu import A_ASSOCIATE_AC, A_ASSOCIATE_RQ
+from pynetdicom.pdu_primitives import (
+    A_ASSOCIATE,
+    ImplementationClassUIDNotification,
+    ImplementationVersionNameNotification,
+    MaximumLengthNotification,
+    SCP_SCU_RoleSelectionNegotiation,
+    UserIdentityNegotiation,
+)
+from pynetdicom.presentation import PresentationContext
+
+from agent.edges.association import IMPLEMENTATION, MALFORMED, STORABLE, STORAGE, VERSION, Ended, Wire
+from agent.edges.remote import Remote, Unreachable
+
+MOST_CONTEXTS: Final = 128  # odd numbers of one byte, PS3.8 section 9.3.2.2
+_APPLICATION: Final = "1.2.840.10008.3.1.1.1"  # DICOM's application context, PS3.7 annex A
+_PDU_BYTES: Final = 131072  # what the other side is told
+_USUAL_FIRST: Final = tuple(  # plain, RLE, JPEG lossless, JPEG 2000, JPEG-LS, JPEG
+    "1.2.840.10008.1.2" + end for end in (".1", "", ".5", ".4.70", ".4.90", ".4.80", ".4.50", ".4.91", ".4.81", ".2")
+)
+SYNTAXES: Final = _USUAL_FIRST + tuple(s for s in STORABLE if s not in _USUAL_FIRST)
+_REJECTED: Final = {  # source and reason of PS3.8 section 9.3.4
+    (1, 2): "it does not speak DICOM's application context.",
+    (1, 3): "it does not know our AE title (calling). Enter it there, with this machine's address.",
+    (1, 7): "it has another AE title than aet says.",
+    (2, 2): "it speaks another version of the protocol.",
+    (3, 1): "it is too busy for another association.",
+    (3, 2): "it has too many associations open.",
+}
+
+
+def storage_contexts(classes: Iterable[str], most: int = MOST_CONTEXTS - 1) -> list[tuple[str, str]]:
+    """SOP class and transfer syntax of each context to propose: one pair each, so that nothing need be re-encoded.
+
+    Args:
+        classes: storage SOP classes, at least one and ``most`` at the most.
+        most: contexts. The usual transfer syntaxes come first when not all fit.
+    """
+    names = sorted(set(classes))
+    if not 0 < len(names) <= most:
+        raise ValueError("no SOP class, or more than one association can carry")
+    each = SYNTAXES[: most // len(names)]
+    return [(name, syntax) for name in names for syntax in each]
+
+
+def connected(remote: Remote) -> Wire:
+    """A connection to the archive, TLS when the site says so.
+
+    Raises:
+        Unreachable: nobody listens there, or not with the TLS that is asked for.
+    """
+    context = remote.client_context()
+    try:
+        sock = socket.create_connection((remote.host, remote.port), timeout=remote.connect_seconds)
+    except OSError:
+        text = "nobody answers at its host and port."
+        raise Unreachable(f"{remote.name}: {text}", passing=True) from None
+    if context is None:
+        return Wire(sock)
+    try:
+        return Wire(context.wrap_socket(sock, server_hostname=remote.host))
+    except ssl.SSLCertVerificationError:
+        sock.close()
+        text = "its TLS certificate is not of the authorities given, has run out, or is for another host."
+        raise Unreachable(f"{remote.name}: {text}") from None
+    except OSError:
+        sock.close()
+        text = "it does not speak TLS there, not in a version that is safe, or not with our certificate."
+        raise Unreachable(f"{remote.name}: {text}") from None
+
+
+def request(remote: Remote, contexts: Mapping[int, tuple[str, str]]) -> bytes:
+    """The A-ASSOCIATE-RQ (PS3.8 section 9.3.2).
+
+    Args:
+        remote: whom we call, and as whom.
+        contexts: SOP class and transfer syntax by odd number. For storage we propose to be the provider (PS3.7
+            annex D.3.3.4), as C-GET needs it.
+    """
+    length, implementation = MaximumLengthNotification(), ImplementationClassUIDNotification()
+    version = ImplementationVersionNameNotification()
+    length.maximum_length_received = _PDU_BYTES
+    implementation.implementation_class_uid = UID(IMPLEMENTATION)
+    version.implementation_version_name = VERSION
+    asked = A_ASSOCIATE()
+    asked.application_context_name = UID(_APPLICATION)
+    asked.calling_ae_title, asked.called_ae_title = remote.calling, remote.aet
+    asked.presentation_context_definition_list = [_context(n, *pair) for n, pair in contexts.items()]
+    asked.user_information = [length, implementation, version]
+    for name in sorted({name for name, _ in contexts.values()} & STORAGE):
+        role = SCP_SCU_RoleSelectionNegotiation()
+        role.sop_class_uid, role.scu_role, role.scp_role = UID(name), False, True
+        asked.user_information.append(role)
+    if remote.user:
+        identity = UserIdentityNegotiation()
+        identity.user_identity_type = 2
+        identity.primary_field, identity.secondary_field = remote.user.encode(), remote.passcode()
+        asked.user_information.append(identity)
+    unit = A_ASSOCIATE_RQ()
+    unit.from_primitive(asked)
+    return bytes(unit.encode())
+
+
+def _context(number: int, name: str, syntax: str) -> PresentationContext:
+    context = build_context(name, [syntax])
+    context.context_id = number
+    return context
+
+
+def accepted(unit: bytes, proposed: Mapping[int, tuple[str, str]]) -> tuple[dict[int, tuple[str, str]], int]:
+    """What an A-ASSOCIATE-AC (PS3.8 section 9.3.3) accepts of what was proposed; the longest unit it takes, 0: any.
+
+    Raises:
+        Ended: it is none, or accepts what nobody proposed.
+    """
+    try:
+        answer = A_ASSOCIATE_AC()
+        answer.decode(unit)
+        primitive = answer.to_primitive()
+        told = [i for i in primitive.user_information if isinstance(i, MaximumLengthNotification)]
+        largest = int(told[0].maximum_length_received or 0) if told else 0
+        results = [
+            (cx.context_id or 0, str(cx.transfer_syntax[0]))
+            for cx in primitive.presentation_context_definition_results_list
+            if cx.result == 0
+        ]
+    except Exception:  # noqa: BLE001 - the codec raises anything, and its text quotes the bytes
+        raise Ended("malformed", MALFORMED) from None
+    sound = all(number in proposed and proposed[number][1] == syntax for number, syntax in results)
+    if not sound or 0 < largest < 128:
+        raise Ended("malformed", MALFORMED)
+    return {number: proposed[number] for number, _ in results}, largest
+
+
+def rejection(remote: Remote, result: int, why: tuple[int, int]) -> Unreachable:
+    """An A-ASSOCIATE-RJ (PS3.8 section 9.3.4) as a sentence.
+
+    Args:
+        remote: who rejected us.
+        result: 2 for one that may pass.
+        why: source and reason.
+    """
+    text = _REJECTED.get(why)
+    if text is None and remote.user:
+        text = "it rejected us: the user or the passcode is wrong, or it does not know us."
+    return Unreachable(f"{remote.name}: {text or 'it rejected us without a reason.'}", passing=result == 2)
