@@ -113,13 +113,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
         ("the certificate is good", lambda: _good(home)),
         ("coordinator answers over mutual TLS", lambda: _knock(home)),
     ]
-    found = {name: _tried(check) for name, check in checks}
+    found = {name: _tried(check) for name, check in checks} | _of_intake(home)
     if arguments.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         for name, wrong in found.items():
             OUT.print(f"FAIL  {name}: {wrong}" if wrong else f"ok    {name}", markup=False)
     return 1 if any(found.values()) else 0
+
+
+def _of_intake(home: homes.Home) -> dict[str, str | None]:
+    """What the way in will need."""
+    from agent import site_commands  # noqa: PLC0415 - the parsers take half a second
+
+    return site_commands.doctor(home)
 
 
 def _tried(check: Callable[[], Any]) -> str | None:
@@ -196,6 +203,100 @@ def _with_patients(name: str) -> Callable[[argparse.Namespace], int]:
     return act
 
 
+def _on_the_way_in(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command of :mod:`agent.intake_commands`, imported when it is typed: the parsers take half a second."""
+
+    def act(arguments: argparse.Namespace) -> int:
+        from agent import intake_commands  # noqa: PLC0415 - see above
+
+        return intake_commands.run(name, arguments)
+
+    return act
+
+
+def _ingest(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """What narrows a question is a mistake where nobody is asked."""
+    of_archives = ("modality", "since", "until", "patients", "accessions")
+
+    def act(arguments: argparse.Namespace) -> int:
+        given = [f"--{name}" for name in of_archives if getattr(arguments, name)]
+        if given and not (arguments.pacs or arguments.dicomweb):
+            parser.error(f"{', '.join(given)}: of an archive only, with --pacs or --dicomweb")
+        return _on_the_way_in("ingest")(arguments)
+
+    return act
+
+
+def _add_intake(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
+    into = add(commands, "ingest", _on_the_way_in("ingest"), "let images in: from folders, or from an archive")
+    road = into.add_mutually_exclusive_group()
+    road.add_argument("--folder", type=Path, help="this folder only; else site.toml's, ingest.toml's and what waits")
+    road.add_argument("--pacs", help="an archive of ingest.toml, asked by C-FIND and C-GET or C-MOVE")
+    road.add_argument("--dicomweb", help="an archive of ingest.toml, asked by QIDO-RS and WADO-RS")
+    into.add_argument("--modality", action="append", default=[], help="of an archive: these only")
+    into.add_argument("--since", type=dt.date.fromisoformat, help="study date, YYYY-MM-DD")
+    into.add_argument("--until", type=dt.date.fromisoformat, help="study date, YYYY-MM-DD")
+    into.add_argument("--patients", type=Path, help="a file with a patient id on each line")
+    into.add_argument("--accessions", type=Path, help="a file with an accession number on each line")
+    _of_project(into)
+    into.set_defaults(act=_ingest(into))
+    would = add(commands, "what-if", _on_the_way_in("what-if"), "what would be done to files, and why")
+    would.add_argument("files", type=Path, nargs="+")
+    would.add_argument("--patient-list", type=Path, help="file,patient_id: whose the NIfTI files are")
+    _of_project(would)
+    held = commands.add_parser("quarantine", help="what was refused").add_subparsers(required=True, dest="what")
+    listed = add(held, "list", _on_the_way_in("quarantine"), "reasons and counts, and what to do")
+    listed.add_argument("--files", action="store_true", help="each file: names may name patients")
+    again = add(held, "retry", _on_the_way_in("quarantine"), "read refused files again, under the rules of today")
+    again.add_argument("--code", help="of this reason only")
+    again.add_argument("--once-more", action="store_true", help="also those that were tried as often as may be")
+    again.add_argument("names", nargs="*")
+    shown = add(held, "show", _on_the_way_in("quarantine"), "write a refused file as it came, to look at it")
+    shown.add_argument("names", nargs=1)
+    shown.add_argument("--out", type=Path, required=True)
+    given_up = add(held, "drop", _on_the_way_in("quarantine"), "forget refused files for good")
+    given_up.add_argument("names", nargs="+")
+    given_up.add_argument("--yes", action="store_true")
+    for command in (listed, again, shown, given_up):
+        _of_project(command)
+    _add_people(commands, add)
+    named = add(commands, "identity", _on_the_way_in("identity"), "a user for ingest.toml's [listener] identities")
+    named.add_argument("name")
+    fresh = add(commands, "token", _on_the_way_in("token"), "a bearer token for ingest.toml's [stow]")
+    fresh.add_argument("--out", type=Path, required=True)
+
+
+def _add_people(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
+    told = add(commands, "manifest", _on_the_way_in("manifest"), "what was removed, replaced and kept, and why")
+    told.add_argument("--study", help="one study's pseudonym")
+    told.add_argument("--out", type=Path, help="a folder; else standard output")
+    _of_project(told)
+    counted = add(commands, "cohort", _on_the_way_in("cohort"), "patients by modality, body part and state")
+    counted.add_argument("--held", action="store_true", help="list the studies that are held back: text was seen")
+    counted.add_argument("--lift", metavar="STUDY", help="a person has looked at this study: it may be drawn from")
+    counted.add_argument("--labels", type=Path, help="sop_instance_uid,label: give labels later than they came in")
+    _of_project(counted)
+    out = commands.add_parser("opt-out", help="patients who want no part").add_subparsers(required=True, dest="what")
+    for what, text in (("add", "keep nothing of these patients, and delete what there is"), ("remove", "undo it")):
+        command = add(out, what, _on_the_way_in("opt-out"), text)
+        command.add_argument("--patients", type=Path, required=True, help="a file with a patient id on each line")
+        command.add_argument("--issuer", default="", help="who gave out these ids; else ingest.toml's issuer")
+    counted_out = add(out, "list", _on_the_way_in("opt-out"), "how many there are")
+    counted_out.add_argument("--json", action="store_true")
+    project = commands.add_parser("project", help="research projects").add_subparsers(required=True, dest="what")
+    add(project, "create", _on_the_way_in("project"), "make a project with a key of its own").add_argument("name")
+    there = add(project, "list", _on_the_way_in("project"), "those that have not ended")
+    there.add_argument("--json", action="store_true")
+    end = add(project, "end", _on_the_way_in("project"), "destroy a project's key, and with it all that it kept")
+    end.add_argument("name")
+    end.add_argument("--yes", default="", metavar="NAME", help="the name once more")
+
+
+def _of_project(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--project", default=homes.MAIN, help="whose vault; else the project main")
+    command.add_argument("--json", action="store_true")
+
+
 def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.ArgumentParser]) -> None:
     release = parser.add_subparsers(required=True, metavar="MECHANISM")
     ksame = add(release, "ksame", _with_patients("release"), "a k-anonymous synthetic set (k-Same-PCA)")
@@ -203,6 +304,7 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
     ksame.add_argument("--k", type=int, default=11, help="distinct patients behind every image")
     ksame.add_argument("--l-diversity", type=int, default=2, help="distinct labels behind every image")
     ksame.add_argument("--modality", required=True, help="DICOM modality of the cohort")
+    ksame.add_argument("--project", default=homes.MAIN, help="whose vault; else the project main")
     ksame.add_argument("--form", choices=("png", "dicom"), default="png", help="how the images are written")
     ksame.add_argument("--spacing-um", type=int, default=1000, help="of DICOM: a pixel's side in micrometres")
     ksame.add_argument(
@@ -245,11 +347,11 @@ def _parser() -> argparse.ArgumentParser:
     enrol.add_argument("--wait", type=float, default=0.0, help="seconds to go on asking while it waits for approval")
     doctor = add(commands, "doctor", _doctor, "check configuration, keys and the way to the coordinator")
     doctor.add_argument("--json", action="store_true")
-    into = add(commands, "ingest", _with_patients("ingest"), "read the input folder into the vault")
-    into.add_argument("--json", action="store_true")
+    _add_intake(commands, add)
     _add_releases(commands.add_parser("release", help="make a release"), add)
-    serve = add(commands, "serve", _with_patients("serve"), "take part in federated rounds")
-    serve.add_argument("--modality", required=True, help="DICOM modality of the cohort")
+    serve = add(commands, "serve", _with_patients("serve"), "receive images, and take part in federated rounds")
+    serve.add_argument("--modality", help="DICOM modality of the cohort; without it, serve receives only")
+    serve.add_argument("--project", default=homes.MAIN, help="whose vault; else the project main")
     ledger = commands.add_parser("ledger", help="the site's ledger").add_subparsers(required=True, metavar="WHAT")
     show = add(ledger, "show", _ledger_show, "print the ledger")
     show.add_argument("--json", action="store_true")

@@ -1,4 +1,4 @@
-"""The commands that work with patients: ingest, release, serve. Apart: torch takes two seconds to import."""
+"""The commands that make releases and take part in rounds. Apart: torch takes two seconds to import."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from agent import site_commands
 from agent.approval import hand_over, waiting, withdraw
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
 from agent.desk import Desk, close_interrupted, greet, open_desk, start_anew
 from agent.edges import home as homes
-from agent.edges.files import BadFolder, IngestReport, ingest
 from agent.edges.link import Link, LinkConfig
 from agent.edges.log import open_log
+from agent.edges.reception import Reception
 from agent.edges.rounds import Over, Station, attend
 from agent.edges.session import Session
 from agent.edges.showing import show
-from agent.edges.vault import Vault, VaultError
+from agent.edges.vault import VaultError
 from agent.masked import Sum
 from agent.mechanisms.ksame import KSame, RepeatsAnInput
 from agent.nouns import CohortTooSmall, Forked, Unreachable
@@ -57,59 +54,12 @@ EXPECTED = (
     hpke.BadReaderKey,
     BadArtifact,
     BadBasis,
-    BadFolder,
     CohortTooSmall,
     Refused,
     RepeatsAnInput,
     UnsupportedClaim,
     VaultError,
 )
-
-
-def ingest_folder(arguments: argparse.Namespace) -> int:
-    """Read the input folder into the vault; refused files are listed with their reasons."""
-    home = homes.Home(arguments.home)
-    settings, log = home.settings(), open_log(arguments.home / "agent.log")
-    rules = Rules(modalities=settings.modalities, secondary_capture_modalities=settings.secondary_capture_modalities)
-    vault = Vault(arguments.home / "vault.db", home.secret("vault"))
-    try:
-        with _bar("ingest", arguments.json) as progress:
-            report = ingest(
-                settings.input,
-                rules=rules,
-                deidentifier=Deidentifier(home.secret("deidentify")),
-                already=vault.has,
-                keep=vault.keep,
-                quarantine=arguments.home / "quarantine",
-                progress=progress,
-            )
-    finally:
-        vault.close()
-    refused = sum(report.quarantined.values())
-    log.info("ingested", kept=report.kept, duplicates=report.duplicates, quarantined=refused)
-    _print_ingest(report, arguments.json)
-    return 0
-
-
-@contextmanager
-def _bar(title: str, silent: bool) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=ERR, disable=silent) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _print_ingest(report: IngestReport, as_lines: bool) -> None:
-    if as_lines:
-        counts = {"files": report.files, "kept": report.kept, "duplicates": report.duplicates}
-        sys.stdout.write(json.dumps({**counts, "quarantined": dict(report.quarantined)}) + "\n")
-        return
-    table = Table("what became of the files", "count", title=f"{report.files} files read")
-    table.add_row("kept, de-identified, in the vault", str(report.kept))
-    table.add_row("duplicates", str(report.duplicates))
-    for reason, count in report.quarantined.items():
-        table.add_row(f"quarantined: {reason}", str(count))
-    OUT.print(table)
 
 
 def _basis(path: Path, settings: homes.Settings) -> Basis:
@@ -123,7 +73,8 @@ def _basis(path: Path, settings: homes.Settings) -> Basis:
 
 def release(arguments: argparse.Namespace) -> int:
     """Make and submit a synthetic set; exit 1 when any review refuses it."""
-    with open_desk(arguments.home, lambda name, detail: _say(name, detail, arguments.json)) as desk:
+    say = lambda name, detail: _say(name, detail, arguments.json)  # noqa: E731 - one line of progress
+    with open_desk(arguments.home, say, arguments.project) as desk:
         start_anew(desk)
         mechanism = KSame(arguments.k, arguments.l_diversity, _basis(arguments.basis, desk.settings))
         try:
@@ -230,41 +181,59 @@ def _print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: boo
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Take part in federated rounds until told to stop."""
-    quiet.hush(arguments.home / "flower")  # the link's process inherits it
-    torch.set_num_threads(1)
+    """Receive images beside the PACS, and take part in federated rounds, until told to stop."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
-        try:
-            greet(desk)
-        except Forked:
-            raise
-        except Unreachable as error:  # it may come back; until then nothing is asked of it
-            ERR.print(f"not yet: {error}", markup=False)
-        close_interrupted(desk)
-        keys = desk.home.keys
-        link = Link(LinkConfig(desk.settings.coordinator, keys, keys / "node.key", desk.settings.proxy))
-        participant = Participant(desk.site, arguments.modality, SystemEntropy())
-        if participant.resume():
-            desk.log.info("run_resumed", run=participant.run)
-        partners = desk.settings.partners
-        known = Acquaintance(partners, desk.settings.least_partners) if partners else None
-        part = Sum(participant, desk.home.sign_key(), known, SystemEntropy())
-        over = Over()
+    with ExitStack() as stack:
+        home = homes.Home(arguments.home)
+        desk = None
+        if arguments.modality:
+            quiet.hush(arguments.home / "flower")  # the link's process inherits it
+            torch.set_num_threads(1)
+            say = lambda name, detail: _say(name, detail, False)  # noqa: E731 - one line of progress
+            desk = stack.enter_context(open_desk(arguments.home, say, arguments.project))
+        log = desk.log if desk else open_log(arguments.home / "agent.log")
+        reception = stack.enter_context(Reception(home, arguments.project, log))
+        for line in reception.told():
+            OUT.print(line, markup=False)
+        if desk is None:
+            OUT.print("receiving; without --modality no part is taken in rounds")
+            stop.wait()
+            return 0
+        return _take_part(desk, arguments.modality, stop)
 
-        def heard(kind: str, run: str) -> None:
-            link.wake()
-            if kind == "over":
-                over.say(run)
 
-        session = Session(desk.door.session, heard)
-        try:
-            station = Station(lambda: _keep_in_touch(desk, link), desk.log, OUT.print, stop, over)
-            return attend(link, part, station)
-        finally:
-            session.close()
+def _take_part(desk: Desk, modality: str, stop: threading.Event) -> int:
+    """Federated rounds, until told to stop."""
+    try:
+        greet(desk)
+    except Forked:
+        raise
+    except Unreachable as error:  # it may come back; until then nothing is asked of it
+        ERR.print(f"not yet: {error}", markup=False)
+    close_interrupted(desk)
+    keys = desk.home.keys
+    link = Link(LinkConfig(desk.settings.coordinator, keys, keys / "node.key", desk.settings.proxy))
+    participant = Participant(desk.site, modality, SystemEntropy())
+    if participant.resume():
+        desk.log.info("run_resumed", run=participant.run)
+    partners = desk.settings.partners
+    known = Acquaintance(partners, desk.settings.least_partners) if partners else None
+    part = Sum(participant, desk.home.sign_key(), known, SystemEntropy())
+    over = Over()
+
+    def heard(kind: str, run: str) -> None:
+        link.wake()
+        if kind == "over":
+            over.say(run)
+
+    session = Session(desk.door.session, heard)
+    try:
+        station = Station(lambda: _keep_in_touch(desk, link), desk.log, OUT.print, stop, over)
+        return attend(link, part, station)
+    finally:
+        session.close()
 
 
 def _keep_in_touch(desk: Desk, link: Link) -> None:
@@ -290,7 +259,6 @@ def amend(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "ingest": ingest_folder,
     "amend": amend,
     "release": release,
     "send": send,
@@ -306,4 +274,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         return COMMANDS[name](arguments)
     except EXPECTED as error:
         ERR.print(f"refused: {error}", markup=False)
+        return 1
+    except site_commands.EXPECTED as error:  # of the way in, which `serve` opens
+        ERR.print(f"refused: {site_commands.sentence(error)}", markup=False, soft_wrap=True)
         return 1
