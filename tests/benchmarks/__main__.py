@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from tests.benchmarks import clustering, dp_engine, ledger, rounds, transport
+from tests.benchmarks import clustering, dp_engine, ingest, ledger, rounds, transport
 from tests.benchmarks.report import Report, as_json, as_table
 
 BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "clustering": clustering.main,
     "dp_engine": dp_engine.main,
+    "ingest": ingest.main,
     "ledger": ledger.main,
     "rounds": rounds.main,
     "transport": transport.main,

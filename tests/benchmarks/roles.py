@@ -25,11 +25,11 @@ from protos import quiet
 quiet.hush(Path(sys.argv[2]) / "flower")
 
 from agent import commands  # noqa: E402 - Flower reads its environment while it is imported
+from agent.edges import projects  # noqa: E402
 from agent.edges import rounds as agent_rounds  # noqa: E402
 from agent.edges.home import Home as AgentHome  # noqa: E402
 from agent.edges.link import Link, LinkConfig  # noqa: E402
 from agent.edges.tasks import Answer, Task  # noqa: E402
-from agent.edges.vault import Vault  # noqa: E402
 from agent.mechanisms import federated  # noqa: E402
 from agent.nouns import Update  # noqa: E402
 from agent.stages.finetune import SystemEntropy  # noqa: E402
@@ -68,7 +68,7 @@ def trained(site: AgentHome, task: Task) -> Answer:
     if task.vector is None:
         return Answer(b"-")
     mechanism = federated.Federated.from_json(task.config.decode())
-    vault = Vault(site.root / "vault.db", site.secret("vault"))
+    vault = projects.open_vault(site)
     try:
         cohort = vault.cohort(MODALITY, mechanism.shape)
     finally:

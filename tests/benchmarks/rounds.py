@@ -33,7 +33,7 @@ import grpc
 import numpy as np
 
 from agent.deidentify.record import Record
-from agent.edges.vault import Vault
+from agent.edges import projects
 from agent.mechanisms import federated
 from coordinator.edges.home import operator_certificate
 from protos.v1 import gateway_pb2 as pb
@@ -70,7 +70,7 @@ def job(rounds: int) -> federated.Federated:
 def stock(site: Site, seed: int) -> None:
     """Patients for the site's vault, as an ingest would leave them."""
     rng = np.random.default_rng(seed)
-    vault = Vault(site.home.root / "vault.db", site.home.secret("vault"))
+    vault = projects.open_vault(site.home)
     for patient in range(PATIENTS):
         name = rng.bytes(16).hex()
         pixels = rng.random((32, 32)).astype(np.float32)

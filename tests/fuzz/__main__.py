@@ -1,4 +1,6 @@
-"""``python -m tests.fuzz [TARGET ...] --seconds N``: fuzz the law's parsers with atheris (libFuzzer), one at a time.
+"""``python -m tests.fuzz [TARGET ...] --seconds N``: the parsers of the law and of the way in, with atheris.
+
+libFuzzer runs the targets one at a time.
 
 Each target runs in a process of its own, from the committed corpus, the made seeds and the out folder's corpus of
 earlier runs. A finding does not end a run: every distinct one (error type and the line that raised it) is kept once,
@@ -23,7 +25,8 @@ from typing import Any, Final
 
 import atheris  # type: ignore[import-untyped]  # not a dependency: see above
 
-with atheris.instrument_imports(include=["policies", "protos.envelope", "tomllib"]):
+_FUZZED: Final = ["policies", "protos.envelope", "tomllib", "agent.deidentify", "agent.edges"]
+with atheris.instrument_imports(include=_FUZZED):
     from tests.fuzz.mutate import mutated
     from tests.fuzz.seeds import made
     from tests.fuzz.targets import TARGETS, Target
@@ -138,7 +141,7 @@ def reached(target: Target, data: bytes) -> set[tuple[str, int, int]]:
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         path = frame.f_code.co_filename
-        if Path(path).parent.name not in ("policies", "protos", "tomllib"):
+        if Path(path).parent.name not in ("policies", "protos", "tomllib", "deidentify", "edges"):
             return None
         jumps.add((path, last.get(frame, 0), frame.f_lineno))
         last[frame] = frame.f_lineno
@@ -183,7 +186,9 @@ def show(rows: list[Row]) -> None:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="fuzz the parsers of the law")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="fuzz the parsers of the law and of the way in"
+    )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all without one")
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz", help="findings, corpora and logs")

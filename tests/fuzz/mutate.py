@@ -40,6 +40,32 @@ TOKENS: Final[Mapping[str, tuple[bytes, ...]]] = MappingProxyType(
             b"\xc0", b"\xfb", b"dtype", b"dbody", b"bat", b"ckey", b"\x5b\x7f\xff\xff\xff\xff\xff\xff\xff", b"\x20",
         ),
         "note": (b"-1", b"0", b"9" * 30, b"+1", b"01", b" ", b"\n\n", "\u2014 ".encode(), b"lazaret/test", b"AAAA"),
+        "dicom": (
+            b"\xff\xff\xff\xff", b"\xfe\xff\x00\xe0\xff\xff\xff\xff", b"\xfe\xff\x0d\xe0\0\0\0\0",
+            b"\xfe\xff\xdd\xe0\0\0\0\0", b"SQ\0\0\xff\xff\xff\xff", b"UN\0\0\xff\xff\xff\xff", b"OW", b"SQ", b"PN",
+            b"\x40\x00\x30\xa7SQ\0\0\xff\xff\xff\xff", b"\x28\x00\x10\x00US\2\0\xff\xff",
+            b"\x28\x00\x08\x00IS\4\0999 ",
+            b"\x09\x00\x10\x00LO\4\0Zqvx", b"1.2.840.10008.1.2.1.99", b"1.2.840.10008.1.2.4.90",
+            b"\\", b"\x1b$B", b"nan",
+            b"1e999", b"\xff\x4f\xff\x51", b"\xff\xd8\xff\xfe", b"\0\0", b"YES", b"MONOCHROME1",
+            b"RGB ", b"PALETTE COLOR ",
+        ),
+        "nifti": (
+            b"\x1f\x8b\x08", b"n+1\0", b"n+2\0\r\n\x1a\n", b"\xff\xff\xff\xff", b"\xff\x7f", b"\0\0\xc0\x7f",
+            b"\0\0\x80\x7f",
+            b"\x5c\x01\0\0", b"\x1c\x02\0\0", b"\x07\0", b"\x80\x02", b"\0\0\0\0",
+        ),
+        "pdu": (
+            b"\x01\0", b"\x10\0\0\0", b"\x20\0\0\x10", b"\x30\0\0\x11", b"\x40\0\0\x11", b"\x50\0\0\x04",
+            b"\x51\0\0\x04",
+            b"\x58\0\0\x08\x02\x01", b"\xff\xff\xff\xff", b"\0\0\0\0", b"1.2.840.10008.1.1", b"PACS            ",
+            b"\0\x08\x02\0\0\0\x01\x01", b"..", b"/",
+        ),
+        "multipart": (
+            b"--x1", b"--x1--", b"\r\n--x1\r\n", b"\r\n\r\n", b"\r\n", b"Content-Type: application/dicom\r\n",
+            b"boundary=",
+            b'"', b";", b"--", b"Content-Length: 9\r\n", b"x1", b" ",
+        ),
         "export": (b"entries 0", b"witnessed 0", b"checkpoint", b"key ", b"AB==", _COSIGNATURE, b"-1", b"\xc3\xa9"),
     }
 )  # fmt: skip

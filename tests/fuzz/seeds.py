@@ -15,6 +15,7 @@ from policies.claims import KAnonymous, NoClaim, SubsampledGaussian
 from policies.export import Export
 from policies.policy import preset
 from policies.statement import canonical, claim_json, encode
+from tests.fuzz import images
 from tests.fuzz.books import LOG_KEY, SHARED, note, public, sealed, sound, statements
 
 
@@ -87,6 +88,11 @@ _MADE: Final[Mapping[str, Callable[[], list[bytes]]]] = MappingProxyType(
         "export": _exports,
         "verify": lambda: [sound().raw],
         "audit": _forgeries,
+        "file": lambda: list(images.files()),
+        "volume": lambda: list(images.volumes()),
+        "association": lambda: list(images.requests()),
+        "message": lambda: list(images.messages()),
+        "multipart": lambda: list(images.bodies()),
         "envelope": lambda: [*(sealed(raw) for raw in _statements()[1:]), b"{}", sealed(b"")],
     }
 )

@@ -45,12 +45,9 @@ from policies.verify import verify
 from protos.envelope import BadEnvelope, open_sealed, seal
 from tests.fuzz.books import KEYS, LOG_KEY, ORIGIN, dressed, fold, note, public, sealed, sound
 from tests.fuzz.forgery import forge
+from tests.fuzz.roads import CHECKS, KINDS, Broken
 
 LOG: Final = public(LOG_KEY)
-
-
-class Broken(AssertionError):
-    """A parser accepted something and did not keep its promise about it."""
 
 
 def _promise(kept: bool, what: str) -> None:
@@ -395,5 +392,6 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "verify": Target(verified, "export"),
         "audit": Target(audit, "cbor"),
         "envelope": Target(envelope, "json"),
+        **{name: Target(check, KINDS[name]) for name, check in CHECKS.items()},
     }
 )

@@ -1,0 +1,1 @@
+"""The torture set: files with planted identifiers, the scores, and the same for other anonymisers."""
