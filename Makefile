@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## three hospitals, one coordinator, two mechanisms, end to end; results in demo-out/
 	$(BIN)/python -m deploy.demo --out demo-out
 
-test: $(STAMP)  ## every test but the slow ones
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one process, which shares what they set up
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile
 
 test-slow: $(STAMP)  ## the long forms
 	$(BIN)/python -m pytest -m slow
@@ -32,10 +32,10 @@ check: $(STAMP)  ## what CI checks besides the tests
 bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks clustering
 	$(BIN)/python -m tests.benchmarks dp_engine
-
 	$(BIN)/python -m tests.benchmarks ledger
 	$(BIN)/python -m tests.benchmarks transport
 	$(BIN)/python -m tests.benchmarks rounds
+	$(BIN)/python -m tests.benchmarks ingest
 
 verifier: $(STAMP)  ## lazaret-verify as one file for auditors
 	$(BIN)/python -m deploy.verifier build/lazaret-verify.pyz

@@ -121,6 +121,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "A person whose approval the policy asks for has not given it.",
             "Ask that person to review it.",
         ),
+        "opted_out": (
+            "A patient behind this release has opted out since it was made.",
+            "Withdraw it; a new one is made without that patient.",
+        ),
         "level": ("The policy asks for a stronger claim level than this release can show.", _POLICY),
         # the call
         "replay": ("The same release was reviewed before.", _NOTHING),
@@ -282,6 +286,14 @@ QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
         "conflicting_instance": "kept before with other contents",
         "parser_stopped": "stopped the reader; treated as hostile",
         "nifti_without_patient": "a NIfTI file that names no patient",
+        "manufacturer_not_allowed": "a maker of devices that is not on the site's list",
+        "inconsistent_series": "a series of two patients or two studies; all of it is held back",
+        "opted_out": "of a patient who wants no part",
+        "residual_identifier": "an identifier was still in what would have been kept",
+        "burned_in_text": "text was read in the picture; its study is held back",
+        "instance_mismatch": "another object than the one that was announced",
+        "nifti_without_modality": "a NIfTI file whose modality is not set",
+        "missing_from_medium": "listed by the index of a medium, and not there",
     }
 )
 

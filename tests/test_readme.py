@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 from agent.participant import read_mechanism
+from agent.phantoms import scanners
 from coordinator.plan import Job
 from policies.policy import parse, preset
 
@@ -129,3 +130,19 @@ def test_the_presets_are_as_documented() -> None:
         found = parse(preset(name), name)
         assert f"{name} k = {found.k_min}, ε = {found.epsilon:g}" in text
         assert found.delta == 4e-6
+
+
+def test_the_table_of_what_if_is_what_it_says(tmp_path: Path) -> None:
+    table = README.partition("| attribute | name | what is done | why |\n")[2].partition("\n\n")[0]
+    shown = [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in table.splitlines()[1:]]
+    assert len(shown) > 10
+    agent = [sys.executable, "-m", "agent", "--home", str(tmp_path / "site")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    init = ["init", "--site", "site-a", "--policy", "internal", "--modality", "CT", "--input", "x"]
+    subprocess.run([*agent, *init], check=True, capture_output=True, env=environment)
+    scanners.add_scanner_files(tmp_path)
+    command = [*agent, "what-if", str(tmp_path / "scanner" / "ct.dcm"), "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    (told,) = json.loads(done.stdout)
+    said = {step["tag"]: [step["tag"], step["name"], step["action"], step["why"]] for step in told["steps"]}
+    assert [said.get(row[0]) for row in shown] == shown

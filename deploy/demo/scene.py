@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from agent.mechanisms.federated import Federated
 from agent.nouns import Cohort, Image, Patient
 from agent.phantoms import digits, scanners
+from deploy.demo import pacs
 from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
@@ -73,6 +74,14 @@ def federated_job(public: digits.Digits, rounds: int) -> Federated:
     )
 
 
+def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two reports of the same site's way in as one."""
+    codes = dict(one["quarantined"])
+    for code, count in other["quarantined"].items():
+        codes[code] = codes.get(code, 0) + count
+    return {**{k: one[k] + other[k] for k in ("files", "kept", "duplicates")}, "quarantined": codes}
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -89,6 +98,7 @@ class Scene:
     steps: list[dict[str, Any]] = field(default_factory=list)
     ingested: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
+    pacs: pacs.Orthanc | None = None  # of the first hospital, where one is installed
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     split: digits.Split = field(init=False)
     mechanism: Federated = field(init=False)
@@ -163,6 +173,9 @@ class Scene:
 
     def stop(self) -> None:
         """End every running process, gently."""
+        if self.pacs is not None:
+            self.pacs.stop()
+            self.pacs = None
         for process in reversed(self._running):
             process.send_signal(signal.SIGTERM)
             try:
@@ -185,7 +198,19 @@ class Scene:
             lines.append(
                 f"{site}: {files} files, {extra} of them scanner or broken files{', one head MRI' if head else ''}"
             )
+            if i == 0 and pacs.installed():
+                lines.append(f"{site}: {self._into_orthanc(folder, say)} of them are in its PACS, a real Orthanc")
         return "\n".join(lines)
+
+    def _into_orthanc(self, folder: Path, say: Say) -> int:
+        """The first hospital's own pictures live in its PACS and no longer in the folder."""
+        say("an Orthanc takes the first hospital's pictures")
+        self.pacs = pacs.Orthanc.start(self.work / "orthanc")
+        pictures = sorted(folder.glob("*/*/IM*.dcm"))
+        count = self.pacs.load(pictures)
+        for path in pictures:
+            path.unlink()
+        return count
 
     def found(self, say: Say) -> str:
         """Make the coordinator's and the sites' directories, and appoint the two who approve."""
@@ -209,6 +234,8 @@ class Scene:
 
         say("three sites make their keys")
         self.each(init)
+        if self.pacs is not None:
+            (self.work / SITES[0] / "ingest.toml").write_text(self.pacs.table())
         return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others 8; k is at least {K}"
 
     def enrol(self, say: Say) -> str:
@@ -253,10 +280,16 @@ class Scene:
         self.run(self.coordinator("approve", site, *files, "--serial", f"enrol-{site}"))
 
     def ingest(self, say: Say) -> str:
-        """Ingest each folder."""
+        """Ingest what the first hospital's PACS has, and each folder."""
+        asked = None
+        if self.pacs is not None:
+            say("the first one asks its PACS")
+            asked = json.loads(self.run(self.agent(SITES[0], "ingest", "--pacs", "orthanc", "--json")))
         say("three agents read their folders")
         found = self.each(lambda site: self.run(self.agent(site, "ingest", "--json")))
         self.ingested = {site: json.loads(text) for site, text in found.items()}
+        if asked is not None:
+            self.ingested[SITES[0]] = _both(asked, self.ingested[SITES[0]])
         return "\n".join(
             f"{site}: {found['kept']} kept, {found['duplicates']} duplicate, {sum(found['quarantined'].values())} "
             f"quarantined ({', '.join(f'{reason} {n}' for reason, n in found['quarantined'].items())})"

@@ -1,0 +1,134 @@
+"""The first hospital's PACS: a real Orthanc, when one is installed. The demo's agent asks it as any other archive."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+AET = "DEMOPACS"
+CALLER = "LAZARET"
+
+
+class PacsFailed(RuntimeError):
+    """Orthanc did not start, or did not take an image."""
+
+
+def installed() -> bool:
+    """Is there an Orthanc on this machine?"""
+    return shutil.which("Orthanc") is not None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True)
+class Orthanc:
+    """One running Orthanc with a folder of its own."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    dicom_port: int
+    http_port: int
+    password: str
+
+    @classmethod
+    def start(cls, folder: Path) -> Orthanc:
+        """Start it on free ports of the loopback, and wait until it answers.
+
+        Raises:
+            PacsFailed: it ended, or said nothing for half a minute.
+        """
+        folder.mkdir(parents=True)
+        dicom, http, password = _free_port(), _free_port(), secrets.token_urlsafe(12)
+        caller = {"AET": CALLER, "Host": "127.0.0.1", "Port": 11112, "AllowStore": True}
+        caller |= {"AllowEcho": True, "AllowFind": True, "AllowGet": True, "AllowMove": True}
+        config = {
+            "Name": AET,
+            "StorageDirectory": str(folder / "db"),
+            "IndexDirectory": str(folder / "db"),
+            "HttpPort": http,
+            "RemoteAccessAllowed": False,
+            "AuthenticationEnabled": True,
+            "RegisteredUsers": {"demo": password},
+            "HttpCompressionEnabled": False,
+            "DicomAet": AET,
+            "DicomPort": dicom,
+            "DicomCheckCalledAet": True,
+            "DicomCheckModalityHost": True,
+            "DicomModalities": {"agent": caller},
+        }
+        (folder / "orthanc.json").write_text(json.dumps(config))
+        log = (folder / "orthanc.log").open("wb")
+        # without it every answer of Debian's DCMTK waits 46 ms for Nagle's algorithm
+        environment = {**os.environ, "TCP_NODELAY": "1"}
+        command = ["Orthanc", str(folder / "orthanc.json")]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+        log.close()
+        found = cls(folder, process, dicom, http, password)
+        until = time.monotonic() + 30
+        while not found._answers():
+            if process.poll() is not None or not time.monotonic() < until:
+                found.stop()
+                raise PacsFailed("Orthanc did not start; see orthanc.log")
+            time.sleep(0.1)
+        return found
+
+    def _request(self, path: str, body: bytes | None = None) -> bytes:
+        key = base64.b64encode(f"demo:{self.password}".encode()).decode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http_port}{path}", data=body, headers={"Authorization": f"Basic {key}"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+            return bytes(answer.read())
+
+    def _answers(self) -> bool:
+        try:
+            self._request("/system")
+        except OSError:
+            return False
+        return True
+
+    def load(self, files: Iterable[Path]) -> int:
+        """Put images in, as modalities would; how many.
+
+        Raises:
+            PacsFailed: it did not take one.
+        """
+        count = 0
+        for path in files:
+            try:
+                self._request("/instances", path.read_bytes())
+            except urllib.error.HTTPError:
+                raise PacsFailed(f"Orthanc did not take {path.name}") from None
+            count += 1
+        return count
+
+    def table(self) -> str:
+        """Its table of ``ingest.toml``."""
+        return (
+            f'[pacs.orthanc]\naet = "{AET}"\nhost = "127.0.0.1"\nport = {self.dicom_port}\ncalling = "{CALLER}"\n'
+            'mode = "get"\n'
+        )
+
+    def stop(self) -> None:
+        """End it, gently."""
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
