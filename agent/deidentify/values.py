@@ -26,7 +26,7 @@ UNREADABLE: Final = (
     TypeError,
     OverflowError,
     KeyError,
-    NotImplementedError,
+    NotImplementedError,  # pydicom raises it for a VR that it cannot read
     AttributeError,
     struct.error,
 )

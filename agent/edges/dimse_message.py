@@ -29,8 +29,8 @@ class Command:
     sop_instance: str
 
 
-def read_command(data: bytes) -> Command:
-    """Parse a command set: Implicit VR Little Endian, group 0000, tags ascending (PS3.7 section 6.3.1).
+def read_fields(data: bytes) -> dict[int, bytes]:
+    """The elements of a command set (PS3.7 section 6.3.1) by element number.
 
     Raises:
         Ended: it is none.
@@ -46,6 +46,16 @@ def read_command(data: bytes) -> Command:
             raise Ended("malformed", MALFORMED)
         found[element] = data[offset : offset + length]
         offset, last = offset + length, element
+    return found
+
+
+def read_command(data: bytes) -> Command:
+    """Parse a command set: Implicit VR Little Endian, group 0000, tags ascending (PS3.7 section 6.3.1).
+
+    Raises:
+        Ended: it is none.
+    """
+    found = read_fields(data)
     numbers = [found.get(element, b"") for element in (0x0100, 0x0110, 0x0800)]
     if any(len(number) != 2 for number in numbers):
         raise Ended("malformed", MALFORMED)

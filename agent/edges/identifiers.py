@@ -19,26 +19,6 @@ from agent.deidentify.reasons import Refused
 from agent.edges.association import MALFORMED, Ended
 
 
-def read_fields(data: bytes) -> dict[int, bytes]:
-    """The elements of a command set (PS3.7 section 6.3.1) by element number.
-
-    Raises:
-        Ended: it is none.
-    """
-    found: dict[int, bytes] = {}
-    offset, last = 0, -1
-    while offset < len(data):
-        if offset + 8 > len(data):
-            raise Ended("malformed", MALFORMED)
-        group, element, length = struct.unpack_from("<HHI", data, offset)
-        offset += 8
-        if group != 0 or element <= last or length > len(data) - offset:
-            raise Ended("malformed", MALFORMED)
-        found[element] = data[offset : offset + length]
-        offset, last = offset + length, element
-    return found
-
-
 def us_of(fields: Mapping[int, bytes], element: int) -> int:
     """A US of a command set; -1 when it is absent or no US."""
     value = fields.get(element, b"")

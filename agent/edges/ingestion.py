@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
 
@@ -240,8 +240,3 @@ def _listed(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
     if len(value) != len(parts):
         raise ValueError(f"must be a list of {len(parts)}")
     return tuple(converter.structure(one, part) for one, part in zip(value, parts, strict=True))
-
-
-def known_keys(kind: type) -> tuple[str, ...]:
-    """The keys of a table, for the documents' test."""
-    return tuple(f.name for f in fields(kind))

@@ -29,8 +29,8 @@ from agent.edges.association import (
     Ended,
 )
 from agent.edges.calling import accepted, connected, rejection, request
-from agent.edges.dimse_message import UID, data_values, file_head, read_command, response
-from agent.edges.identifiers import even, identifier, read_fields, read_match, us, us_of, write_fields
+from agent.edges.dimse_message import UID, data_values, file_head, read_command, read_fields, response
+from agent.edges.identifiers import even, identifier, read_match, us, us_of, write_fields
 from agent.edges.remote import Failed, PacsError, Remote, Unreachable
 
 FIND: Final = "1.2.840.10008.5.1.4.1.2.2.1"  # Study Root, PS3.4 section C.6.2

@@ -33,6 +33,7 @@ from agent.edges.way import open_way
 
 # what a look may end with, in words for the operator that name no patient
 FAULTS_SAID: Final = (BadFolder, BadSite, OcrMissing, PacsError, ReaderFailed, RoomError, VaultError, WebError)
+_TORN_S: Final = 600.0  # a half-written file so old is a killed process's; an `ingest` beside this one writes too
 _TELL_S: Final = 60.0  # the listeners' counters go to the log as often as this, when they have changed
 
 
@@ -66,7 +67,7 @@ class Reception:
         """
         with ExitStack() as stack:
             self._way = stack.enter_context(open_way(self._home, self._project))
-            self._way.inbox.sweep()
+            self._way.inbox.sweep(time.time() - _TORN_S)
             settings, keys = self._way.ingestion, self._way.room_key
             if settings.listener is not None:
                 self.listener = stack.enter_context(Listener(settings.listener, self._way.inbox.folder, keys))
@@ -102,7 +103,7 @@ class Reception:
     def _work(self) -> None:
         while not self._stop.wait(self._way.ingestion.reading.look_seconds):
             self.look()
-            self._tell()
+            self._tried("listeners", self._tell)
 
     def look(self) -> None:
         """Let in what has come, by each road for itself: a fault of one is written down and keeps no other back."""

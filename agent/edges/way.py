@@ -148,13 +148,14 @@ def _pinned(vault: Vault, issuer: str) -> None:
     """The issuer of ids that name none is part of every pseudonym: another one would count each patient twice.
 
     Raises:
-        BadSite: it was another one when the first patients came.
+        BadSite: it was another one when the vault was first used.
     """
     before = vault.note("issuer")
     if before is None:
         vault.write_note("issuer", issuer)
     elif before != issuer:
-        raise BadSite("ingest.toml: issuer was another one when the first patients came: each would be counted twice")
+        said = "ingest.toml: issuer was another one when this vault was first used; put that one back"
+        raise BadSite(f"{said}: with another, patients would be counted twice")
 
 
 def _silent(_record: Record) -> str | None:

@@ -22,7 +22,8 @@ from pynetdicom.sop_class import MRImageStorage, StudyRootQueryRetrieveInformati
 
 from agent.deidentify.prescan import IMPLICIT_LE
 from agent.edges.association import Ended, Tls
-from agent.edges.identifiers import identifier, read_fields, read_match
+from agent.edges.dimse_message import read_fields
+from agent.edges.identifiers import identifier, read_match
 from agent.edges.pull import PacsError, PullReport, Query, Remote
 from agent.edges.query import GET, Requestor
 from tests.support.archives import FOUR, associate, dataset_of, nested, raw, reply, rogue, unit
