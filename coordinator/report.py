@@ -68,15 +68,15 @@ class ReleaseView:
 
     id: str
     certificate: _JsonMap  # as coordinator.edges.shelf.certificate gives it
-    images: NDArray[np.uint8] | None = None  # (m, h, w), or None where the artifact is a model
+    images: NDArray[np.uint8] | None = None  # (m, h, w[, 3]), or None where the artifact is a model
     labels: tuple[str, ...] = ()  # m
 
     def __post_init__(self) -> None:
         """Images are grey bytes with one label each."""
         if self.images is None:
             return
-        if self.images.ndim != 3 or self.images.dtype != np.uint8 or not self.images.size:
-            raise UnsoundReport(f"release {self.id}: images must be a non-empty (m, h, w) uint8 array")
+        if self.images.ndim not in (3, 4) or self.images.dtype != np.uint8 or not self.images.size:
+            raise UnsoundReport(f"release {self.id}: images must be a non-empty (m, h, w[, 3]) uint8 array")
         if len(self.labels) != len(self.images):
             raise UnsoundReport(f"release {self.id}: one label for each image")
 
@@ -95,7 +95,7 @@ def _sha256(path: Path) -> str:
 
 
 def _pictures(archive: Path) -> tuple[NDArray[np.uint8] | None, tuple[str, ...]]:
-    """The images of a set of grey PNG; of another form, or too many to show at once: none."""
+    """The images of a set of PNG; of another form, or too many to show at once: none."""
     try:
         return unpack_images(archive.read_bytes())
     except BadArtifact:
@@ -241,6 +241,7 @@ def _release(view: ReleaseView, ledger: _JsonMap) -> dict[str, Any]:
         "level_plain": plain,
         "method": MECHANISMS.get(method := str(facts.get("mechanism", "")), method),
         "promise": promise(facts.get("claim")),
+        "tried": ", ".join(str(k) for k in facts.get("k_tried") or () if type(k) is int),
         "proof": proof,
         "epsilon": _epsilon(facts, ledger) if proof else "",
         "thumbnails": [(_png(image), label) for image, label in zip(images[:SHOWN], view.labels, strict=False)],

@@ -117,6 +117,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "Too many synthetic images can be matched to a patient, or how many was not measured.",
             "Vet again with stricter settings, or choose larger groups.",
         ),
+        "menu": (
+            "The group size is none of those that were searched.",
+            "Take one of the sizes that were tried, or search again with this one among them.",
+        ),
         "approval": (
             "A person whose approval the policy asks for has not given it.",
             "Ask that person to review it.",
@@ -224,6 +228,8 @@ LEVELS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
 MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "ksame": "Synthetic images, each averaged over a group of patients",
+        "ksalsa": "Synthetic images, each averaged over a group of patients, with their local texture (k-SALSA)",
+        "anonfaces": "Synthetic images, each mixed from a group of patients and tested by recognisers (AnonFACES)",
         "federated": "Federated training with noise",
         "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",
     }

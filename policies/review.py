@@ -38,6 +38,7 @@ from policies.statement import (
     decimal,
     load_json,
     malformed,
+    menu_of,
     release_id,
 )
 
@@ -83,6 +84,10 @@ ARTIFACT_TYPES: Final = frozenset({"image-set", "volume-set", "update", "masked-
 TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
     {
         "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
+        "ksalsa": Terms(
+            KAnonymous, "image-set", frozenset({"encoder", "generator", "style", "content"}), rounds=False
+        ),
+        "anonfaces": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator", "recogniser"}), rounds=False),
         "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
         "federated-masked": Terms(
             DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
@@ -332,9 +337,16 @@ def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
         yield Finding("vetting", "vetted_against must be nothing, public or private")
     if release.reader and release.reader not in policy.readers:
         yield Finding("reader", "the policy does not name the reader that the artifact is encrypted to")
+    yield from _searched(release)
     missing = policy.approvals - set(release.approvals)
     if missing:
         yield Finding("approval", f"it must be approved by: {', '.join(sorted(missing))}")
+
+
+def _searched(release: Release) -> Iterator[Finding]:
+    """A search for k reads patients: every k that was tried is declared, and the one taken is among them."""
+    if release.menu and not (isinstance(release.claim, KAnonymous) and release.claim.k in menu_of(release.menu)):
+        yield Finding("menu", "k was searched for, and is none of those that were tried")
 
 
 def _vetted(release: Release, level: str, policy: Policy) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ _IDENTIFIERS: Final = frozenset(
     {"site", "grant", "release", "mechanism", "run", "outcome", "reason", "person", "serial", "action"}
 )
 _LINES: Final = re.compile(r"[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*")  # tabs and line ends, as in TOML and PEM
+MENU: Final = re.compile(r"([1-9][0-9]{0,5}(,[1-9][0-9]{0,5}){0,63})?")
 MODALITY: Final = re.compile(r"[A-Z0-9]{1,16}")  # a code string of DICOM PS3.3 C.7.3.1.1.1
 JsonValue = None | bool | int | str | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -85,6 +87,21 @@ class Release:
     reader: (
         str  # SHA-256 of the HPKE public key that the artifact is encrypted to; "": the coordinator may look inside
     )
+    menu: str = ""  # every k that was tried on the cohort before one was chosen, "5,8,11"; "": chosen unseen
+
+
+def menu_of(text: str) -> tuple[int, ...]:
+    """The k of a menu, smallest first.
+
+    Raises:
+        MalformedStatement: not whole numbers, rising, in their shortest form, separated by commas.
+    """
+    if not MENU.fullmatch(text):
+        raise MalformedStatement("menu: must be whole numbers separated by commas, or nothing")
+    ks = tuple(int(k) for k in text.split(",")) if text else ()
+    if any(a >= b for a, b in pairwise(ks)):
+        raise MalformedStatement("menu: the numbers must rise")
+    return ks
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +301,8 @@ def _text(name: str, value: object) -> str:
         raise MalformedStatement("artifact_sha256: must be 64 hexadecimal digits")
     if name == "reader" and value and not HEX.fullmatch(value):
         raise MalformedStatement("reader: must be 64 hexadecimal digits, or nothing")
+    if name == "menu":
+        menu_of(value)
     return value
 
 

@@ -1,7 +1,7 @@
 """The byte forms of the artifacts that are held in memory: a flat parameter vector, and a small image set.
 
 A vector is a safetensors file with the one tensor ``flat``, float32 (``protos.weights``); an image set is a shard of
-grey PNG (``protos.shards``). Reading is strict: what does not encode back to the same bytes is refused, so neither
+PNG (``protos.shards``). Reading is strict: what does not encode back to the same bytes is refused, so neither
 form has room for a second message. Files that may be large are read with ``protos.inspection``, in a sandbox.
 """
 
@@ -44,7 +44,7 @@ def unpack_vector(raw: bytes) -> NDArray[np.float32]:
 
 
 def pack_images(images: NDArray[np.uint8], labels: Sequence[str]) -> bytes:
-    """(m, h, w) uint8 images with one label each, as a shard.
+    """(m, h, w) grey or (m, h, w, 3) RGB uint8 images with one label each, as a shard.
 
     Raises:
         BadArtifact: see :func:`protos.shards.pack_shard`.
@@ -53,7 +53,7 @@ def pack_images(images: NDArray[np.uint8], labels: Sequence[str]) -> bytes:
 
 
 def unpack_images(raw: bytes) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """The (m, h, w) images and the labels of :func:`pack_images`.
+    """The (m, h, w[, 3]) images and the labels of :func:`pack_images`.
 
     Raises:
         BadArtifact: another member, type, size or encoding; an image too large; no image at all.

@@ -211,7 +211,7 @@ def _label(source: Source) -> str:
 
 
 def read_images(source: Source, max_pixels: int) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """All images of a shard of grey PNG, (n, h, w), and their labels.
+    """All images of a shard of PNG, (n, h, w) grey or (n, h, w, 3) RGB, and their labels.
 
     Raises:
         BadArtifact: see :func:`check_shard`; other samples; or more than ``max_pixels`` in all, which is known before
@@ -220,8 +220,8 @@ def read_images(source: Source, max_pixels: int) -> tuple[NDArray[np.uint8], tup
     images: list[NDArray[np.uint8]] = []
 
     def take(sample: Window) -> None:
-        if sample.read(0, 4) != b"\x89PNG" or sample.read(25, 1) != b"\0":
-            raise BadArtifact("the set holds other samples than grey images")
+        if sample.read(0, 4) != b"\x89PNG" or sample.read(25, 1) not in (b"\0", b"\2"):
+            raise BadArtifact("the set holds other samples than 8-bit images")
         image = read_png(sample)
         if (len(images) + 1) * image.size > max_pixels:
             raise BadArtifact("the set has too many pixels")

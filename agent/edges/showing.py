@@ -19,11 +19,11 @@ _LABEL: Final = 14
 
 
 def contact_sheet(images: NDArray[np.uint8], labels: tuple[str, ...]) -> Image.Image:
-    """(m, h, w) images, the first :data:`SHEET` of them side by side, each with its label under it."""
+    """(m, h, w[, 3]) images, the first :data:`SHEET` of them side by side, each with its label under it."""
     count = min(len(images), SHEET)
     columns = max(1, int(np.ceil(np.sqrt(count))))
     rows = int(np.ceil(count / columns))
-    sheet = Image.new("L", (columns * _CELL, rows * (_CELL + _LABEL)), 255)
+    sheet = Image.new("L" if images.ndim == 3 else "RGB", (columns * _CELL, rows * (_CELL + _LABEL)), "white")
     pen = ImageDraw.Draw(sheet)
     for i in range(count):
         x, y = (i % columns) * _CELL, (i // columns) * (_CELL + _LABEL)
@@ -31,7 +31,7 @@ def contact_sheet(images: NDArray[np.uint8], labels: tuple[str, ...]) -> Image.I
         scale = (_CELL - 4) / max(picture.size)
         size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
         sheet.paste(picture.resize(size, Image.Resampling.NEAREST), (x + 2, y + 2))
-        pen.text((x + 2, y + _CELL), labels[i][:12], fill=0)
+        pen.text((x + 2, y + _CELL), labels[i][:12], fill="black")
     return sheet
 
 

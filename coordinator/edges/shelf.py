@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -21,7 +22,7 @@ from policies.claims import RELATION, UNIT, assumption
 from policies.entries import Admitted, Opened
 from policies.rdp import NANO, epsilon_nano
 from policies.review import TERMS, Verdict
-from policies.statement import Release, claim_from, load_json
+from policies.statement import Release, claim_from, load_json, menu_of, parse
 from policies.store import Store
 from protos.chunks import CHUNK
 
@@ -88,7 +89,7 @@ class Shelf:
         if name == _NAMES["image-set"]:
             _unfold(part / name, part / "images")
         write_durably(part / "envelope.json", envelope)
-        facts = certificate(entry, self.account(entry))
+        facts = {**certificate(entry, self.account(entry)), **_searched(envelope)}
         write_durably(part / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
         if folder.exists():  # not this release, or cut short by a crash: moved aside, never removed
             folder.rename(self.root / f".{entry.release}.{secrets.token_hex(4)}.aside")
@@ -176,6 +177,15 @@ def _unfold(archive: Path, into: Path) -> None:
                 shutil.copyfileobj(stream, out, CHUNK)
             opened.members.clear()  # type: ignore[attr-defined]
     os.sync()  # once, where a flush for each image would take a disk's time for each
+
+
+def _searched(envelope: bytes) -> dict[str, Any]:
+    """Which k were tried on the patients before one was chosen, as the site's sealed statement says; else nothing."""
+    if not envelope:
+        return {}
+    statement = parse(base64.b64decode(json.loads(envelope)["payload"]))  # it was verified when it was admitted
+    tried = menu_of(statement.menu) if isinstance(statement, Release) else ()
+    return {"k_tried": list(tried)} if tried else {}
 
 
 def certificate(entry: Admitted, opened: Opened) -> dict[str, Any]:

@@ -356,6 +356,26 @@ def test_a_model_is_recognised_by_the_round_that_made_it(world: World) -> None:
         assert "✓ in the ledger" not in bad.text
 
 
+def test_a_release_says_which_group_sizes_were_tried(world: World) -> None:
+    (view,) = [v for v in views(world.shelf.root) if v.id == release_id("north", "g-set", 0)]
+    told = ReleaseView(view.id, {**view.certificate, "k_tried": [5, 8, 11]}, view.images, view.labels)
+    assert "says: 5, 8, 11" in Page(render(world.ledger(), [told], None)).text
+    assert "were tried" not in Page(render(world.ledger(), [view], None)).text
+    odd = ReleaseView(view.id, {**view.certificate, "k_tried": ["<b>", 5]}, view.images, view.labels)
+    assert "says: 5" in Page(render(world.ledger(), [odd], None)).text
+
+
+def test_a_set_in_colour_is_shown_in_colour(world: World) -> None:
+    (view,) = [v for v in views(world.shelf.root) if v.id == release_id("north", "g-set", 0)]
+    colour = np.zeros((2, 4, 6, 3), np.uint8)
+    colour[..., 0] = 200
+    text = render(world.ledger(), [ReleaseView(view.id, view.certificate, colour, ("a", "b"))], None)
+    assert "6 × 4 pixels" in Page(text).text
+    found = re.findall(r"data:image/png;base64,([A-Za-z0-9+/=]+)", text)
+    shown = [np.asarray(Image.open(io.BytesIO(base64.b64decode(one)))) for one in found]
+    assert any(image.ndim == 3 and (image[..., 0] > image[..., 1]).all() for image in shown)
+
+
 def test_a_changed_file_on_the_shelf_stops_the_report(world: World) -> None:
     archive = world.shelf.root / release_id("north", "g-set", 0) / "images.tar"
     archive.write_bytes(archive.read_bytes()[:-1] + b"\1")

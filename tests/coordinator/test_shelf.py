@@ -95,6 +95,18 @@ def test_an_admitted_set_lies_in_its_place_with_its_images(desk: Desk) -> None:
     assert desk.left() == []
 
 
+@pytest.mark.parametrize(("menu", "told"), [("", None), ("5,8,11", [5, 8, 11])])
+def test_the_certificate_says_which_k_were_tried_when_the_statement_does(
+    desk: Desk, menu: str, told: list[int] | None
+) -> None:
+    body = pictures()
+    path = desk.upload(body)
+    release, envelope, verdict = desk.admit("g1", body, menu=menu)
+    assert verdict.admitted, verdict
+    desk.shelf.settle(path, release, envelope, verdict)
+    assert json.loads((desk.place(release) / "certificate.json").read_text()).get("k_tried") == told
+
+
 def test_a_refused_one_is_removed(desk: Desk) -> None:
     body = pictures()
     path = desk.upload(body)

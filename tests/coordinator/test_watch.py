@@ -19,10 +19,10 @@ from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
 from agent.edges.home import BadSite
 from agent.edges.watch import Watch
+from agent.grants import finish, unused
 from agent.nouns import Forked, Unreachable
-from agent.pipeline import Site as PipelineSite
-from agent.pipeline import finish, unused
 from agent.recovery import present
+from agent.site import Site as PipelineSite
 from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
 from policies import governance

@@ -73,6 +73,8 @@ def test_the_honest_releases_are_admitted() -> None:
         ("provenance", {"components": {"encoder": "public", "generator": "private"}}),
         ("level", {"components": {"encoder": "public", "generator": "private"}}),
         ("vetting", {"vetted_against": "somebody"}),
+        ("menu", {"menu": "6,8"}),
+        ("malformed", {"menu": "8,5"}),
         ("unit", {"claim": KAnonymous(5, 2, 1, unit="image")}),
         ("modality", {"modality": "SC"}),
         ("reid_rate", {"vetted_against": "private", "reid_rate": "0.2"}),

@@ -133,12 +133,16 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
     """Design section 4: what a mechanism must claim, may release and has to declare."""
     assert dict(TERMS) == {
         "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
+        "ksalsa": Terms(
+            KAnonymous, "image-set", frozenset({"encoder", "generator", "style", "content"}), rounds=False
+        ),
+        "anonfaces": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator", "recogniser"}), rounds=False),
         "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
         "federated-masked": Terms(
             DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
         ),
     }
-    kinds = {"ksame": "k", "federated": "rdp", "federated-masked": "rdp"}
+    kinds = {**dict.fromkeys(("ksame", "ksalsa", "anonfaces"), "k"), "federated": "rdp", "federated-masked": "rdp"}
     assert {name: terms.kind for name, terms in TERMS.items()} == kinds
     assert {"image-set", "volume-set", "update", "masked-update", "model"} == ARTIFACT_TYPES
     assert [account_name("m", name) for name in ("ksame", "federated-masked", "magic")] == ["m/k", "m/rdp", ""]

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.claims import DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
-from policies.statement import MalformedStatement, Settlement, canonical, claim_from, claim_json, encode, parse
+from policies.statement import (
+    MalformedStatement,
+    Settlement,
+    canonical,
+    claim_from,
+    claim_json,
+    encode,
+    malformed,
+    menu_of,
+    parse,
+)
 from tests.support.books import DP, K5, Hospital
 
 SITE = Hospital("site-a")
@@ -21,6 +31,7 @@ STATEMENTS = [
     SITE.release("grant-1"),
     SITE.release("g", run="run-1", round=2, claim=DP, epsilon_nano=6_511_125_604, delta="4e-06"),
     SITE.release("g", reader="1f" * 32),
+    SITE.release("g", menu="5,8,11"),
     SITE.reservation("grant-3", DistributedGaussian(0.25, 1.8, 3, 4, 3), "federated-masked", "run-1"),
     Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0),
 ]
@@ -104,3 +115,17 @@ def test_k_is_not_a_float() -> None:
     assert claim_from(value) == KAnonymous(5, 2, 1)
     with pytest.raises(UnsupportedClaim):
         claim_from({**value, "k": 5.0})
+
+
+@pytest.mark.parametrize(
+    "menu", ["5,", ",5", "05", "5,5", "8,5", "5 8", "-5", "5.0", "0", "k", "5,8\n", "9" * 7, "Dr Who"]
+)
+def test_a_menu_is_rising_whole_numbers_in_their_shortest_form_and_no_message(menu: str) -> None:
+    assert malformed(SITE.release("g", menu=menu)).startswith("menu: ")
+    with pytest.raises(MalformedStatement, match="menu"):
+        parse(encode(SITE.release("g", menu=menu)))
+
+
+def test_a_menu_reads_back() -> None:
+    assert menu_of("") == ()
+    assert menu_of("5,8,11") == (5, 8, 11)
