@@ -39,14 +39,14 @@ class Forked(Unreachable):
 class Image:
     """One de-identified 2-D image of one patient."""
 
-    pixels: NDArray[np.float32]  # (h, w), intensities in [0, 1]
+    pixels: NDArray[np.float32]  # (h, w) grey or (h, w, 3) RGB, intensities in [0, 1]
     label: str  # coarse class given by the hospital; "" when it has none
 
     def __post_init__(self) -> None:
-        """Refuse anything but a finite (h, w) float32 image in [0, 1]."""
+        """Refuse anything but a finite (h, w) or (h, w, 3) float32 image in [0, 1]."""
         p = self.pixels
-        if p.ndim != 2 or p.dtype != np.float32 or not p.size:
-            raise ValueError("pixels must be a non-empty (h, w) float32 array")
+        if p.ndim not in (2, 3) or p.shape[2:] not in ((), (3,)) or p.dtype != np.float32 or not p.size:
+            raise ValueError("pixels must be a non-empty (h, w) or (h, w, 3) float32 array")
         if not bool(np.isfinite(p).all() and p.min() >= 0 and p.max() <= 1):
             raise ValueError("pixels must be finite and lie in [0, 1]")
 
@@ -103,17 +103,22 @@ class Selection:
     """Which images count for one purpose. The rule is public configuration; what it finds is not."""
 
     modality: str  # DICOM Modality (0008,0060)
-    shape: tuple[int, int]  # (h, w) pixels
+    shape: tuple[int, ...]  # (h, w) pixels, coloured pictures as luma; or (h, w, 3), coloured pictures only
     body_part: str = ""  # DICOM Body Part Examined (0018,0015); "": any
     labels: frozenset[str] = frozenset()  # none named: any label, but a label there must be
     split: Split | None = None
     part: str = ""  # of the split: the patients of this part only
     min_instances: int = 1  # a series with fewer is not complete yet, and waits
+    fit: bool = False  # pictures of any size, fitted to the square shape; those too small for it do not count
 
     def __post_init__(self) -> None:
         """Refuse what could select nothing, or everything by mistake."""
-        if len(self.shape) != 2 or not all(type(side) is int and side > 0 for side in self.shape):
-            raise ValueError("a shape is (h, w) in pixels")
+        if len(self.shape) not in (2, 3) or self.shape[2:] not in ((), (3,)):
+            raise ValueError("a shape is (h, w) or (h, w, 3) in pixels")
+        if not all(type(side) is int and side > 0 for side in self.shape):
+            raise ValueError("a shape is (h, w) or (h, w, 3) in pixels")
+        if self.fit and self.shape[0] != self.shape[1]:
+            raise ValueError("pictures are fitted to a square")
         if not self.modality or "" in self.labels:
             raise ValueError("a selection has a modality, and selects labelled images only")
         if (self.split is None) is not (self.part == "") or (self.split and self.part not in self.split.parts):
@@ -156,13 +161,13 @@ class Clusters:
 class SyntheticSet:
     """What a synthesis mechanism releases: representatives with their aggregated labels."""
 
-    images: NDArray[np.uint8]  # (m, h, w)
+    images: NDArray[np.uint8]  # (m, h, w) grey or (m, h, w, 3) RGB
     labels: tuple[str, ...]  # m
 
     def __post_init__(self) -> None:
         """One label for each image."""
-        if self.images.ndim != 3 or self.images.dtype != np.uint8:
-            raise ValueError("images must be (m, h, w) uint8")
+        if self.images.ndim not in (3, 4) or self.images.shape[3:] not in ((), (3,)) or self.images.dtype != np.uint8:
+            raise ValueError("images must be (m, h, w) or (m, h, w, 3) uint8")
         if len(self.labels) != self.images.shape[0]:
             raise ValueError("one label for each image")
 

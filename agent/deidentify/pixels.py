@@ -136,9 +136,9 @@ def native(dataset: Dataset, values: Stored) -> Dataset:
 
 
 def unit_range(dataset: Dataset, values: Stored) -> NDArray[np.float32]:
-    """One frame as (h, w) float32 in [0, 1], bright is high: the way in shows every picture like this.
+    """One frame as (h, w) or (h, w, 3) float32 in [0, 1], bright is high: the way in shows every picture like this.
 
-    The modality LUT, then the first window, without one the full range; colour becomes luma.
+    The modality LUT, then the first window, without one the full range; colour stays RGB.
 
     Raises:
         Refused: ``undecodable``, not finite or not one frame.
@@ -146,8 +146,4 @@ def unit_range(dataset: Dataset, values: Stored) -> NDArray[np.float32]:
     frame = values.ndim == 2 or (values.ndim == 3 and values.shape[-1] == 3 and frames(dataset) == 1)
     if not frame or not values.size:
         raise Refused("undecodable")
-    shown = interpret(dataset, values, FULL_RANGE if values.ndim == 3 else "first_window").values
-    return shown @ _LUMA if shown.ndim == 3 else shown
-
-
-_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # ITU-R BT.601
+    return interpret(dataset, values, FULL_RANGE if values.ndim == 3 else "first_window").values

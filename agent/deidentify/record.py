@@ -10,6 +10,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from agent.deidentify.colour import grey
 from agent.deidentify.trace import Step
 
 _KEYED: Final = re.compile(r"[0-9a-f]{32}")
@@ -27,7 +28,7 @@ class Record:
     modality: str
     kind: Literal["image", "volume"]
     label: str  # from the hospital's own list; "" when it has none
-    pixels: NDArray[np.float32] | None  # (h, w) in [0, 1]; None for volumes and multi-frame images
+    pixels: NDArray[np.float32] | None  # (h, w) or RGB (h, w, 3) in [0, 1]; None for volumes and multi-frame images
     payload: bytes  # the de-identified DICOM or NIfTI file
     face: bool  # a face may be reconstructed from it: not eligible for any release before defacing
     series: str = _NO_SERIES  # keyed; of a volume file: its own
@@ -47,10 +48,17 @@ class Record:
         if not re.fullmatch(r"[A-Z0-9]{0,16}", self.body_part):
             raise ValueError("a body part is a defined term")
         p = self.pixels
-        if p is not None and not (p.ndim == 2 and p.dtype == np.float32 and p.size):
-            raise ValueError("pixels must be a non-empty (h, w) float32 array")
+        if p is not None and not (
+            p.ndim in (2, 3) and p.shape[2:] in ((), (3,)) and p.dtype == np.float32 and p.size
+        ):
+            raise ValueError("pixels must be a non-empty (h, w) or (h, w, 3) float32 array")
         if p is not None and not bool(np.isfinite(p).all() and p.min() >= 0 and p.max() <= 1):
             raise ValueError("pixels must be finite and lie in [0, 1]")
+
+    @property
+    def grey(self) -> NDArray[np.float32] | None:
+        """The pixels (h, w), of a coloured picture its luma: what is searched for drawn text."""
+        return None if self.pixels is None else grey(self.pixels)
 
     @property
     def after(self) -> str:

@@ -31,7 +31,7 @@ class Head:
     kind: Literal["image", "volume"]
     label: str
     face: bool
-    shape: tuple[int, int] | None  # (h, w) of the pixels; None for a volume
+    shape: tuple[int, ...] | None  # (h, w) or (h, w, 3) of the pixels; None for a volume
     body_part: str
     after: str  # SHA-256 of the file that is kept
     trace: str  # under which name the vault holds its trace; "": there is none
@@ -48,7 +48,7 @@ def decode(raw: bytes) -> Head:
     shape = found.pop("shape")
     for name in ("person", "study", "series", "modality", "label", "body_part", "trace"):
         found[name] = sys.intern(found[name])  # many instances share them
-    return Head(shape=None if shape is None else (shape[0], shape[1]), **found)
+    return Head(shape=None if shape is None else tuple(shape), **found)
 
 
 def head_of(record: Record, trace: str) -> Head:
@@ -63,7 +63,7 @@ def head_of(record: Record, trace: str) -> Head:
         kind=record.kind,
         label=record.label,
         face=record.face,
-        shape=None if record.pixels is None else (record.pixels.shape[0], record.pixels.shape[1]),
+        shape=None if record.pixels is None else record.pixels.shape,
         body_part=record.body_part,
         after=record.after,
         trace=trace,
@@ -153,10 +153,18 @@ def choose(
 def _fits(head: Head, selection: Selection) -> bool:
     return (
         head.modality == selection.modality
-        and head.shape == selection.shape
+        and _seen_as(head.shape, selection)
         and (not selection.body_part or head.body_part == selection.body_part)
         and (not selection.labels or head.label in selection.labels)
     )
+
+
+def _seen_as(shape: tuple[int, ...] | None, selection: Selection) -> bool:
+    """Can a picture of that shape be seen as the selection wants it? Whether it can be fitted, its pixels say too."""
+    wanted = selection.shape
+    if shape is None or (len(wanted) == 3 and len(shape) != 3):  # grey can be made of colour, and not the reverse
+        return False
+    return min(shape[:2]) >= wanted[0] if selection.fit else shape[:2] == wanted[:2]
 
 
 def counts(heads: Callable[[], Iterable[Head]], tally: Tally) -> tuple[Count, ...]:

@@ -90,10 +90,11 @@ class Ocr:
 
     def alarm(self, record: Record) -> str | None:
         """``burned_in_text`` when a chosen picture shows text or could not be looked at; else None."""
-        if record.pixels is None or not self.chosen(record):
+        picture = record.grey
+        if picture is None or not self.chosen(record):
             return None
         try:
-            words = self.read_words(np.rint(record.pixels * 255).astype(np.uint8))
+            words = self.read_words(np.rint(picture * 255).astype(np.uint8))
         except (OSError, ValueError, subprocess.SubprocessError):
             return "burned_in_text"  # it cannot be told that there is none
         return "burned_in_text" if suspicious(words, least_letters=self.settings.least_letters) else None

@@ -61,6 +61,7 @@ _BODY_PARTS: Final = frozenset(
 _DEFLATED_REFERENCES: Final = frozenset({"1.2.840.10008.1.2.4.95", "1.2.840.10008.1.2.4.205"})
 _WHO: Final = ("SpecificCharacterSet", "IssuerOfPatientID", "PatientID")
 _STANDARD: Final = "1.2.840.10008.1.2"
+_CHANNELS: Final[dict[int, tuple[int, ...]]] = {1: (), 3: (3,)}  # grey or colour, and nothing else
 _LEAST_ROOM: Final = 64 * 2**20  # bytes that a worker must be able to allocate to be of any use
 
 
@@ -231,7 +232,11 @@ def _record(reply: dict[str, Any], parts: list[bytes], digest: str) -> Record:
     picture, payload, steps = parts
     values = None
     if reply["kind"] == "image":
-        shape = (size(reply["height"], 1 << 20), size(reply["width"], 1 << 20))
+        shape = (
+            size(reply["height"], 1 << 20),
+            size(reply["width"], 1 << 20),
+            *_CHANNELS[size(reply["channels"], 3)],
+        )
         values = np.frombuffer(picture, dtype="<f4").reshape(shape)  # of bytes: nobody can write to it
     if type(reply["face"]) is not bool or type(reply["text"]) is not bool:
         raise ValueError("not an answer")
@@ -319,7 +324,7 @@ def _read_dicom(data: bytes, rules: Rules, who: Deidentifier) -> tuple[dict[str,
     }
     if head["kind"] == "image":
         unit = np.ascontiguousarray(pixels.unit_range(plain, values), dtype="<f4")
-        head["height"], head["width"] = unit.shape
+        head["height"], head["width"], head["channels"] = (*unit.shape, 1)[:3]
         image = unit.data.cast("B")
     return head, [image, payload, trace.dumps(steps)]
 

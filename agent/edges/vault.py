@@ -24,6 +24,7 @@ from agent.deidentify.record import Record
 from agent.deidentify.trace import Step
 from agent.edges.cohorts import NO_SERIES, Count, Head, Tally, choose, counts, decode, head_of
 from agent.edges.holds import Holds
+from agent.edges.levels import packed, seen, unpacked
 from agent.edges.notes import Notes
 from agent.edges.sealed import SealedFile, VaultError, derive
 from agent.nouns import Cohort, Image, Patient, Selection
@@ -39,7 +40,6 @@ CREATE TABLE IF NOT EXISTS trace(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRI
 """
 _NOBODY: Final = ("", "")
 _MAX_LABEL: Final = 64
-_LEVELS: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +183,7 @@ class Vault(Holds):
         head = head_of(record, self._put_trace(record.trace)).encode()
         row = (name, record.digest, file.seal(f"head:{name}", head))
         ((key,),) = file.rows("INSERT INTO instance(name, digest, head) VALUES(?, ?, ?) RETURNING id", row)
-        pixels = None if record.pixels is None else file.seal(f"pixels:{name}", _raw(record.pixels))
+        pixels = None if record.pixels is None else file.seal(f"pixels:{name}", packed(record.pixels))
         file.rows("INSERT INTO body VALUES(?, ?, ?)", (key, pixels, file.seal(f"payload:{name}", record.payload)))
 
     def _known(self, record: Record) -> bool:
@@ -228,20 +228,34 @@ class Vault(Holds):
         """
         excluded = self.opted_out() | set(without)
         tally = Tally(self.barred() | self.held(), selection.min_instances)
-        query = "SELECT pixels FROM body JOIN instance USING (id) WHERE name = ?"
+        query = "SELECT head, pixels FROM body JOIN instance USING (id) WHERE name = ?"
         for person, name, label in choose(self.heads(), selection, tally, excluded, self._split_key):
-            for (box,) in self._file.rows(query, (name,)):  # none, when it was deleted since
-                raw = np.frombuffer(self._file.unseal(f"pixels:{name}", box), "<u2")
-                yield person, Image(raw.reshape(selection.shape).astype(np.float32) / np.float32(_LEVELS), label)
+            for head, box in self._file.rows(query, (name,)):  # none, when it was deleted since
+                shape = decode(self._file.unseal(f"head:{name}", head)).shape
+                picture = seen(unpacked(self._file.unseal(f"pixels:{name}", box), shape or ()), selection)
+                if picture is not None:
+                    yield person, Image(picture, label)
+
+    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
+        """The labels of every patient's images that :meth:`images` would try, patient after patient, without a name.
+
+        No picture is opened: whether one can be fitted, its pixels say.
+        """
+        tally = Tally(self.barred() | self.held(), selection.min_instances)
+        excluded = self.opted_out() | set(without)
+        labels: dict[str, list[str]] = {}
+        for person, _, label in choose(self.heads(), selection, tally, excluded, self._split_key):
+            labels.setdefault(person, []).append(label)
+        return tuple(tuple(own) for own in labels.values())
 
     def cohort(
-        self, modality: str | Selection, shape: tuple[int, int] | None = None, without: Iterable[str] = ()
+        self, modality: str | Selection, shape: tuple[int, ...] | None = None, without: Iterable[str] = ()
     ) -> Cohort:
         """The patients with labelled 2-D images that count. The rule is public configuration.
 
         Args:
             modality: DICOM Modality; or a whole selection.
-            shape: (h, w) of the images that count, beside a modality.
+            shape: (h, w) or (h, w, 3) of the images that count, beside a modality.
             without: pseudonyms that may not take part (released as often as the policy admits).
         """
         if isinstance(modality, str):
@@ -331,7 +345,7 @@ class Vault(Holds):
         Args:
             name: of the instance.
             payload: the new DICOM or NIfTI file.
-            pixels: (h, w) float32 in [0, 1], made from the new file: for an image, and only for one.
+            pixels: (h, w) or (h, w, 3) float32 in [0, 1], made from the new file: for an image, and only for one.
         Raises:
             KeyError: there is none of that name.
             ValueError: pixels for a volume, none for an image, or of another shape.
@@ -345,7 +359,7 @@ class Vault(Holds):
                 raise ValueError("an image is replaced with pixels of its shape, a volume without any")
             record = self._record(head, payload, pixels)
             self._write_head(key, replace(head, face=False, defaced=True, after=record.after))
-            box = None if pixels is None else self._file.seal(f"pixels:{name}", _raw(pixels))
+            box = None if pixels is None else self._file.seal(f"pixels:{name}", packed(pixels))
             values = (box, self._file.seal(f"payload:{name}", payload), key)
             self._file.rows("UPDATE body SET pixels = ?, payload = ? WHERE id = ?", values)
         self._file.truncate()
@@ -392,8 +406,3 @@ class Vault(Holds):
                 self._own(series, *_NOBODY)
             elif person in persons:
                 self._file.rows("DELETE FROM series WHERE name = ?", (name,))
-
-
-def _raw(pixels: NDArray[np.float32]) -> bytes:
-    """In 65,536 levels: the disk is what bounds the way in, and no detector has more of them."""
-    return bytes(np.rint(pixels * np.float32(_LEVELS)).astype("<u2").tobytes())

@@ -220,7 +220,7 @@ def test_a_worker_whose_processor_time_is_used_up_is_replaced_and_no_file_is_los
 
 GOOD_REPLY: dict[str, object] = {
     **{"name": HEX, "pseudonym": HEX, "study": HEX, "modality": "MR", "kind": "image", "face": True, "text": False},
-    **{"height": 1, "width": 2, "series": HEX, "body_part": "HEAD"},
+    **{"height": 1, "width": 2, "channels": 1, "series": HEX, "body_part": "HEAD"},
 }
 
 
@@ -229,6 +229,9 @@ GOOD_REPLY: dict[str, object] = {
     [
         ({"name": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
         ({"width": 3}, [b"\0" * 8, b"x", b"[]"]),
+        ({"channels": 3}, [b"\0" * 8, b"x", b"[]"]),
+        ({"channels": 2, "width": 1}, [b"\0" * 8, b"x", b"[]"]),
+        ({"channels": True}, [b"\0" * 8, b"x", b"[]"]),
         ({"width": -2, "height": -1}, [b"\0" * 8, b"x", b"[]"]),
         ({"face": "no"}, [b"\0" * 8, b"x", b"[]"]),
         ({"text": 0}, [b"\0" * 8, b"x", b"[]"]),

@@ -1,0 +1,92 @@
+"""Pictures of any size at one size: the square that shows something, averaged down. A public rule, no patient's data.
+
+A photograph of a retina is a bright disc on black. The black says which camera took it and nothing of the eye, so it
+is cut away; of anything else the centred square is taken. Nothing is ever enlarged: detail that was not there cannot
+be learned from, and an enlarged picture tells by its blur where it came from.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DARK: Final = 0.06  # of the brightest channel: the black around a field of view, with the noise of JPEG
+_DISC: Final = 0.93  # least overlap of a field of view with the disc around it
+_CORNER: Final = 0.02  # of a side: in all four corners a field of view leaves such a square black
+_LEAST_FIELD: Final = 0.2  # of the picture's shorter side: what is smaller is a spot, and not a field of view
+
+
+def fit(pixels: NDArray[np.float32], side: int) -> NDArray[np.float32]:
+    """The square of the field of view, else the centred one, averaged by area to ``side`` pixels a side.
+
+    Args:
+        pixels: (h, w) or (h, w, 3) in [0, 1].
+        side: of the result.
+    Returns:
+        (side, side) or (side, side, 3) float32 in [0, 1].
+    Raises:
+        ValueError: another shape, or the square is smaller than ``side``.
+    """
+    if pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,)) or not pixels.size or not side >= 1:
+        raise ValueError("a picture (h, w) or (h, w, 3) is fitted to one pixel or more")
+    top, left, length = field(pixels)
+    if not length >= side:
+        raise ValueError("the picture is smaller than what it shall be fitted to")
+    square = pixels[top : top + length, left : left + length]
+    if length == side:
+        return np.array(square, dtype=np.float32)
+    return _averaged(_averaged(square, side).swapaxes(0, 1), side).swapaxes(0, 1).astype(np.float32)
+
+
+def field(pixels: NDArray[np.float32]) -> tuple[int, int, int]:
+    """Top, left and side of the square that :func:`fit` takes.
+
+    A field of view is bright, all four corners of the picture are not, and its outline is a disc, which may be cut by
+    the picture's edge. Rows are filled between their first and last bright pixel, since a dark macula is inside.
+    """
+    height, width = pixels.shape[:2]
+    lit = (pixels if pixels.ndim == 2 else pixels.max(axis=2)) > _DARK
+    least = min(height, width)
+    centred = ((height - least) // 2, (width - least) // 2, least)
+    corner = max(1, round(_CORNER * least))
+    if lit[:corner, :corner].any() or lit[:corner, -corner:].any():
+        return centred
+    if lit[-corner:, :corner].any() or lit[-corner:, -corner:].any():
+        return centred
+    top, bottom, left, right = _bounds(lit)
+    tall, wide = bottom - top, right - left
+    if not min(tall, wide) >= _LEAST_FIELD * least:
+        return centred
+    inner = lit[top:bottom, left:right]
+    filled = np.maximum.accumulate(inner, axis=1) & np.maximum.accumulate(inner[:, ::-1], axis=1)[:, ::-1]
+    y, x = np.ogrid[:tall, :wide]
+    disc = (y - (tall - 1) / 2) ** 2 + (x - (wide - 1) / 2) ** 2 <= (max(tall, wide) / 2) ** 2
+    if not (filled & disc).sum() >= _DISC * (filled | disc).sum():
+        return centred
+    length = min(tall, wide)
+    return top + (tall - length) // 2, left + (wide - length) // 2, length
+
+
+def _bounds(lit: NDArray[np.bool_]) -> tuple[int, int, int, int]:
+    """First and after the last row and column of the lit part; dust and noise, under 2 % of a line, do not count."""
+    height, width = lit.shape
+    rows = np.flatnonzero(lit.sum(axis=1) > 0.02 * width)
+    columns = np.flatnonzero(lit.sum(axis=0) > 0.02 * height)
+    if not (rows.size and columns.size):
+        return 0, 0, 0, 0
+    return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+
+
+def _averaged(pixels: NDArray[np.float32] | NDArray[np.float64], side: int) -> NDArray[np.float64]:
+    """Means over ``side`` equal intervals of the first axis; a pixel on a bound counts in part in both."""
+    length = pixels.shape[0]
+    total = np.zeros((length + 1, *pixels.shape[1:]))
+    np.cumsum(pixels, axis=0, dtype=np.float64, out=total[1:])
+    bounds = np.arange(side + 1) * (length / side)
+    whole = np.minimum(bounds.astype(np.intp), length - 1)
+    part = (bounds - whole).reshape(-1, *(1,) * (pixels.ndim - 1))
+    upto = total[whole] + part * pixels[whole]
+    means: NDArray[np.float64] = np.diff(upto, axis=0) * (side / length)
+    return np.clip(means, float(pixels.min()), float(pixels.max()))
