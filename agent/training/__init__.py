@@ -1,0 +1,1 @@
+"""Training of networks on public or made pictures. No patient's picture ever comes here (design P6)."""
