@@ -1,4 +1,8 @@
-"""Average each cluster: the mean latent code and the majority label of its patients."""
+"""Average each cluster: the mean of its patients' codes or pixels, and their majority label.
+
+k-Same-PCA and k-Centroid are both :func:`average` (k-SALSA, section 4.2); the codec makes the difference. The
+weighted mean of AnonFACES, Eq. 1, is :mod:`agent.stages.mix`, whose weights never leave it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from agent.nouns import Clusters, Cohort, Latents, Patient
 def average(latents: Latents, clusters: Clusters) -> NDArray[np.float32]:
     """Average the codes of each cluster's patients, every patient with the same weight.
 
-    k-SALSA, section 3.3 (Euclidean average, w_0); Newton, Sweeney & Malin 2005.
+    k-SALSA, Eq. 4 (Euclidean average, w_0); Newton, Sweeney & Malin 2005.
 
     Returns:
         (m, d) float32, in the clusters' order. Summed in float64.
@@ -30,9 +34,32 @@ def average(latents: Latents, clusters: Clusters) -> NDArray[np.float32]:
     return codes
 
 
+def pixel_average(cohort: Cohort, clusters: Clusters) -> NDArray[np.uint8]:
+    """k-Same-Pixel: the mean picture of each cluster, of the mean pictures of its patients.
+
+    k-SALSA, section 4.2; Newton, Sweeney & Malin 2005. A baseline: its membership attack finds nearly everybody.
+
+    Returns:
+        (m, h, w) or (m, h, w, 3) uint8, in the clusters' order. Summed in float64.
+    Raises:
+        ValueError: a cluster names a patient who is not in the cohort, or is empty, or there is no cluster.
+    """
+    images = {patient.pseudonym: [image.pixels for image in patient.images] for patient in cohort.patients}
+    for cluster in clusters.members:
+        if not cluster or not all(patient in images for patient in cluster):
+            raise ValueError("every cluster must hold patients of the cohort")
+    means = [
+        np.mean([np.mean(images[patient], axis=0, dtype=np.float64) for patient in cluster], axis=0)
+        for cluster in clusters.members
+    ]
+    if not means:
+        raise ValueError("there is no cluster to average")
+    return np.rint(np.stack(means) * 255.0).astype(np.uint8)
+
+
 def patient_label(patient: Patient) -> str:
     """The label that most of the patient's images carry."""
-    return _majority(image.label for image in patient.images)
+    return majority(image.label for image in patient.images)
 
 
 def aggregate_labels(cohort: Cohort, clusters: Clusters) -> tuple[str, ...]:
@@ -49,9 +76,10 @@ def aggregate_labels(cohort: Cohort, clusters: Clusters) -> tuple[str, ...]:
     for cluster in clusters.members:
         if not cluster or not all(patient in labels for patient in cluster):
             raise ValueError("every cluster must hold patients of the cohort")
-    return tuple(_majority(labels[patient] for patient in cluster) for cluster in clusters.members)
+    return tuple(majority(labels[patient] for patient in cluster) for cluster in clusters.members)
 
 
-def _majority(labels: Iterable[str]) -> str:
+def majority(labels: Iterable[str]) -> str:
+    """The commonest label; of several the one that sorts first."""
     counts = Counter(labels)
     return min(counts, key=lambda label: (-counts[label], label))

@@ -7,18 +7,35 @@ coefficients of k faces). A network's encoder and generator take the same two pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, Protocol, get_args
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from agent.nouns import Cohort, Latents
+from agent.nouns import Cohort, CohortTooSmall, Latents
 
 Provenance = Literal["public", "private"]
 _FIELDS: Final = {"mean", "components", "shape", "provenance"}
 _ORTHONORMAL: Final = 1e-3  # float32 components: far above rounding, far below a wrong basis
+
+
+class Codec(Protocol):
+    """An encoder with its generator: what turns images into codes that can be averaged, and codes into images."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(h, w) of grey images, (h, w, 3) of RGB ones."""
+
+    def encode(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Images (n, h, w[, 3]) in [0, 1] as codes (n, d)."""
+
+    def decode(self, codes: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Codes (m, d) as 8-bit images (m, h, w[, 3])."""
+
+    def components(self) -> dict[str, str]:
+        """Where the encoder and the generator come from, by these two names (P6)."""
 
 
 class BadBasis(ValueError):
@@ -34,25 +51,45 @@ class Basis:
     """
 
     mean: NDArray[np.float32]  # (p,), p = h * w
-    components: NDArray[np.float32]  # (d, p), orthonormal rows
+    axes: NDArray[np.float32]  # (d, p), orthonormal rows: the principal components
     shape: tuple[int, int]  # (h, w)
     provenance: Provenance
 
     def __post_init__(self) -> None:
         """Refuse arrays that are no basis and an origin that is not said."""
         p = self.shape[0] * self.shape[1]
-        if self.mean.shape != (p,) or self.components.ndim != 2 or self.components.shape[1] != p:
+        if self.mean.shape != (p,) or self.axes.ndim != 2 or self.axes.shape[1] != p:
             raise BadBasis("mean must be (p,) and components (d, p), with p = h * w")
-        if self.mean.dtype != np.float32 or self.components.dtype != np.float32:
+        if self.mean.dtype != np.float32 or self.axes.dtype != np.float32:
             raise BadBasis("mean and components must be float32")
-        d = self.components.shape[0]
+        d = self.axes.shape[0]
         if not 1 <= d <= p or not bool(np.isfinite(self.mean).all()):
             raise BadBasis("a basis has between 1 and p components and a finite mean")
-        gram = self.components.astype(np.float64) @ self.components.T.astype(np.float64)
+        gram = self.axes.astype(np.float64) @ self.axes.T.astype(np.float64)
         if not float(np.abs(gram - np.eye(d)).max()) <= _ORTHONORMAL:
             raise BadBasis("components must be orthonormal")
         if self.provenance not in get_args(Provenance):
             raise BadBasis("provenance must be public or private")
+
+    def encode(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Images (n, h, w) in [0, 1] projected on the basis: (n, d).
+
+        Raises:
+            ValueError: the images have another shape than the basis.
+        """
+        if images.shape[1:] != self.shape:
+            raise ValueError("the images do not have the shape that the basis was fitted on")
+        return np.asarray((images.reshape(len(images), -1) - self.mean) @ self.axes.T, np.float32)
+
+    def decode(self, codes: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Codes (m, d) as 8-bit images (m, h, w); intensities are clipped to [0, 1]."""
+        flat = self.mean + codes @ self.axes
+        pixels: NDArray[np.uint8] = np.rint(np.clip(flat, 0.0, 1.0) * 255.0).astype(np.uint8)
+        return pixels.reshape(len(codes), *self.shape)
+
+    def components(self) -> dict[str, str]:
+        """Both are this basis."""
+        return {"encoder": self.provenance, "generator": self.provenance}
 
 
 def fit_basis(images: NDArray[np.float32], d: int, provenance: Provenance) -> Basis:
@@ -77,28 +114,24 @@ def fit_basis(images: NDArray[np.float32], d: int, provenance: Provenance) -> Ba
     return Basis(mean.astype(np.float32), components.astype(np.float32), (h, w), provenance)
 
 
-def invert(cohort: Cohort, basis: Basis) -> Latents:
-    """Project each patient's images on the basis and average them: one code for one patient (P3).
+def invert(cohort: Cohort, codec: Codec) -> Latents:
+    """Encode each patient's images and average the codes: one code for one patient (P3).
 
     Returns:
-        Latents with codes (n, d) float32, in the cohort's order.
+        Latents with codes (n, d) float32, in the cohort's order. Summed in float64.
     Raises:
-        ValueError: the cohort's images have another shape than the basis.
+        ValueError: the cohort's images have another shape than the codec's.
     """
-    codes = np.empty((len(cohort.patients), basis.components.shape[0]), np.float32)
-    for row, patient in zip(codes, cohort.patients, strict=True):
-        stack = np.stack([image.pixels for image in patient.images])
-        if stack.shape[1:] != basis.shape:
-            raise ValueError("the images do not have the shape that the basis was fitted on")
-        row[:] = (stack.mean(axis=0).ravel() - basis.mean) @ basis.components.T
-    return Latents(codes, tuple(patient.pseudonym for patient in cohort.patients))
-
-
-def decode(codes: NDArray[np.float32], basis: Basis) -> NDArray[np.uint8]:
-    """Decode codes (m, d) to 8-bit images (m, h, w); intensities are clipped to [0, 1]."""
-    flat = basis.mean + codes @ basis.components
-    pixels: NDArray[np.uint8] = np.rint(np.clip(flat, 0.0, 1.0) * 255.0).astype(np.uint8)
-    return pixels.reshape(len(codes), *basis.shape)
+    if not cohort.patients:
+        raise CohortTooSmall
+    if any(image.pixels.shape != codec.shape for patient in cohort.patients for image in patient.images):
+        raise ValueError("the images do not have the shape that the encoder takes")
+    codes = codec.encode(np.stack([image.pixels for patient in cohort.patients for image in patient.images]))
+    counts = np.array([len(patient.images) for patient in cohort.patients])
+    sums = np.add.reduceat(codes.astype(np.float64), np.concatenate([[0], counts.cumsum()[:-1]]), axis=0)
+    return Latents(
+        (sums / counts[:, np.newaxis]).astype(np.float32), tuple(patient.pseudonym for patient in cohort.patients)
+    )
 
 
 def save_basis(basis: Basis) -> bytes:
@@ -106,7 +139,7 @@ def save_basis(basis: Basis) -> bytes:
     return safetensors.numpy.save(
         {
             "mean": np.ascontiguousarray(basis.mean),
-            "components": np.ascontiguousarray(basis.components),
+            "components": np.ascontiguousarray(basis.axes),
             "shape": np.array(basis.shape, np.int64),
             "provenance": np.frombuffer(basis.provenance.encode(), np.uint8),
         }

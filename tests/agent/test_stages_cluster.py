@@ -1,4 +1,6 @@
-"""The partition: sizes, distinct patients, diversity, frozen clusters, and quality against the greedy."""
+"""The partition: sizes, distinct patients, diversity, and quality against the greedy."""
+
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -6,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from agent.nouns import CohortTooSmall, Latents
-from agent.stages.cluster import greedy, partition
-from agent.stages.exchange import Exchange
+from agent.nouns import Clusters, CohortTooSmall, Latents
+from agent.stages.baselines import greedy
+from agent.stages.cluster import Constraints, Division, _narrowed, divide, partition
+from agent.stages.exchange import Exchange, Rules
 
 
 def _latents(codes):
@@ -97,12 +100,13 @@ def test_the_greedy_is_the_published_one_recomputed_from_the_whole_distance_matr
 def test_the_gain_of_an_exchange_is_exactly_the_fall_of_the_sum_of_squares():
     rng = np.random.default_rng(5)
     codes, assignment = rng.normal(size=(23, 4)), np.arange(23) % 4
-    search = Exchange(codes, assignment, np.full(23, -1), 1)
-    others = np.flatnonzero(assignment != 1)
+    rules = Rules(np.full(23, -1), 1)
+    search = Exchange(codes, assignment, rules)
+    others = search._others(np.array([3, 0, 2]))
     predicted = search._gain(1, others)
     for i, x in enumerate(search.members[1].copy()):
-        for j, y in enumerate(others):
-            trial = Exchange(codes, assignment, np.full(23, -1), 1)
+        for j, y in enumerate(others.rows):
+            trial = Exchange(codes, assignment, rules)
             trial._swap(int(x), int(y))
             assert search.sse() - trial.sse() == pytest.approx(predicted[i, j], abs=1e-9)
 
@@ -151,61 +155,11 @@ def test_a_refusal_says_the_same_whatever_the_cause():
     assert not any(character.isdigit() for character in texts.pop())
 
 
-def test_settled_clusters_are_used_again_as_they_are_and_new_patients_join_none_of_them():
-    first = _random(40, 3, 1)
-    old = partition(first, ["a", "b"] * 20, 5, 2, np.random.default_rng(0))
-    grown = _latents(np.concatenate([first.codes, np.random.default_rng(9).normal(size=(13, 3))]))
-    again = partition(grown, ["a", "b"] * 26 + ["a"], 5, 2, np.random.default_rng(1), old.members)
-    assert set(old.members) <= set(again.members)
-    fresh = [c for c in again.members if c not in old.members]
-    assert sorted(p for c in fresh for p in c) == list(grown.patients[40:])
-
-
-def test_a_broken_settled_cluster_takes_its_other_patients_out_of_every_release():
-    # P5: re-clustering them would let two releases be intersected
-    first = _random(40, 3, 1)
-    old = partition(first, ["a", "b"] * 20, 5, 2, np.random.default_rng(0))
-    gone = old.members[0][0]
-    stay = [i for i, p in enumerate(first.patients) if p != gone]
-    rest = Latents(first.codes[stay], tuple(first.patients[i] for i in stay))
-    again = partition(rest, [("a", "b")[i % 2] for i in stay], 5, 2, np.random.default_rng(1), old.members)
-    assert set(again.members) == set(old.members[1:])
-
-
-def test_a_settled_cluster_that_a_stricter_policy_forbids_is_not_released_again():
-    first = _random(40, 3, 1)
-    old = partition(first, [""] * 40, 5, 1, np.random.default_rng(0))
-    with pytest.raises(CohortTooSmall):
-        partition(first, [""] * 40, 11, 1, np.random.default_rng(0), old.members)
-
-
-def test_new_patients_who_are_too_few_wait_while_the_settled_are_released():
-    first = _random(20, 3, 1)
-    old = partition(first, [""] * 20, 5, 1, np.random.default_rng(0))
-    grown = _latents(np.concatenate([first.codes, np.zeros((4, 3))]))
-    again = partition(grown, [""] * 24, 5, 1, np.random.default_rng(0), old.members)
-    assert set(again.members) == set(old.members)
-
-
-def test_overlapping_settled_clusters_are_refused():
-    with pytest.raises(ValueError, match="two clusters"):
-        partition(_random(9, 2, 0), [""] * 9, 3, 1, np.random.default_rng(0), [("p000001",), ("p000001",)])
-
-
 def test_the_same_generator_gives_the_same_partition_and_another_gives_another_order():
     latents, labels = _random(60, 3, 4), ["a", "b", "c"] * 20
     one, two, other = (partition(latents, labels, 5, 2, np.random.default_rng(s)).members for s in (7, 7, 8))
     assert one == two
     assert one != other
-
-
-def test_the_place_of_a_cluster_does_not_tell_whether_it_is_new():
-    first = _random(40, 3, 1)
-    old = partition(first, [""] * 40, 5, 1, np.random.default_rng(0)).members
-    grown = _latents(np.concatenate([first.codes, np.random.default_rng(9).normal(size=(40, 3))]))
-    again = [partition(grown, [""] * 80, 5, 1, np.random.default_rng(s), old).members for s in range(20)]
-    places = [members.index(old[0]) for members in again]
-    assert min(places) < 8 <= max(places)
 
 
 def test_identical_codes_are_partitioned_too():
@@ -227,8 +181,230 @@ def test_several_buckets_are_bisected_without_breaking_sizes():
     assert all(11 <= len(c) <= 21 for c in members)
 
 
+def _partitions(rows, sizes):
+    """Every way to divide the rows into clusters of these sizes."""
+    if not rows:
+        yield []
+        return
+    for size in sorted(set(sizes)):
+        left = list(sizes)
+        left.remove(size)
+        for rest in combinations(rows[1:], size - 1):
+            cluster = (rows[0], *rest)
+            for others in _partitions([r for r in rows if r not in cluster], left):
+                yield [cluster, *others]
+
+
+def _even(n, m):
+    return [n // m + (j < n % m) for j in range(m)]
+
+
+def _lawful(cluster, codes, labels, ell, apart, limit):
+    rows = list(cluster)
+    far = max(np.linalg.norm(codes[i].astype(float) - codes[j].astype(float)) for i in rows for j in rows)
+    diverse = ell == 1 or len({labels[i] for i in rows} - {""}) >= ell
+    return diverse and far <= limit and all(len(group & set(rows)) < 2 for group in apart)
+
+
+def _exists(codes, labels, k, ell, apart, limit):
+    """By trying every partition into clusters whose sizes differ by one at most, as the search does."""
+    n = len(codes)
+    return any(
+        all(_lawful(c, codes, labels, ell, apart, limit) for c in found)
+        for m in range(-(-n // (2 * k - 1)), n // k + 1)
+        for found in _partitions(list(range(n)), _even(n, m))
+    )
+
+
+def _all_sizes(n, k, most=None):
+    """Every way to write n as a sum of numbers from k to 2k-1, the biggest first."""
+    if n == 0:
+        yield []
+    for size in range(min(n, 2 * k - 1, most or n), k - 1, -1):
+        for rest in _all_sizes(n - size, k, size):
+            yield [size, *rest]
+
+
+def _names(rows):
+    return frozenset(f"p{i:06d}" for i in rows)
+
+
+@settings(max_examples=120, deadline=None)
+@given(n=st.integers(2, 9), k=st.integers(2, 3), seed=st.integers(0, 100_000), data=st.data())
+def test_whatever_the_rules_every_cluster_keeps_them_and_a_refusal_means_that_trying_all_finds_none(n, k, seed, data):
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 4, (n, 2)).astype(np.float32)  # a grid: distances of exactly the limit are common
+    labels = [str(x) for x in rng.choice(["a", "b", ""], n)]
+    ell = data.draw(st.integers(1, 2))
+    groups = data.draw(st.lists(st.sets(st.integers(0, n - 1), min_size=2, max_size=3), max_size=3))
+    limit = data.draw(st.sampled_from([1.0, 2.0, 3.0, np.inf]))
+    apart = [set(group) for group in groups]
+    constraints = Constraints(apart=tuple(_names(group) for group in groups), max_diameter=limit)
+    try:
+        members = partition(_latents(codes), labels, k, ell, rng, constraints=constraints).members
+    except CohortTooSmall:
+        assert not _exists(codes, labels, k, ell, apart, limit)
+        return
+    rows = [tuple(int(p[1:]) for p in c) for c in members]
+    assert sorted(r for c in rows for r in c) == list(range(n))
+    assert all(k <= len(c) <= 2 * k - 1 and _lawful(c, codes, labels, ell, apart, limit) for c in rows)
+
+
+@settings(max_examples=80, deadline=None)
+@given(n=st.integers(4, 60), k=st.integers(2, 6), seed=st.integers(0, 10_000))
+def test_no_two_of_a_family_share_a_cluster_or_all_is_refused(n, k, seed):
+    rng = np.random.default_rng(seed)
+    codes = np.repeat(rng.normal(size=(n, 3)), 2, axis=0)[:n]  # relatives are alike: the pull is to put them together
+    family = np.arange(n) // int(rng.integers(2, 5))
+    apart = tuple(_names(np.flatnonzero(family == f)) for f in set(family) if (family == f).sum() > 1)
+    constraints = Constraints(apart=apart)
+    if n < k or np.bincount(family).max() > n // k:  # a cluster for each, or there is no partition
+        with pytest.raises(CohortTooSmall):
+            partition(_latents(codes), [""] * n, k, 1, rng, constraints=constraints)
+        return
+    members = partition(_latents(codes), [""] * n, k, 1, rng, constraints=constraints).members
+    assert all(len({family[int(p[1:])] for p in c}) == len(c) for c in members)
+    assert all(k <= len(c) <= 2 * k - 1 for c in members)
+    assert sum(len(c) for c in members) == n
+
+
+@settings(max_examples=40, deadline=None)
+@given(k=st.integers(2, 5), seed=st.integers(0, 10_000), ell=st.integers(1, 2))
+def test_strata_never_mix_and_a_stratum_below_k_refuses_the_whole_cohort(k, seed, ell):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 50))
+    strata = {f"p{i:06d}": str(s) for i, s in enumerate(rng.choice(["left", "right", "other"], n, p=[0.5, 0.4, 0.1]))}
+    labels = [str(x) for x in rng.choice(["a", "b", "c"], n)]
+    inside = {s: [labels[int(p[1:])] for p in strata if strata[p] == s] for s in set(strata.values())}
+    latents, constraints = _random(n, 3, seed), Constraints(strata=strata)
+    if not all(_possible(own, k, ell) for own in inside.values()):
+        with pytest.raises(CohortTooSmall, match="the cohort does not qualify"):
+            partition(latents, labels, k, ell, rng, constraints=constraints)
+        return
+    members = partition(latents, labels, k, ell, rng, constraints=constraints).members
+    assert all(len({strata[p] for p in c}) == 1 and k <= len(c) <= 2 * k - 1 for c in members)
+    assert sorted(p for c in members for p in c) == list(latents.patients)
+
+
+def _blobs_and_an_outlier():
+    codes = np.random.default_rng(0).normal(size=(40, 3)) * 0.1
+    codes[7] = 100.0
+    return _latents(codes)
+
+
+def test_an_outlier_refuses_the_cohort_by_default_and_nobody_is_dropped():
+    with pytest.raises(CohortTooSmall):
+        partition(_blobs_and_an_outlier(), [""] * 40, 5, 1, np.random.default_rng(0), constraints=Constraints(
+            max_diameter=5.0))  # fmt: skip
+
+
+def test_an_outliers_cluster_is_suppressed_when_asked_for_and_the_result_says_who():
+    rules = Constraints(max_diameter=5.0, too_wide="suppress")
+    found = divide(_blobs_and_an_outlier(), [""] * 40, 5, 1, np.random.default_rng(0), constraints=rules)
+    inside = {p for c in found.clusters.members for p in c}
+    assert "p000007" in found.suppressed
+    assert len(found.suppressed) == 5
+    assert inside.isdisjoint(found.suppressed)
+    assert len(inside) + len(found.suppressed) == 40
+
+
+def test_nobody_is_suppressed_in_silence():
+    with pytest.raises(ValueError, match="suppressed"):
+        partition(_blobs_and_an_outlier(), [""] * 40, 5, 1, np.random.default_rng(0), constraints=Constraints(
+            max_diameter=5.0, too_wide="suppress"))  # fmt: skip
+    with pytest.raises(ValueError, match="left out"):
+        Division(Clusters((("a", "b"),)), suppressed=("b",))
+
+
+def test_suppression_never_costs_diversity_or_puts_relatives_together():
+    rng = np.random.default_rng(3)
+    latents, labels = _random(60, 2, 3), [str(x) for x in rng.choice(["a", "b", "c"], 60)]
+    apart = tuple(_names(range(i, i + 3)) for i in range(0, 30, 3))
+    rules = Constraints(apart=apart, max_diameter=2.0, too_wide="suppress")
+    found = divide(latents, labels, 4, 2, rng, constraints=rules)
+    assert found.suppressed
+    for cluster in found.clusters.members:
+        rows = [int(p[1:]) for p in cluster]
+        assert _lawful(rows, latents.codes, labels, 2, [{int(p[1:]) for p in g} for g in apart], 2.0)
+
+
+@pytest.mark.parametrize("bad", [
+    {"max_diameter": float("nan")}, {"max_diameter": 0.0}, {"too_wide": "ignore"}, {"strata": {"p": ""}},
+    {"apart": (frozenset({"p"}),)},
+])  # fmt: skip
+def test_senseless_constraints_are_refused(bad):
+    with pytest.raises(ValueError, match=r"diameter|too wide|stratum"):
+        Constraints(**bad)
+
+
+def test_a_patient_without_a_stratum_is_refused_when_strata_are_given():
+    with pytest.raises(ValueError, match="needs a stratum"):
+        partition(_random(20, 2, 0), [""] * 20, 5, 1, np.random.default_rng(0), constraints=Constraints(
+            strata={"p000001": "left"}))  # fmt: skip
+
+
+def test_what_an_exchange_would_break_is_foretold_exactly():
+    rng = np.random.default_rng(8)
+    codes, labels = rng.normal(size=(24, 2)), rng.integers(-1, 3, 24)
+    foes = {0: np.array([5, 6]), 5: np.array([0]), 6: np.array([0, 7]), 7: np.array([6])}
+    rules = Rules(labels, 3, foes, wide=1.5)
+    search = Exchange(codes, np.arange(24) % 5, rules)
+    others = search._others(np.array([4, 0, 3]))
+    foretold = search._worse(2, others)
+    for i, x in enumerate(search.members[2].copy()):
+        for j, y in enumerate(others.rows):
+            trial = Exchange(codes, search.assignment, rules)
+            trial._swap(int(x), int(y))
+            fresh = Exchange(codes, trial.assignment, rules)
+            assert (trial.broken() == fresh.broken()).all()
+            assert fresh.broken().sum() - search.broken().sum() == foretold[i, j]
+
+
+def test_tiny_sets_come_close_to_the_best_of_all_partitions():
+    ratios = []
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        n, k = int(rng.integers(6, 10)), int(rng.integers(2, 4))
+        latents = _random(n, 2, seed)
+        least = min(
+            _sse(latents.codes, [[latents.patients[i] for i in c] for c in found], latents.patients)
+            for sizes in _all_sizes(n, k)
+            for found in _partitions(list(range(n)), sizes)
+        )
+        members = partition(latents, [""] * n, k, 1, rng).members
+        ratios.append(_sse(latents.codes, members, latents.patients) / least)
+    assert min(ratios) >= 1 - 1e-9
+    assert np.mean(ratios) <= 1.1
+
+
+def test_few_dimensions_are_searched_only_when_they_hold_almost_all_the_variance():
+    rng = np.random.default_rng(0)
+    flat = rng.normal(size=(600, 10)) @ rng.normal(size=(10, 200))
+    noise = rng.normal(size=(600, 200))
+    narrow = _narrowed(flat + 0.01 * noise, rng)
+    assert narrow.shape == (600, 64)
+    centred = flat + 0.01 * noise - (flat + 0.01 * noise).mean(axis=0)
+    far = lambda x: ((x[:50, None] - x[None, :50]) ** 2).sum(axis=2)  # noqa: E731
+    assert np.abs(far(narrow) - far(centred)).max() <= 0.01 * far(centred).max()
+    assert _narrowed(noise, rng).shape == (600, 200)
+
+
+def test_a_large_cohort_is_partitioned_in_few_dimensions_and_still_beats_the_greedy_by_a_tenth():
+    rng = np.random.default_rng(1)
+    hidden = np.tanh(rng.normal(size=(5000, 8)) @ rng.normal(size=(8, 32)) / 3)
+    latents = _latents(hidden @ rng.normal(size=(32, 96)) + 0.02 * rng.normal(size=(5000, 96)))
+    members = partition(latents, [""] * 5000, 10, 1, np.random.default_rng(0)).members
+    assert all(10 <= len(c) <= 19 for c in members)
+    assert _sse(latents.codes, members, latents.patients) <= 0.90 * _greedy_sse(latents.codes, 10)
+
+
 @pytest.mark.slow
 def test_twenty_thousand_patients_fit():
     latents = _random(20_000, 16, 2)
     members = partition(latents, ["a", "b"] * 10_000, 11, 2, np.random.default_rng(0)).members
     assert sum(len(c) for c in members) == 20_000
+
+
+def test_nobody_is_in_two_clusters():
+    with pytest.raises(ValueError, match="two clusters"):
+        Clusters((("a", "b"), ("b", "c")))

@@ -10,7 +10,7 @@ from sklearn.decomposition import PCA
 
 from agent.nouns import Clusters, Cohort, Image, Latents, Patient
 from agent.stages.average import aggregate_labels, average, patient_label
-from agent.stages.invert import BadBasis, Basis, decode, fit_basis, invert, load_basis, save_basis
+from agent.stages.invert import BadBasis, Basis, fit_basis, invert, load_basis, save_basis
 
 DIGITS = (load_digits().images / 16).astype(np.float32)
 
@@ -27,7 +27,7 @@ def _cohort(*images_of_each):
 def test_the_basis_is_that_of_scikit_learn_up_to_signs():
     basis = fit_basis(DIGITS[:300], 10, "public")
     oracle = PCA(10, svd_solver="full").fit(DIGITS[:300].reshape(300, 64))
-    assert np.allclose(np.abs(np.sum(basis.components * oracle.components_, axis=1)), 1, atol=1e-4)
+    assert np.allclose(np.abs(np.sum(basis.axes * oracle.components_, axis=1)), 1, atol=1e-4)
     assert np.allclose(basis.mean, oracle.mean_, atol=1e-6)
 
 
@@ -38,7 +38,7 @@ def test_fitting_twice_gives_the_same_bytes():
 def test_a_full_basis_brings_every_image_back():
     basis = fit_basis(DIGITS, 60, "public")
     cohort = _cohort(*[[(DIGITS[i], "")] for i in range(20)])
-    back = decode(invert(cohort, basis).codes, basis)
+    back = basis.decode(invert(cohort, basis).codes)
     assert np.abs(back - np.rint(DIGITS[:20] * 255.0)).max() <= 8
 
 
@@ -57,7 +57,7 @@ def test_images_of_another_shape_are_refused():
 
 def test_decoded_intensities_are_clipped_not_wrapped():
     basis = fit_basis(DIGITS, 4, "public")
-    assert set(np.unique(decode(np.full((2, 4), 1e6, np.float32), basis))) <= {0, 255} | set(
+    assert set(np.unique(basis.decode(np.full((2, 4), 1e6, np.float32)))) <= {0, 255} | set(
         np.rint(basis.mean * 255).astype(np.uint8)
     )
 
@@ -69,7 +69,7 @@ def test_a_basis_survives_its_bytes(d, provenance, seed):
     back = load_basis(save_basis(basis))
     assert (back.shape, back.provenance) == (basis.shape, provenance)
     assert np.array_equal(back.mean, basis.mean)
-    assert np.array_equal(back.components, basis.components)
+    assert np.array_equal(back.axes, basis.axes)
 
 
 def _changed(**changes):
@@ -105,7 +105,7 @@ def test_bytes_that_are_no_basis_are_refused(data):
 def test_an_origin_that_is_not_said_is_refused():
     basis = fit_basis(DIGITS[:50], 3, "private")
     with pytest.raises(BadBasis, match="provenance"):
-        Basis(basis.mean, basis.components, basis.shape, "")
+        Basis(basis.mean, basis.axes, basis.shape, "")
 
 
 @pytest.mark.parametrize(("n", "d"), [(5, 5), (5, 0), (100, 65)])

@@ -1,0 +1,105 @@
+"""Pixel averages, and augmented views of a representative."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from agent.nets.stylegan import PRESETS, Generator
+from agent.nouns import Clusters, Cohort, Image, Patient
+from agent.stages.augment import Views, augmented, public_spread
+from agent.stages.average import pixel_average
+from agent.training.loop import seeded
+
+
+def _cohort(*images_of_each):
+    return Cohort(
+        tuple(Patient(f"p{i:03d}", tuple(Image(x, "") for x in own)) for i, own in enumerate(images_of_each))
+    )
+
+
+def _flat(*values, shape=(2, 3)):
+    return [np.full(shape, v, np.float32) for v in values]
+
+
+def test_the_pixel_average_is_the_mean_of_the_patients_mean_pictures():
+    rng = np.random.default_rng(0)
+    own = [[rng.random((4, 5), np.float32) for _ in range(n)] for n in (1, 3, 2, 1)]
+    found = pixel_average(_cohort(*own), Clusters((("p002", "p000", "p001"), ("p003",))))
+    wanted = (sum(own[0]) / 1 + sum(own[1]) / 3 + sum(own[2]) / 2) / 3
+    assert np.array_equal(found[0], np.rint(wanted * 255).astype(np.uint8))
+    assert np.array_equal(found[1], np.rint(own[3][0] * 255).astype(np.uint8))
+    assert found.dtype == np.uint8
+
+
+def test_a_patient_with_many_images_does_not_outweigh_the_others():
+    found = pixel_average(_cohort(_flat(*[1.0] * 9), _flat(0.0)), Clusters((("p000", "p001"),)))
+    assert set(np.unique(found)) == {128}  # 127.5, rounded to even
+
+
+def test_colour_is_averaged_too():
+    found = pixel_average(
+        _cohort(_flat(0.2, shape=(2, 2, 3)), _flat(0.6, shape=(2, 2, 3))), Clusters((("p000", "p001"),))
+    )
+    assert found.shape == (1, 2, 2, 3)
+    assert set(np.unique(found)) == {102}
+
+
+@pytest.mark.parametrize("members", [(("p000", "zz"),), ((),), ()])
+def test_a_stranger_nobody_and_no_cluster_have_no_pixel_average(members):
+    with pytest.raises(ValueError, match="cluster"):
+        pixel_average(_cohort(_flat(0.5)), Clusters(members))
+
+
+CODES = np.random.default_rng(2).normal(size=(3, 8)).astype(np.float32)
+
+
+def test_views_begin_with_the_representative_and_spread_as_they_were_asked_to():
+    spread = np.linspace(0.1, 2, 8).astype(np.float32)
+    made, of = augmented(CODES, spread, Views(1000, 0.1), np.random.default_rng(0))
+    assert made.dtype == np.float32
+    assert of.tolist() == [0] * 1000 + [1] * 1000 + [2] * 1000
+    assert np.array_equal(made[::1000], CODES)
+    noise = (made - CODES[of]).reshape(3, 1000, 8)[:, 1:].reshape(-1, 8)
+    assert np.allclose(noise.std(axis=0), 0.1 * spread, rtol=0.08)
+    assert np.allclose(noise.mean(axis=0), 0, atol=0.012 * spread)
+
+
+def test_given_the_representative_views_do_not_depend_on_anything_private():
+    # no argument could carry a patient, and what is added does not depend on the code
+    assert set(inspect.signature(augmented).parameters) == {"codes", "spread", "views", "rng"}
+    one, _ = augmented(CODES, 1.0, Views(), np.random.default_rng(7))
+    two, _ = augmented(CODES + 5, 1.0, Views(), np.random.default_rng(7))
+    assert np.allclose(two - one, 5, atol=1e-5)
+
+
+def test_one_view_is_the_representative():
+    made, of = augmented(CODES, 1.0, Views(1), np.random.default_rng(0))
+    assert np.array_equal(made, CODES)
+    assert of.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("count", "sigma"), [(0, 1.0), (2000, 1.0), (5, 0.0), (5, float("nan")), (5, float("inf"))])
+def test_views_that_are_none_are_refused(count, sigma):
+    with pytest.raises(ValueError, match="views"):
+        Views(count, sigma)
+
+
+def test_codes_that_are_no_numbers_have_no_views():
+    for codes, spread in ((CODES * np.nan, 1.0), (CODES, float("nan")), (CODES[0], 1.0)):
+        with pytest.raises(ValueError, match="finite"):
+            augmented(codes, spread, Views(), np.random.default_rng(0))
+
+
+def test_the_public_spread_is_that_of_the_generators_own_codes():
+    with seeded(1):
+        generator = Generator(PRESETS["tiny32"])
+    found = public_spread(generator, 500, np.random.default_rng(0))
+    z = torch.from_numpy(np.random.default_rng(0).standard_normal((500, 64), np.float32))
+    with torch.no_grad():
+        wanted = generator.mapping(z).numpy().reshape(500, -1).std(axis=0)
+    assert found.shape == (generator.architecture.num_ws * 64,)
+    assert np.allclose(found, wanted, rtol=1e-4)
+    made, _ = augmented(np.zeros((2, found.size), np.float32), found, Views(3), np.random.default_rng(0))
+    assert made.shape == (6, found.size)
