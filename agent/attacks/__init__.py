@@ -1,0 +1,1 @@
+"""Attacks on synthetic sets, as an adversary would run them; each prints what chance alone would reach."""
