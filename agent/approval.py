@@ -5,7 +5,11 @@ from __future__ import annotations
 import base64
 from dataclasses import replace
 
-from agent.pipeline import Parcel, Refused, Site, ever_released, give_up, leave, parcel, still_in
+from agent.grants import give_up
+from agent.pipeline import leave, parcel, still_in
+from agent.released import made_of, note_search, retire
+from agent.site import Parcel, Refused, Site
+from policies.claims import KAnonymous
 from policies.entries import Reserved
 from policies.review import Finding, Verdict
 from policies.statement import Release, parse
@@ -37,11 +41,10 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
 
 
 def _still_in(site: Site, release: str) -> None:
-    record = site.vault.note("releases") or []
-    made_of = ever_released([one for one in record if one["release"] == release])
-    if not made_of:  # nobody can say who is in it
+    persons = made_of(site, release)
+    if not persons:  # nobody can say who is in it
         raise Refused("site", Verdict((Finding("opted_out", "the vault does not know this release: withdraw it"),)))
-    still_in(site, made_of)
+    still_in(site, persons)
 
 
 def waiting(site: Site, release: str) -> tuple[Release, bytes]:
@@ -69,7 +72,12 @@ def withdraw(site: Site, release: str) -> None:
     if release not in pending:
         raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
     grant = site.books.store.state.grants[pending[release]["grant"]].reserved
+    draft = parse(pending[release]["statement"].encode())
+    assert isinstance(draft, Release)
+    if isinstance(draft.claim, KAnonymous):  # it was looked at: another k after it is a choice from what was seen
+        note_search(site, draft.modality, (draft.claim.k,))
     _forget(site, release)
+    retire(site, release)  # persons did not want these pictures out: no later release shows them either
     if isinstance(grant, Reserved):
         give_up(site, grant, "withdrawn")
 

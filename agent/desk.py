@@ -22,8 +22,8 @@ from agent.edges.door import GrpcDoor
 from agent.edges.log import open_log
 from agent.edges.vault import Vault
 from agent.edges.watch import Watch
-from agent.pipeline import Site
 from agent.recovery import present, recover
+from agent.site import Site
 from policies.policy import Policy, strictest
 from policies.register import Register
 from policies.sqlite import open_sqlite

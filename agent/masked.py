@@ -10,7 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agent.mechanisms.federated import FederatedMasked
 from agent.nouns import Update
 from agent.participant import Participant
-from agent.pipeline import Refused, still_in
+from agent.pipeline import still_in
+from agent.site import Refused
 from policies.review import Finding, Verdict
 from protos import secret
 from protos.artifact import BadArtifact, unpack_vector

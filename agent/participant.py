@@ -11,23 +11,11 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agent.grants import finish, hold, if_reachable, let_go, unused
 from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.nouns import Update
-from agent.pipeline import (
-    Parcel,
-    Refused,
-    Site,
-    ask,
-    draft_of,
-    finish,
-    hold,
-    if_reachable,
-    let_go,
-    parcel,
-    set_out,
-    still_in,
-    unused,
-)
+from agent.pipeline import ask, draft_of, parcel, set_out, still_in
+from agent.site import Parcel, Refused, Site
 from agent.stages.finetune import Entropy
 from policies.claims import Claim
 from policies.entries import Reserved

@@ -7,220 +7,26 @@ Nothing here knows a file, a socket or a clock: the site's books, its vault and 
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.mechanisms.ksame import KSame
-from agent.nouns import Clusters, Cohort, Forked, SyntheticSet, Unreachable
+from agent.grants import give_up, if_reachable, price
+from agent.mechanisms import Mechanism, Synthesis
+from agent.nouns import Cohort, CohortTooSmall, Selection, SyntheticSet, Unreachable
+from agent.released import freeze, kept_clusters, remember, searched, together
+from agent.site import Parcel, Refused, Site, Waiting
+from agent.stages.average import majority
+from agent.stages.cluster import possible
 from policies.accounting import epsilon_nano
 from policies.claims import Claim, Gaussian
-from policies.entries import InvalidEntry, Reserved
-from policies.register import Register
+from policies.entries import InvalidEntry
 from policies.review import TERMS, Finding, Verdict
-from policies.review import price as price_of
-from policies.statement import Release, Reservation, Settlement, Statement, encode, release_id
+from policies.statement import Release, encode, release_id
 from protos.artifact import pack_images
-
-
-class Refused(Exception):
-    """A review said no; the verdict says why. Nothing left under it."""
-
-    def __init__(self, where: str, verdict: Verdict) -> None:
-        """``where`` is "site" or "coordinator"."""
-        super().__init__("; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings))
-        self.where, self.verdict = where, verdict
-
-
-class Waiting(Exception):
-    """A release was made, and persons must approve it before it leaves."""
-
-    def __init__(self, goods: Parcel, roles: frozenset[str]) -> None:
-        """``roles`` is who must approve."""
-        super().__init__(f"{goods.release.release} waits for approval by: {', '.join(sorted(roles))}")
-        self.goods, self.roles = goods, roles
-
-
-class Door(Protocol):
-    """The one way out: the coordinator's service over mutual TLS."""
-
-    def reserve(self, key: str, envelope: bytes) -> Verdict:
-        """Hold the price at the coordinator."""
-
-    def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
-        """Hand in an artifact for review."""
-
-    def settle(self, key: str, envelope: bytes) -> Verdict:
-        """Say what became of a grant."""
-
-    def outcome(self, key: str, envelope: bytes) -> Verdict | None:
-        """What a key has led to, with the SHA-256 of the envelope sent; None if the coordinator never heard of it."""
-
-    def amend(self, key: str, envelope: bytes) -> Verdict:
-        """Hand in the site's new policy."""
-
-    def present(self, key: str, envelope: bytes) -> Verdict:
-        """After a restore: show a receipt, or say that these were all."""
-
-
-class Vault(Protocol):
-    """The site's encrypted store."""
-
-    def cohort(self, modality: str, shape: tuple[int, int], without: Iterable[str] = ()) -> Cohort:
-        """The eligible patients."""
-
-    def opted_out(self) -> frozenset[str]:
-        """Who wants no part, as of now."""
-
-    def note(self, name: str) -> Any:
-        """A private note."""
-
-    def write_note(self, name: str, value: Any) -> None:
-        """Store a private note."""
-
-
-Mechanism = KSame | Federated | FederatedMasked
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One hospital's agent, put together by ``__main__``."""
-
-    name: str
-    books: Register  # the site's own ledger: the hard gate
-    door: Door
-    vault: Vault
-    seal: Callable[[Statement], bytes]
-    read: Callable[[bytes], Release]  # back from an envelope that this site sealed
-    new_id: Callable[[str], str]  # prefix -> fresh opaque id
-    say: Callable[[str, str], None]  # step, detail: progress for people
-
-
-@contextlib.contextmanager
-def if_reachable() -> Iterator[None]:
-    """What follows can do without the coordinator's answer; but a ledger that forked is no mere silence.
-
-    Raises:
-        Forked: people have to look.
-    """
-    try:
-        yield
-    except Forked:
-        raise
-    except Unreachable:
-        pass
-
-
-def hold(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> tuple[Reservation, bytes]:
-    """Reserve the mechanism's claim in the site's own ledger. No image has been read.
-
-    Returns:
-        What was granted here, and the sealed reservation for the coordinator.
-    Raises:
-        Refused: by the site; the coordinator is told, and holds nothing.
-        Forked: it could not be told.
-    """
-    reservation = Reservation(
-        site.new_id("grant"), site.name, run, mechanism.name, mechanism.claim(), mechanism.components(), modality
-    )
-    envelope = site.seal(reservation)
-    if run and site.books.policy_of(site.name).approvals:
-        raise Refused("site", Verdict((Finding("approval", "the policy has persons approve; rounds do not wait"),)))
-    site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
-    verdict = site.books.reserve(f"reserve-{reservation.grant}", reservation, envelope)
-    if not verdict.admitted:
-        declined = settlement(reservation, "declined", verdict.findings[0].rule)
-        with if_reachable():  # the refusal stands, whether or not the coordinator hears of it
-            site.door.settle(f"settle-{reservation.grant}", site.seal(declined))
-        raise Refused("site", verdict)
-    return reservation, envelope
-
-
-def price(site: Site, mechanism: Mechanism, modality: str) -> Reservation:
-    """Reserve the mechanism's claim, in the site's ledger and then at the coordinator. No image has been read.
-
-    A site's part in a run is reserved by the coordinator, for all sites at once (:mod:`agent.participant`).
-
-    Returns:
-        What was granted.
-    Raises:
-        Refused: by either ledger; the other one holds nothing.
-        Unreachable: the site's grant stays held, and is spent at the next start.
-    """
-    reservation, envelope = hold(site, mechanism, modality)
-    verdict = site.door.reserve(f"reserve-{reservation.grant}", envelope)
-    if not verdict.admitted:
-        let_go(site, reservation)
-        raise Refused("coordinator", verdict)
-    return reservation
-
-
-def let_go(site: Site, reservation: Reservation | Reserved) -> None:
-    """The coordinator refused the price: what the site's ledger holds is free again, since nothing was read."""
-    site.books.free(reservation.grant, "refused", site.seal(settlement(reservation, "declined", "coordinator")))
-
-
-def unused(site: Site, reservation: Reservation | Reserved) -> None:
-    """Leave a run that was granted and in which nothing was begun: what is held here is free again.
-
-    Only the process that reserved it knows that nothing was read. The coordinator hears the same word, and spends.
-    """
-    word = site.seal(settlement(reservation, "declined", "unused"))
-    site.books.free(reservation.grant, "unused", word)
-    with if_reachable():  # there it stays held until the run's end, which is as good as spent
-        site.door.settle(f"settle-{reservation.grant}", word)
-
-
-def give_up(site: Site, reservation: Reservation | Reserved, reason: str) -> None:
-    """Close a grant that will see no release: it is spent, and the coordinator is told so.
-
-    Raises:
-        Unreachable: the site's own ledger is closed all the same; the coordinator's grant stays held.
-    """
-    site.books.close(reservation.grant, "expired")
-    site.door.settle(f"settle-{reservation.grant}", site.seal(settlement(reservation, "expired", reason)))
-
-
-def finish(site: Site, name: str, made: Claim | None) -> None:
-    """Close a grant under which no more will be made: what was made is spent, and the rest given back here.
-
-    Made, not what left: a round that failed has read images, and its failure was an answer. The coordinator spends
-    the whole grant; the stricter of both books binds.
-    """
-    grant = site.books.store.state.grants[name]
-    reserved = grant.reserved
-    if grant.state != "held" or not isinstance(reserved, Reserved):
-        return
-    used = price_of(made, site.books.store.state.accounts[reserved.account]) if made else reserved.amount
-    if not grant.sent <= used < reserved.amount:
-        site.books.close(name, "finished")
-    else:
-        word = settlement(reserved, "finished", "finished", used)
-        site.books.finish(word, site.seal(word))
-    with if_reachable():  # there it stays held, which is as good as spent
-        site.door.settle(f"settle-{name}", site.seal(settlement(reserved, "expired", "finished")))
-
-
-def settlement(reservation: Reservation | Reserved, outcome: str, reason: str, used: int = 0) -> Settlement:
-    """The word on a grant that will see no release."""
-    r = reservation
-    return Settlement(r.grant, r.site, r.run, r.mechanism, outcome, reason, used)
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """A release ready to leave: statement, envelope, artifact."""
-
-    release: Release
-    envelope: bytes
-    artifact: bytes
-    clear: bytes = b""  # the artifact before it was sealed to a reader, for persons to look at; "": it is in clear
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +78,8 @@ def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim:
         epsilon_nano=None,
         delta=None,
         components=mechanism.components(),
-        # k-Same compares every representative with the patients' images, and refuses a copy (P7)
-        vetted_against="private" if isinstance(mechanism, KSame) else "nothing",
+        # synthesis compares every representative with the patients' images, and refuses a copy (P7)
+        vetted_against="private" if isinstance(mechanism, Synthesis) else "nothing",
         modality=modality,
         reid_rate=None,
         approvals={},
@@ -325,30 +131,47 @@ def ask(site: Site) -> None:
 
 
 def release_synthetic(
-    site: Site, mechanism: KSame, modality: str, rng: np.random.Generator, wrapping: Wrapping | None = None
+    site: Site,
+    mechanism: Synthesis,
+    modality: str | Selection,
+    rng: np.random.Generator,
+    wrapping: Wrapping | None = None,
 ) -> tuple[Parcel, Verdict]:
     """A k-anonymous synthetic set, from price to verdict; as PNG in clear unless ``wrapping`` says otherwise.
 
+    What an earlier release showed of a cluster is shown again as it was, or never again (:mod:`agent.stages.freeze`);
+    the mechanism sees only patients whom no release has shown.
+
     Raises:
-        Refused: the price was refused; nothing was read.
-        CohortTooSmall: the grant is spent, since images were read.
+        Refused: k is none of those that were searched, or the price was refused; nothing was read.
+        CohortTooSmall: nothing was priced; or, where only the images show it, the grant is spent.
         Unreachable: no verdict yet.
     """
-    grant = price(site, mechanism, modality)
+    selection = Selection(modality, mechanism.shape) if isinstance(modality, str) else modality
+    again, taken = kept_clusters(site, mechanism, selection)
+    tried = searched(site, selection.modality)
+    if tried and mechanism.k not in tried:
+        raise Refused("site", Verdict((Finding("menu", "k is none of those that were tried: tune with it first"),)))
+    labels = [majority(own) for own in site.vault.roster(selection, taken)]
+    if not possible(labels, mechanism.k, mechanism.l_diversity):
+        raise CohortTooSmall  # known from labels alone: nothing is priced, and nobody outside hears of it
+    grant = price(site, mechanism, selection.modality)
     try:
-        record = site.vault.note("releases") or []
         site.say("read", "the eligible patients, from the vault")
-        cohort = site.vault.cohort(modality, mechanism.basis.shape, ever_released(record))
+        everybody = site.vault.cohort(selection).patients
+        cohort = Cohort(tuple(patient for patient in everybody if patient.pseudonym not in taken))
+        others = tuple(patient for patient in everybody if patient.pseudonym in taken)
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
-        synthetic, clusters = mechanism.run(cohort, rng)
-        goods = wrapped(
-            site,
-            draft_of(site, mechanism, grant.grant, modality, mechanism.claim()),
-            synthetic,
-            wrapping or Wrapping(),
-        )
-        site.vault.write_note("releases", [*record, _remember(goods.release.release, clusters)])
-        still_in(site, {person for cluster in clusters.members for person in cluster})
+        made, clusters = mechanism.run(cohort, rng, others)
+        missing = len(cohort.patients) - sum(map(len, clusters.members))
+        if missing:  # said to the site's own operator, and to nobody else
+            site.say("make", f"{missing} patients are behind no picture: their clusters stayed at risk")
+        fresh = freeze(made, clusters, mechanism, selection)
+        draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
+        draft = replace(draft, menu=",".join(map(str, tried)))
+        goods = wrapped(site, draft, together([*fresh, *again], rng), wrapping or Wrapping())
+        remember(site, goods.release.release, fresh, again)
+        still_in(site, {person for cluster in (*fresh, *again) for person in cluster.members})
         needed = site.books.policy_of(site.name).approvals
         if needed:
             wait(site, goods)
@@ -383,16 +206,3 @@ def wait(site: Site, goods: Parcel) -> None:
         "clear": base64.b64encode(goods.clear).decode(),
     }
     site.vault.write_note("pending", {**pending, goods.release.release: kept})
-
-
-def _remember(release: str, clusters: Clusters) -> dict[str, Any]:
-    return {"release": release, "clusters": [list(c) for c in clusters.members]}
-
-
-def ever_released(record: Sequence[dict[str, Any]]) -> set[str]:
-    """Pseudonyms that are in a released cluster already.
-
-    Overlapping clusters of two releases can be intersected (P5), and a cluster made again from newer images can
-    be differenced with its older image. So a patient takes part once, ever, as claim level B says.
-    """
-    return {pseudonym for one in record for cluster in one["clusters"] for pseudonym in cluster}

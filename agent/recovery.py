@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from agent.pipeline import Refused, Site, ask, give_up
+from agent.grants import give_up
+from agent.pipeline import ask
+from agent.released import keep_only
+from agent.site import Refused, Site
 from policies.entries import Recovered, Reserved
 from policies.review import Verdict
 from policies.statement import Receipts
@@ -32,8 +35,7 @@ def recover(site: Site) -> list[str]:
     sent = site.books.store.state.sent  # what has set out waits no longer, whatever interrupted it
     site.vault.write_note("pending", {name: kept for name, kept in pending.items() if name not in sent})
     known = {*sent, *site.books.store.state.releases, *pending}
-    record = site.vault.note("releases") or []
-    site.vault.write_note("releases", [one for one in record if one["release"] in known])
+    keep_only(site, known)
     return [reserved.grant for reserved in held]
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -30,6 +30,7 @@ from agent.edges.notes import Notes
 from agent.edges.room import sync_folder
 from agent.edges.sealed import VaultError, derive, faults
 from agent.edges.vault import Vault
+from agent.stages.freeze import place_of
 from protos.keyfile import read_private, write_private
 
 __all__ = [
@@ -268,11 +269,21 @@ def _purge(home: Home, notes: Notes) -> int:
     for name in names(home):
         vault = _open(home, name)
         try:
+            _retire(vault, persons)
             gone += vault.purge(persons)
         finally:
             vault.close()
     notes.purged(persons)
     return gone
+
+
+def _retire(vault: Vault, persons: Set[str]) -> None:
+    """Forget the pictures of every released cluster that one of them is behind, whole: see ``agent.released``."""
+    for one in vault.note("releases") or []:
+        for index, members in enumerate(one["clusters"]):
+            place = place_of(one["release"], index)
+            if not persons.isdisjoint(members) and vault.project_note(place) is not None:
+                vault.write_project_note(place, None)
 
 
 # -- an end

@@ -20,7 +20,7 @@ from agent.masked import Sum
 from agent.mechanisms.federated import BadConfiguration
 from agent.nouns import Forked, Unreachable, Update
 from agent.participant import read_mechanism
-from agent.pipeline import Refused
+from agent.site import Refused
 from policies.claims import UnsupportedClaim
 from policies.entries import InvalidEntry
 from policies.store import LedgerStopped

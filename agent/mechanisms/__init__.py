@@ -5,13 +5,20 @@ write the file, its entry here and its terms in ``policies/review.py`` (a test c
 conformance suite in ``tests/agent/test_mechanisms.py``, which fails until there is one.
 """
 
+from agent.mechanisms.anonfaces import AnonFaces
 from agent.mechanisms.federated import Federated, FederatedMasked
+from agent.mechanisms.ksalsa import KSalsa
 from agent.mechanisms.ksame import KSame
 
-MECHANISMS: dict[str, type[KSame] | type[Federated] | type[FederatedMasked]] = {
-    "ksame": KSame,  # claim: k-anonymous; run(cohort, rng, settled)
+Synthesis = KSame | KSalsa | AnonFaces  # claim: k-anonymous; run(cohort, rng)
+Mechanism = Synthesis | Federated | FederatedMasked
+
+MECHANISMS: dict[str, type[Mechanism]] = {
+    "ksame": KSame,
+    "ksalsa": KSalsa,
+    "anonfaces": AnonFaces,
     "federated": Federated,  # claim: (epsilon, delta)-DP per patient; run_round(cohort, update, entropy)
     "federated-masked": FederatedMasked,  # claim: the same of the sum alone; run_round gives one site's part of it
 }
 
-__all__ = ["MECHANISMS", "Federated", "FederatedMasked", "KSame"]
+__all__ = ["MECHANISMS", "AnonFaces", "Federated", "FederatedMasked", "KSalsa", "KSame", "Mechanism", "Synthesis"]

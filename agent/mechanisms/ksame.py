@@ -6,25 +6,18 @@ patients, nobody is dropped, labels are l-diverse and the basis is fitted on pub
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from agent.nouns import Clusters, Cohort, SyntheticSet
+from agent.nouns import Clusters, Cohort, Patient, SyntheticSet
 from agent.stages.average import aggregate_labels, average, patient_label
 from agent.stages.cluster import partition
-from agent.stages.invert import Basis, decode, invert
+from agent.stages.invert import Basis, invert, save_basis
+from agent.stages.vet import refuse_copies
 from policies.claims import KAnonymous, UnsupportedClaim
-
-
-class RepeatsAnInput(ValueError):
-    """A representative equals a real image. The text does not say which, or how many (P14)."""
-
-    def __init__(self) -> None:
-        """Say only that nothing is released."""
-        super().__init__("a representative equals an input image: nothing is released")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,23 +36,30 @@ class KSame:
         if not self.l_diversity <= self.k:
             raise UnsupportedClaim("a cluster of k patients has at most k labels")
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(h, w) of the images that it takes and makes."""
+        return self.basis.shape
+
+    @property
+    def form(self) -> str:
+        """What a representative of this configuration is comparable with: a digest of all that draws it."""
+        return hashlib.sha256(self.name.encode() + save_basis(self.basis)).hexdigest()
+
     def claim(self) -> KAnonymous:
         """What a release promises. It is settled before an image is read."""
         return KAnonymous(self.k, self.l_diversity, releases_per_patient=1)
 
     def components(self) -> dict[str, str]:
         """Where every component that an image is made or decoded by comes from (P6)."""
-        return {"encoder": self.basis.provenance, "generator": self.basis.provenance}
+        return self.basis.components()
 
     def run(
-        self, cohort: Cohort, rng: np.random.Generator, settled: Iterable[tuple[str, ...]] = ()
+        self, cohort: Cohort, rng: np.random.Generator, others: tuple[Patient, ...] = ()
     ) -> tuple[SyntheticSet, Clusters]:
         """Make one representative for each cluster.
 
-        ``settled`` are the clusters of the site's earlier releases (P5). The promise that a patient is in
-        one released cluster ever holds when the caller passes *all* of them. A settled cluster's
-        representative is the same as before only while its patients' images are the same: a caller that
-        re-ingests patients has to release the old artifact again, not run again.
+        ``others`` are patients of earlier releases: nothing is made of them, and what is made is compared with them.
 
         Returns:
             The set, (m, h, w) with m labels, in random order, and the clusters in the same order. The
@@ -70,10 +70,7 @@ class KSame:
         """
         latents = invert(cohort, self.basis)
         labels = [patient_label(patient) for patient in cohort.patients]
-        clusters = partition(latents, labels, self.k, self.l_diversity, rng, settled)
-        images = decode(average(latents, clusters), self.basis)
-        made = {image.tobytes() for image in images}
-        real = (image.pixels for patient in cohort.patients for image in patient.images)
-        if any(np.rint(pixels * 255.0).astype(np.uint8).tobytes() in made for pixels in real):
-            raise RepeatsAnInput
+        clusters = partition(latents, labels, self.k, self.l_diversity, rng)
+        images = self.basis.decode(average(latents, clusters))
+        refuse_copies(images, (*cohort.patients, *others))
         return SyntheticSet(images, aggregate_labels(cohort, clusters)), clusters

@@ -12,7 +12,7 @@ from agent.edges.rounds import Over, Station, _Desk, _keep_on
 from agent.edges.tasks import Declined, Task
 from agent.nouns import Forked
 from agent.participant import Participant
-from agent.pipeline import Refused
+from agent.site import Refused
 from policies.entries import Entry, Expired, Freed, InvalidEntry
 from policies.entries import Refused as RefusedEntry
 from policies.sqlite import export_file

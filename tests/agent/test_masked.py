@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.mechanisms.federated import FederatedMasked
-from agent.pipeline import Refused
+from agent.site import Refused
 from coordinator.edges.conductor import InHand
 from coordinator.intake import Intake
 from policies.policy import parse

@@ -15,7 +15,8 @@ from agent.edges.tasks import Declined, Task
 from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.mechanisms.ksame import KSame
 from agent.nouns import Cohort
-from agent.pipeline import Refused, release_synthetic
+from agent.pipeline import release_synthetic
+from agent.site import Refused
 from protos.secagg_wire import Step
 from tests.agent.test_leaving import Quiet
 from tests.agent.test_masked import Trial

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agent.mechanisms.federated import Federated
 from agent.nouns import Unreachable, Update
 from agent.participant import NOTE, Participant
-from agent.pipeline import Refused
 from agent.recovery import recover
+from agent.site import Refused
 from coordinator.intake import Intake
 from policies.policy import parse
 from policies.register import Register

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +14,17 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.approval import hand_over
+from agent.approval import hand_over, withdraw
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
-from agent.nouns import CohortTooSmall, Unreachable, Update
+from agent.nouns import CohortTooSmall, Selection, Split, Unreachable, Update
 from agent.participant import Participant
-from agent.pipeline import Parcel, Refused, Site, Waiting, release_synthetic
+from agent.pipeline import release_synthetic
 from agent.recovery import recover
+from agent.released import TooManySearches, form_of, note_search, searched
+from agent.site import Parcel, Refused, Site, Waiting
 from agent.stages.invert import Basis, fit_basis
+from agent.stages.vet import RepeatsAnInput
 from coordinator.intake import Intake
 from policies import governance
 from policies.export import Unsound
@@ -28,11 +35,13 @@ from policies.sqlite import export_file, open_sqlite
 from policies.statement import Release
 from policies.store import Store
 from policies.verify import verify
+from protos.artifact import unpack_images
 from tests.support.books import Clock, Hospital, Person, policy
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.wards import SHAPE, Door, Vault, federated, site_of
 
 RNG = np.random.default_rng(5)
+ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclass
@@ -149,27 +158,207 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
     assert p.last is None
 
 
-def test_too_few_patients_spend_the_grant_and_say_nothing_of_their_number(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=3)
+@pytest.mark.parametrize("patients", [0, 1, 3, 4])
+def test_too_few_patients_are_refused_before_a_price_is_held_and_nobody_outside_hears_of_it(
+    tmp_path: Path, patients: int
+) -> None:
+    s = stage(tmp_path, patients=patients)
+    before = s.intake.register.store.state.size
+    with pytest.raises(CohortTooSmall) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    assert not any(character.isdigit() for character in str(caught.value))
+    assert s.vault.reads == 0
+    assert s.spent("k") == ((0, 0), (0, 0))
+    assert s.intake.register.store.state.size == before
+
+
+def test_labels_that_allow_no_cluster_are_refused_before_a_price_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = stage(tmp_path)
+    for labels in (("",), ("ill",)):  # none given; the same for everybody
+        monkeypatch.setattr(type(s.vault), "roster", lambda *_, own=labels: (own,) * 12)
+        with pytest.raises(CohortTooSmall):
+            release_synthetic(s.site, ksame(), "OT", RNG)
+    assert (s.vault.reads, s.spent("k")) == (0, ((0, 0), (0, 0)))
+
+
+def test_what_only_the_images_show_spends_the_grant_and_says_nothing_of_their_number(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=12)
+    s.vault.unreadable = 9
     with pytest.raises(CohortTooSmall) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert not any(character.isdigit() for character in str(caught.value))
     assert s.spent("k") == ((0, 1), (0, 1))
 
 
-def test_a_patient_is_released_once_ever(tmp_path: Path) -> None:
-    """P5: two overlapping releases can be intersected, so a second one is of other patients."""
-    s = stage(tmp_path, patients=12)
+def _shown(goods: Parcel) -> Counter[tuple[bytes, str]]:
+    images, labels = unpack_images(goods.artifact)
+    return Counter(zip((image.tobytes() for image in images), labels, strict=True))
+
+
+def _behind(site: Site) -> list[set[str]]:
+    return [set(cluster) for one in site.vault.note("releases") for cluster in one["clusters"]]
+
+
+def test_a_grown_cohort_shows_old_clusters_as_they_were_and_new_ones_of_new_patients(tmp_path: Path) -> None:
+    """P5: what two releases have in common is the same to the last byte, so nothing can be differenced."""
+    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
+    s.vault.patients, s.vault.seed = 24, 2  # and the old patients have other images now
+    second, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert verdict.admitted
+    assert _shown(first) < _shown(second)
+    behind = _behind(s.site)
+    assert sum(map(len, behind)) == len(set().union(*behind)) == 24
+    assert all(len(cluster) >= 5 for cluster in behind)
+
+
+def test_a_partition_drawn_anew_would_mix_old_patients_with_new_ones(tmp_path: Path) -> None:
+    """P5 broken on purpose: without the record, clusters of two releases overlap and can be intersected."""
+    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
     release_synthetic(s.site, ksame(), "OT", RNG)
-    first = {p for cluster in s.vault.note("releases")[0]["clusters"] for p in cluster}
+    old = _behind(s.site)
+    s.vault.write_note("releases", [])
     s.vault.patients = 24
-    s2 = stage(_fresh(tmp_path), patients=24)
-    s2.vault.notes = s.vault.notes
-    release_synthetic(s2.site, ksame(), "OT", RNG)
-    second = {p for cluster in s2.vault.note("releases")[1]["clusters"] for p in cluster}
-    assert first
-    assert second
-    assert not first & second
+    release_synthetic(s.site, ksame(), "OT", RNG)
+    assert any(a & b and a != b for a in old for b in _behind(s.site))
+
+
+def test_a_cluster_of_somebody_who_opted_out_is_retired_whole_even_if_they_come_back(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=12, max_releases_per_patient=4)
+    first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
+    gone = next(iter(_behind(s.site)[0]))
+    s.vault.out, s.vault.patients = frozenset({gone}), 24
+    second, _ = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert sum((_shown(first) & _shown(second)).values()) == sum(_shown(first).values()) - 1
+    s.vault.out, s.vault.patients = frozenset(), 36
+    third, _ = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert not (_shown(first) - _shown(second)) & _shown(third), "the picture is forgotten"
+    behind = _behind(s.site)
+    assert sum(map(len, behind)) == len(set().union(*behind)), "and the others entered no second cluster"
+
+
+def test_old_clusters_are_not_shown_among_pictures_of_another_kind(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
+    s.vault.patients = 24
+    other = Selection("OT", SHAPE, labels=frozenset({"0", "1", "2"}))
+    second, _ = release_synthetic(s.site, ksame(), other, RNG)
+    assert not _shown(first) & _shown(second)
+    behind = _behind(s.site)
+    assert sum(map(len, behind)) == len(set().union(*behind)) == 24
+
+
+def test_a_form_is_the_same_in_every_process_and_another_for_every_rule() -> None:
+    """Were it not, a second release would show no old cluster: sets have another order in every process."""
+    code = (
+        "from agent.nouns import Selection; from agent.released import form_of;"
+        "from tests.agent.test_pipeline import ksame;"
+        "print(form_of(ksame(), Selection('OT', (8, 8), labels=frozenset('abcdefgh'))))"
+    )
+    said = set()
+    for seed in ("1", "2"):
+        told = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-c", code], env=told, cwd=ROOT, capture_output=True, check=True)
+        said.add(done.stdout)
+    assert len(said) == 1
+    base = Selection("OT", SHAPE)
+    split = Split("s", {"a": 1, "b": 2})
+    rules = [
+        *(base, replace(base, modality="CT"), replace(base, shape=(4, 4)), replace(base, body_part="EYE")),
+        *(replace(base, labels=frozenset("a")), replace(base, min_instances=2), replace(base, fit=True)),
+        *(replace(base, split=split, part="a"), replace(base, split=split, part="b")),
+    ]
+    assert len({form_of(ksame(), rule) for rule in rules}) == len(rules)
+    assert form_of(ksame(), base) != form_of(replace(ksame(), basis=other_basis()), base)
+
+
+def other_basis() -> Basis:
+    return fit_basis(np.random.default_rng(10).random((40, *SHAPE)).astype(np.float32), 8, "public")
+
+
+def test_a_release_that_persons_did_not_want_is_not_shown_by_a_later_one(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
+    with pytest.raises(Waiting) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    unwanted = _shown(caught.value.goods)
+    withdraw(s.site, caught.value.goods.release.release)
+    s.vault.patients = 24
+    with pytest.raises(Waiting) as again:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    assert not unwanted & _shown(again.value.goods)
+
+
+def test_every_k_that_was_tried_is_in_the_statement_and_a_k_of_another_menu_is_refused(tmp_path: Path) -> None:
+    """Tuning reads patients (001, section 3.5): what was tried is told, and k comes from it."""
+    s = stage(tmp_path, patients=24, max_releases_per_patient=3)
+    note_search(s.site, "OT", (5, 8))
+    note_search(s.site, "OT", (5, 11))
+    goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert verdict.admitted
+    assert goods.release.menu == "5,8,11"
+    s.vault.patients, before, reads = 48, s.spent("k"), s.vault.reads
+    with pytest.raises(Refused, match="menu"):
+        release_synthetic(s.site, ksame(6), "OT", RNG)
+    assert (s.spent("k"), s.vault.reads) == (before, reads), "one mistyped k costs nothing"
+
+
+def test_a_search_that_no_statement_could_say_is_refused_before_it_is_noted(tmp_path: Path) -> None:
+    s = stage(tmp_path)
+    note_search(s.site, "OT", range(5, 60))
+    for menu in (range(60, 80), (1_000_000,)):
+        with pytest.raises(TooManySearches):
+            note_search(s.site, "OT", menu)
+    assert searched(s.site, "OT") == tuple(range(5, 60))
+    assert release_synthetic(s.site, ksame(), "OT", RNG)[1].admitted
+
+
+def test_what_waits_for_persons_is_shown_by_no_other_release_and_nobody_enters_two_clusters(tmp_path: Path) -> None:
+    """A waits, B is made beside it, A is withdrawn: what B shows stays excluded, whatever comes of A (P5)."""
+    s = stage(tmp_path, patients=12, max_releases_per_patient=9, approvals='["compliance"]')
+    person = Person("dpo-1", "compliance")
+    governance.appoint(s.site.books.store, person.name, person.role, person.public)
+    waits: list[Parcel] = []
+    for patients in (12, 24):
+        s.vault.patients = patients
+        with pytest.raises(Waiting) as caught:
+            release_synthetic(s.site, ksame(), "OT", RNG)
+        waits.append(caught.value.goods)
+    assert not _shown(waits[0]) & _shown(waits[1])
+    approve(s, person, waits[1].release)
+    assert hand_over(s.site, waits[1].release.release)[1].admitted
+    withdraw(s.site, waits[0].release.release)
+    recover(s.site)
+    s.vault.patients = 36
+    with pytest.raises(Waiting) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    behind = [set(c) for one in s.vault.note("releases") for c in one["clusters"]]
+    assert sum(map(len, behind)) == len(set().union(*behind))
+    assert _shown(waits[1]) < _shown(caught.value.goods), "what set out is shown again"
+    assert not _shown(waits[0]) & _shown(caught.value.goods)
+
+
+def test_a_k_that_persons_looked_at_and_did_not_want_is_a_k_that_was_tried(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=24, max_releases_per_patient=9, approvals='["compliance"]')
+    with pytest.raises(Waiting) as caught:
+        release_synthetic(s.site, ksame(6), "OT", RNG)
+    withdraw(s.site, caught.value.goods.release.release)
+    with pytest.raises(Refused, match="menu"):
+        release_synthetic(s.site, ksame(5), "OT", RNG)
+
+
+def test_what_is_made_is_compared_with_patients_of_earlier_releases_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: a representative of newcomers that is the picture of somebody released before does not leave."""
+    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    release_synthetic(s.site, ksame(), "OT", RNG)
+    old = np.rint(s.vault.cohort("OT", SHAPE).patients[0].images[0].pixels * 255).astype(np.uint8)
+    s.vault.patients = 24
+    monkeypatch.setattr(Basis, "decode", lambda self, codes: np.stack([old] * len(codes)))
+    with pytest.raises(RepeatsAnInput):
+        release_synthetic(s.site, ksame(), "OT", RNG)
 
 
 def test_after_a_crash_before_anything_set_out_the_same_patients_can_be_released(

@@ -19,7 +19,7 @@ from agent.desk import Desk, greet, open_desk
 from agent.mechanisms.federated import Federated
 from agent.nouns import Cohort, Forked, Update
 from agent.participant import Participant
-from agent.pipeline import Refused
+from agent.site import Refused
 from coordinator.intake import Intake
 from policies.entries import Refused as RefusedEntry
 from policies.review import Verdict

@@ -21,9 +21,9 @@ from agent.edges.records import read_task, records_of
 from agent.edges.tasks import Answer, Declined, Reply, Task
 from agent.masked import Sum
 from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.nouns import Cohort, Image, Patient, Unreachable, Update
+from agent.nouns import Cohort, Image, Patient, Selection, Unreachable, Update
 from agent.participant import Participant, read_mechanism
-from agent.pipeline import Refused, Site
+from agent.site import Refused, Site
 from coordinator.edges.secure import SecureStrategy
 from coordinator.edges.service import Staged
 from coordinator.edges.strategy import Gate, GatedStrategy, Progress, Result, RoundPlan, pack
@@ -84,20 +84,34 @@ class Vault:
     out: frozenset[str] = frozenset()  # who has opted out
     crash_at: str = ""  # a note's name: the process is gone before it is written
     seed: int = 1
+    unreadable: int = 0  # of the last patients, no image can be used: what only their pixels show
 
-    def cohort(self, modality: str, shape: tuple[int, int], without: Iterable[str] = ()) -> Cohort:
+    def cohort(
+        self, modality: str | Selection, shape: tuple[int, ...] | None = None, without: Iterable[str] = ()
+    ) -> Cohort:
         self.reads += 1
+        shape = modality.shape if isinstance(modality, Selection) else shape
         excluded = set(without) | self.out
         dice = np.random.default_rng(self.seed)
         found = []
-        for i in range(self.patients):
+        for i in range(self.patients - self.unreadable):
             images = tuple(Image(dice.random(shape).astype(np.float32), str(i % 3)) for _ in range(2))
             if f"{i:04d}" not in excluded:
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
 
+    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
+        excluded = set(without) | self.out
+        return tuple((str(i % 3),) * 2 for i in range(self.patients) if f"{i:04d}" not in excluded)
+
     def opted_out(self) -> frozenset[str]:
         return self.out
+
+    def project_note(self, name: str) -> Any:
+        return self.note(f"project/{name}")
+
+    def write_project_note(self, name: str, value: Any) -> None:
+        self.write_note(f"project/{name}", value)
 
     def note(self, name: str) -> Any:
         return json.loads(self.notes[name]) if name in self.notes else None

@@ -25,6 +25,7 @@ from agent.edges.projects import BadProject
 from agent.edges.quarantine import Quarantine
 from agent.edges.room import Arrival, Room
 from agent.edges.vault import Vault, VaultError
+from agent.stages.freeze import place_of
 from protos.identity import BadKeyFile
 from tests.support.books import policy
 
@@ -46,6 +47,7 @@ def home(tmp_path: Path) -> Home:
 
 def record(number: int, person: int = 1) -> Record:
     pixels = np.full(SHAPE, 1 / (1 + number), np.float32)
+    pixels[0] = 0  # a picture of one value is nobody's
     name, who = f"{number:032x}", f"{person:032x}"
     payload = b"PAYLOAD-IN-CLEAR" * 100
     return Record(name, f"{number + 2**90:032x}", who, who, "OT", "image", "7", pixels, payload, False, who)
@@ -144,9 +146,9 @@ def test_projects_hold_different_records_and_share_the_sites_books(home: Home) -
     stock(home, "lung", record(1, 1), record(2, 2))
     assert (kept(home), kept(home, "lung")) == ({who(1)}, {who(1), who(2)})
     with contextlib.closing(projects.open_vault(home, "lung")) as vault:
-        vault.write_note("releases", ["someone"])
+        vault.write_note("releases", [{"release": "r", "clusters": [["someone"]]}])
     with contextlib.closing(projects.open_vault(home)) as vault:
-        assert vault.note("releases") == ["someone"]
+        assert vault.note("releases") == [{"release": "r", "clusters": [["someone"]]}]
     (home.root / "projects" / "main.db").write_bytes((home.root / "projects" / "lung.db").read_bytes())
     with pytest.raises(VaultError, match="another one"):
         projects.open_vault(home)
@@ -219,11 +221,11 @@ def test_an_end_is_for_good(home: Home) -> None:
 def test_who_was_released_and_who_opted_out_outlive_the_project(home: Home) -> None:
     full(home)
     with contextlib.closing(projects.open_vault(home, "lung")) as vault:
-        vault.write_note("releases", ["someone"])
+        vault.write_note("releases", [{"release": "r", "clusters": [["someone"]]}])
     projects.opt_out(home, who(7))
     projects.end(home, "lung")
     with contextlib.closing(projects.open_vault(home)) as vault:
-        assert vault.note("releases") == ["someone"]
+        assert vault.note("releases") == [{"release": "r", "clusters": [["someone"]]}]
         assert vault.opted_out() == {who(7)}
 
 
@@ -326,6 +328,24 @@ def test_a_patient_who_opts_out_is_deleted_from_every_project_and_kept_in_none(h
     assert projects.opt_out(home, who(1)) == 0
 
 
+def test_an_opt_out_forgets_the_pictures_of_the_patients_clusters_at_once_and_in_every_project(home: Home) -> None:
+    """P5, P15: nothing made of a patient is shown again after a no, though the patient says yes later."""
+    projects.create(home, "lung")
+    record_of = [{"release": "r", "clusters": [[who(1), who(2)], [who(3), who(4)]]}]
+    for name in ("main", "lung"):
+        with contextlib.closing(projects.open_vault(home, name)) as vault:
+            vault.write_note("releases", record_of)
+            for index in (0, 1):
+                vault.write_project_note(place_of("r", index), {"pictures": index})
+    projects.opt_out(home, who(1))
+    projects.opt_in(home, who(1))
+    for name in ("main", "lung"):
+        with contextlib.closing(projects.open_vault(home, name)) as vault:
+            assert vault.project_note(place_of("r", 0)) is None
+            assert vault.project_note(place_of("r", 1)) == {"pictures": 1}
+            assert vault.note("releases") == record_of, "and its other members enter no other cluster"
+
+
 def test_who_opts_in_again_finds_nothing_of_before(home: Home) -> None:
     stock(home, "main", record(1, 1))
     with contextlib.closing(projects.open_vault(home)) as vault:
@@ -388,7 +408,7 @@ def format_1(home: Home, *records: Record) -> list[bytes]:
             boxes.append(nonce + aead.encrypt(nonce, body, r.name.encode()))
             old.execute("INSERT INTO record VALUES(?, ?, ?)", (r.name, r.digest, boxes[-1]))
         nonce = os.urandom(12)
-        note = nonce + aead.encrypt(nonce, b'["someone"]', b"note:releases")
+        note = nonce + aead.encrypt(nonce, b'[{"release": "r", "clusters": [["someone"]]}]', b"note:releases")
         old.execute("INSERT INTO note VALUES('releases', ?)", (note,))
         old.commit()
     (home.root / "vault.db").chmod(0o600)
@@ -418,7 +438,7 @@ def test_an_older_home_comes_over_whole(home: Home, monkeypatch: pytest.MonkeyPa
                 projects.open_vault(home)
     for _ in range(2):
         with contextlib.closing(projects.open_vault(home)) as vault:
-            assert vault.note("releases") == ["someone"]
+            assert vault.note("releases") == [{"release": "r", "clusters": [["someone"]]}]
             assert {head.name for head in vault.heads()} == {r.name for r in (*records, faced)}
             cohort = vault.cohort("OT", SHAPE).patients
             assert {p.pseudonym for p in cohort} == {who(n) for n in range(7)}
@@ -427,7 +447,7 @@ def test_an_older_home_comes_over_whole(home: Home, monkeypatch: pytest.MonkeyPa
                 assert vault.payload(r.name) == r.payload
                 assert vault.has(r.digest)
             second = next(p for p in cohort if p.pseudonym == who(1)).images[1]
-            assert np.allclose(second.pixels, 1 / (1 + 8), rtol=0, atol=0.5 / 65535)
+            assert np.allclose(second.pixels[1:], 1 / (1 + 8), rtol=0, atol=0.5 / 65535)
     raw = everything(home.root)
     assert not any(box[:64] in raw for box in boxes), "nothing of the old boxes is left under the site's key"
     assert (home.root / "vault.db").stat().st_size < 200_000 < sum(map(len, boxes)), "the books are small again"

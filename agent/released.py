@@ -1,0 +1,144 @@
+"""The site's private record of who is behind what was released, and which representatives may be shown again (P5).
+
+Who is in a released cluster is a note of the site and outlives every project: a patient is in one cluster, ever. The
+representatives themselves are notes of the project and end with it (P15).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence, Set
+
+import numpy as np
+
+from agent.mechanisms import Synthesis
+from agent.nouns import Clusters, Selection, SyntheticSet
+from agent.site import Site
+from agent.stages.freeze import Frozen, from_note, place_of, plan, to_note
+from policies.statement import MalformedStatement, menu_of
+
+_RECORD = "releases"
+_SEARCHED = "searched"
+
+
+class TooManySearches(ValueError):
+    """More k than a statement can say: 64 at most, below a million, over all searches of a modality."""
+
+    def __init__(self) -> None:
+        """Say the limits."""
+        super().__init__("a statement lists at most 64 tried k, each below 1000000, over all searches of a modality")
+
+
+def form_of(mechanism: Synthesis, selection: Selection) -> str:
+    """What a representative is comparable with: whatever draws it, and the rule by which patients are chosen."""
+    s, split = selection, selection.split
+    shares = [split.name, dict(split.parts)] if split else None
+    rule = [s.modality, list(s.shape), s.body_part, sorted(s.labels), shares, s.part, s.min_instances, s.fit]
+    return hashlib.sha256(json.dumps([mechanism.form, rule], sort_keys=True).encode()).hexdigest()
+
+
+def freeze(made: SyntheticSet, clusters: Clusters, mechanism: Synthesis, selection: Selection) -> tuple[Frozen, ...]:
+    """What was just made, cluster by cluster, as it will be shown for ever."""
+    per = len(made.images) // len(clusters.members)  # views of each representative
+    if per * len(clusters.members) != len(made.images):
+        raise RuntimeError("a set does not fit its clusters")  # never released: fail closed
+    form = form_of(mechanism, selection)
+    return tuple(
+        Frozen(
+            members,
+            made.images[i * per : (i + 1) * per],
+            made.labels[i * per],
+            mechanism.k,
+            mechanism.l_diversity,
+            form,
+        )
+        for i, members in enumerate(clusters.members)
+    )
+
+
+def together(clusters: Sequence[Frozen], rng: np.random.Generator) -> SyntheticSet:
+    """One set of all representatives, in random order: neither age nor cluster can be told from a place."""
+    images = np.concatenate([cluster.images for cluster in clusters])
+    labels = [cluster.label for cluster in clusters for _ in cluster.images]
+    order = rng.permutation(len(images))
+    return SyntheticSet(images[order], tuple(labels[i] for i in order))
+
+
+def kept_clusters(
+    site: Site, mechanism: Synthesis, selection: Selection
+) -> tuple[tuple[Frozen, ...], frozenset[str]]:
+    """The clusters of earlier releases that this one shows again, and every patient who is in any of them.
+
+    Shown again is what has set out before. A release that waits for persons may yet be withdrawn: its clusters only
+    keep their patients out. A cluster with somebody who has opted out is retired: its pictures are forgotten, here,
+    if the opt-out itself could not (:func:`agent.edges.projects.opt_out`).
+    """
+    old: list[Frozen] = []
+    gone, state = site.vault.opted_out(), site.books.store.state
+    for one in site.vault.note(_RECORD) or []:
+        set_out = one["release"] in state.sent or one["release"] in state.releases
+        for index, members in enumerate(one["clusters"]):
+            place = place_of(one["release"], index)
+            kept = site.vault.project_note(place)
+            if kept is not None and not gone.isdisjoint(members):
+                site.vault.write_project_note(place, kept := None)
+            old.append(from_note(members, kept if set_out else None))
+    return plan(old, gone, mechanism.k, mechanism.l_diversity, form_of(mechanism, selection))
+
+
+def remember(site: Site, release: str, fresh: Sequence[Frozen], again: Sequence[Frozen]) -> None:
+    """Write down who is behind a release, before a byte of it leaves; first the pictures, then who."""
+    for index, cluster in enumerate(fresh):
+        site.vault.write_project_note(place_of(release, index), to_note(cluster))
+    one = {
+        "release": release,
+        "clusters": [list(cluster.members) for cluster in fresh],
+        "again": [list(cluster.members) for cluster in again],
+    }
+    site.vault.write_note(_RECORD, [*(site.vault.note(_RECORD) or []), one])
+
+
+def retire(site: Site, release: str) -> None:
+    """No later release shows these representatives again; their patients stay out of others all the same."""
+    for one in site.vault.note(_RECORD) or []:
+        if one["release"] == release:
+            for index in range(len(one["clusters"])):
+                site.vault.write_project_note(place_of(release, index), None)
+
+
+def keep_only(site: Site, known: Set[str]) -> None:
+    """Forget releases that never set out, pictures and all: their patients may take part again."""
+    record = site.vault.note(_RECORD) or []
+    for one in record:
+        if one["release"] not in known:
+            retire(site, one["release"])
+    site.vault.write_note(_RECORD, [one for one in record if one["release"] in known])
+
+
+def made_of(site: Site, release: str) -> set[str]:
+    """Every patient behind a release; nobody, when it is not known."""
+    found = [one for one in site.vault.note(_RECORD) or [] if one["release"] == release]
+    return {p for one in found for cluster in (*one["clusters"], *one.get("again", [])) for p in cluster}
+
+
+def searched(site: Site, modality: str) -> tuple[int, ...]:
+    """Every k that was ever tried on this site's patients of a modality, smallest first (001, section 3.5)."""
+    return tuple(sorted(set((site.vault.note(_SEARCHED) or {}).get(modality, []))))
+
+
+def note_search(site: Site, modality: str, menu: Iterable[int]) -> None:
+    """Write down that these k are about to be tried: before a patient is read, so that no search goes unsaid.
+
+    A note of the site, since its patients are the same in every project; nothing takes one away.
+
+    Raises:
+        TooManySearches: a statement could not say them all; nothing was written.
+    """
+    before = site.vault.note(_SEARCHED) or {}
+    every = sorted({*before.get(modality, []), *menu})
+    try:
+        menu_of(",".join(map(str, every)))
+    except MalformedStatement:
+        raise TooManySearches from None
+    site.vault.write_note(_SEARCHED, {**before, modality: every})

@@ -1,0 +1,90 @@
+"""The search for k, at the site: said in the books before a patient is read, and shown to the site alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agent.measures.tuning import Curves, Menu, Probe, tune
+from agent.mechanisms import AnonFaces, KSalsa
+from agent.nets.pictures import to_tensor
+from agent.nets.siamese import Recogniser
+from agent.nouns import Clusters, Cohort, CohortTooSmall, Latents, Selection
+from agent.released import kept_clusters, note_search
+from agent.site import Site
+from agent.stages.average import average, majority, patient_label
+from agent.stages.cluster import partition, possible
+from agent.stages.invert import invert
+from agent.stages.styled import StyledCodec
+
+_BATCH = 256
+
+
+def search(
+    site: Site,
+    mechanism: KSalsa | AnonFaces,
+    selection: Selection,
+    menu: Menu,
+    rng: np.random.Generator,
+    judge: Recogniser | None = None,
+) -> tuple[Curves, NDArray[np.uint8] | None]:
+    """Measure every k of a menu on the patients whom no release has shown yet (001, sections 3.5 and 4.4).
+
+    The search is noted before a patient is read, whatever comes of it, and every later release of this
+    modality declares what was tried. Nothing leaves, so nothing is priced.
+
+    Args:
+        site: its books and vault.
+        mechanism: what a release would be made by; its own k is not looked at.
+        selection: whose pictures.
+        menu: every k to try.
+        rng: of the clustering.
+        judge: a recogniser that is asked whom it finds in their own representative; None: nobody is asked.
+    Returns:
+        The curves, and the representatives (m, h, w[, 3]) of the recommended k, plain means without alignment or
+        adjustment; None when no k is recommended.
+    Raises:
+        CohortTooSmall: no k of the menu gives a partition.
+    """
+    note_search(site, selection.modality, menu.ks)  # before labels too: that no k is possible is an answer
+    _, taken = kept_clusters(site, mechanism, selection)
+    labels = [majority(own) for own in site.vault.roster(selection, taken)]
+    if not any(possible(labels, k, menu.l_diversity) for k in menu.ks):
+        raise CohortTooSmall
+    site.say("read", "the eligible patients, from the vault")
+    cohort = site.vault.cohort(selection, without=taken)
+    latents = invert(cohort, mechanism.codec)
+    seen = Latents(mechanism.embeddings(cohort), latents.patients) if isinstance(mechanism, AnonFaces) else latents
+    own = [patient_label(patient) for patient in cohort.patients]
+    site.say("tune", f"k of {', '.join(map(str, menu.ks))}")
+    curves = tune(seen, own, menu, rng, {"label": own}, _probe(mechanism.codec, judge, cohort, latents))
+    if curves.recommended is None:
+        return curves, None
+    clusters = partition(seen, own, curves.recommended, menu.l_diversity, rng)
+    return curves, mechanism.codec.decode(average(latents, clusters))
+
+
+def _probe(codec: StyledCodec, judge: Recogniser | None, cohort: Cohort, latents: Latents) -> Probe | None:
+    """How near each patient's nearest image is to the patient's representative, as a recogniser sees it."""
+    if judge is None:
+        return None
+    own = [_seen(judge, np.stack([image.pixels for image in patient.images])) for patient in cohort.patients]
+    place = {patient: i for i, patient in enumerate(latents.patients)}
+
+    def distances(clusters: Clusters) -> tuple[NDArray[np.float64], float]:
+        drawn = codec.decode(average(latents, clusters)).astype(np.float32) / np.float32(255)
+        far = np.full(len(own), np.nan)
+        for representative, members in zip(_seen(judge, drawn), clusters.members, strict=True):
+            for i in (place[patient] for patient in members):
+                far[i] = np.sqrt(((own[i] - representative) ** 2).sum(axis=1)).min()
+        return far, judge.threshold
+
+    return distances
+
+
+def _seen(judge: Recogniser, images: NDArray[np.float32]) -> NDArray[np.float64]:
+    with torch.no_grad():
+        parts = [judge.embed(to_tensor(images[a : a + _BATCH])) for a in range(0, len(images), _BATCH)]
+    out: NDArray[np.float64] = torch.cat(parts).double().cpu().numpy()
+    return out

@@ -1,0 +1,103 @@
+"""What the story of a release works with: a site put together, its ports, and what may come of asking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agent.nouns import Cohort, Selection
+from policies.register import Register
+from policies.review import Verdict
+from policies.statement import Release, Statement
+
+
+class Refused(Exception):
+    """A review said no; the verdict says why. Nothing left under it."""
+
+    def __init__(self, where: str, verdict: Verdict) -> None:
+        """``where`` is "site" or "coordinator"."""
+        super().__init__("; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings))
+        self.where, self.verdict = where, verdict
+
+
+class Waiting(Exception):
+    """A release was made, and persons must approve it before it leaves."""
+
+    def __init__(self, goods: Parcel, roles: frozenset[str]) -> None:
+        """``roles`` is who must approve."""
+        super().__init__(f"{goods.release.release} waits for approval by: {', '.join(sorted(roles))}")
+        self.goods, self.roles = goods, roles
+
+
+class Door(Protocol):
+    """The one way out: the coordinator's service over mutual TLS."""
+
+    def reserve(self, key: str, envelope: bytes) -> Verdict:
+        """Hold the price at the coordinator."""
+
+    def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        """Hand in an artifact for review."""
+
+    def settle(self, key: str, envelope: bytes) -> Verdict:
+        """Say what became of a grant."""
+
+    def outcome(self, key: str, envelope: bytes) -> Verdict | None:
+        """What a key has led to, with the SHA-256 of the envelope sent; None if the coordinator never heard of it."""
+
+    def amend(self, key: str, envelope: bytes) -> Verdict:
+        """Hand in the site's new policy."""
+
+    def present(self, key: str, envelope: bytes) -> Verdict:
+        """After a restore: show a receipt, or say that these were all."""
+
+
+class Vault(Protocol):
+    """The site's encrypted store."""
+
+    def cohort(
+        self, modality: str | Selection, shape: tuple[int, ...] | None = None, without: Iterable[str] = ()
+    ) -> Cohort:
+        """The eligible patients."""
+
+    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
+        """The labels of every eligible patient's images, without a name; no image is opened."""
+
+    def opted_out(self) -> frozenset[str]:
+        """Who wants no part, as of now."""
+
+    def note(self, name: str) -> Any:
+        """A private note."""
+
+    def write_note(self, name: str, value: Any) -> None:
+        """Store a private note."""
+
+    def project_note(self, name: str) -> Any:
+        """A private note that ends with the project."""
+
+    def write_project_note(self, name: str, value: Any) -> None:
+        """Store a private note that ends with the project."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One hospital's agent, put together by ``__main__``."""
+
+    name: str
+    books: Register  # the site's own ledger: the hard gate
+    door: Door
+    vault: Vault
+    seal: Callable[[Statement], bytes]
+    read: Callable[[bytes], Release]  # back from an envelope that this site sealed
+    new_id: Callable[[str], str]  # prefix -> fresh opaque id
+    say: Callable[[str, str], None]  # step, detail: progress for people
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A release ready to leave: statement, envelope, artifact."""
+
+    release: Release
+    envelope: bytes
+    artifact: bytes
+    clear: bytes = b""  # the artifact before it was sealed to a reader, for persons to look at; "": it is in clear
