@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## three hospitals, one coordinator, two mechanisms, end to end; results in demo-out/
+demo: $(STAMP)  ## three hospitals, one coordinator, four mechanisms, end to end; results in demo-out/
 	$(BIN)/python -m deploy.demo --out demo-out
 
 test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one process, which shares what they set up
@@ -31,6 +31,9 @@ check: $(STAMP)  ## what CI checks besides the tests
 
 bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks clustering
+	$(BIN)/python -m tests.benchmarks style_alignment
+	$(BIN)/python -m tests.benchmarks ksalsa
+	$(BIN)/python -m tests.benchmarks attacks
 	$(BIN)/python -m tests.benchmarks dp_engine
 	$(BIN)/python -m tests.benchmarks ledger
 	$(BIN)/python -m tests.benchmarks transport

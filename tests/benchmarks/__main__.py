@@ -7,15 +7,28 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from tests.benchmarks import clustering, dp_engine, ingest, ledger, rounds, transport
+from tests.benchmarks import (
+    attacks,
+    clustering,
+    dp_engine,
+    ingest,
+    ksalsa,
+    ledger,
+    rounds,
+    style_alignment,
+    transport,
+)
 from tests.benchmarks.report import Report, as_json, as_table
 
 BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
+    "attacks": attacks.main,
     "clustering": clustering.main,
     "dp_engine": dp_engine.main,
     "ingest": ingest.main,
+    "ksalsa": ksalsa.main,
     "ledger": ledger.main,
     "rounds": rounds.main,
+    "style_alignment": style_alignment.main,
     "transport": transport.main,
 }
 

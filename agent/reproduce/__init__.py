@@ -1,0 +1,1 @@
+"""The papers' tables again, on the papers' data sets where somebody has them, and on phantoms in the same layout."""
