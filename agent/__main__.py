@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from agent import synthesis_parser
 from agent.edges import enrol as joining
 from agent.edges import home as homes
 from agent.edges.credentials import Credentials
@@ -311,6 +312,7 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
         "--reader", type=Path, help="seal it to this reader's public key: the coordinator sees no image"
     )
     ksame.add_argument("--json", action="store_true")
+    synthesis_parser.add_release(release, add)
     send = add(release, "send", _with_patients("send"), "hand over a release that persons have approved")
     send.add_argument("release", help="its id, as `release` printed it")
     send.add_argument("--json", action="store_true")
@@ -323,7 +325,7 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lazaret-agent", description=__doc__)
-    parser.add_argument("--home", type=Path, required=True, help="the site's directory")
+    parser.add_argument("--home", type=Path, help="the site's directory; `train` and `reproduce` need none")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(group: Any, name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -349,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
     _add_intake(commands, add)
     _add_releases(commands.add_parser("release", help="make a release"), add)
+    synthesis_parser.add_commands(commands, add)
     serve = add(commands, "serve", _with_patients("serve"), "receive images, and take part in federated rounds")
     serve.add_argument("--modality", help="DICOM modality of the cohort; without it, serve receives only")
     serve.add_argument("--project", default=homes.MAIN, help="whose vault; else the project main")
@@ -365,7 +368,10 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 done, 1 refused or failed, 2 usage, 70 internal."""
     os.umask(0o077)
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.home is None and not getattr(arguments, "homeless", False):
+        parser.error("the following arguments are required: --home")
     try:
         return int(arguments.act(arguments))
     except OSError as error:

@@ -32,12 +32,16 @@ from agent.edges.session import Session
 from agent.edges.showing import show
 from agent.edges.vault import VaultError
 from agent.masked import Sum
-from agent.mechanisms.ksame import KSame, RepeatsAnInput
+from agent.mechanisms.ksame import KSame
 from agent.nouns import CohortTooSmall, Forked, Unreachable
 from agent.participant import Participant
-from agent.pipeline import Refused, Waiting, Wrapping, release_synthetic
+from agent.pipeline import Wrapping, release_synthetic
+from agent.released import TooManySearches
+from agent.site import Refused, Waiting
 from agent.stages.finetune import SystemEntropy
+from agent.stages.freeze import BadRecord
 from agent.stages.invert import BadBasis, Basis, load_basis
+from agent.stages.vet import RepeatsAnInput
 from policies.claims import UnsupportedClaim
 from policies.review import Verdict
 from policies.statement import (
@@ -54,9 +58,11 @@ EXPECTED = (
     hpke.BadReaderKey,
     BadArtifact,
     BadBasis,
+    BadRecord,
     CohortTooSmall,
     Refused,
     RepeatsAnInput,
+    TooManySearches,
     UnsupportedClaim,
     VaultError,
 )
@@ -73,28 +79,34 @@ def _basis(path: Path, settings: homes.Settings) -> Basis:
 
 def release(arguments: argparse.Namespace) -> int:
     """Make and submit a synthetic set; exit 1 when any review refuses it."""
-    say = lambda name, detail: _say(name, detail, arguments.json)  # noqa: E731 - one line of progress
+    say = lambda name, detail: tell(name, detail, arguments.json)  # noqa: E731 - one line of progress
     with open_desk(arguments.home, say, arguments.project) as desk:
         start_anew(desk)
         mechanism = KSame(arguments.k, arguments.l_diversity, _basis(arguments.basis, desk.settings))
         try:
             rng = np.random.default_rng(secrets.randbits(256))
-            wrapping = _wrapping(arguments, desk.home.root)
-            goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng, wrapping)
+            packed = wrapping(arguments, desk.home.root)
+            goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng, packed)
             name = goods.release.release
         except Refused as refusal:
             name, verdict = "", refusal.verdict
         except Waiting as waiting:
-            return _print_waiting(desk, waiting, arguments.json)
+            return print_waiting(desk, waiting, arguments.json)
         desk.log.info("verdict", release=name, rules=[f.rule for f in verdict.findings])
-        _print_verdict(name, mechanism.name, verdict, arguments.json)
+        print_verdict(name, mechanism.name, verdict, arguments.json)
         return 0 if verdict.admitted else 1
 
 
-def _wrapping(arguments: argparse.Namespace, folder: Path) -> Wrapping:
-    """As PNG or DICOM, in clear or sealed to one reader."""
+def wrapping(arguments: argparse.Namespace, folder: Path, colour: bool = False) -> Wrapping:
+    """As PNG or DICOM, in clear or sealed to one reader.
+
+    Raises:
+        BadArtifact: DICOM in colour.
+    """
     pack = pack_images
     if arguments.form == "dicom":
+        if colour:
+            raise BadArtifact("DICOM is written in grey only: take --form png, or a generator of grey pictures")
         form = Dicom(arguments.modality, (arguments.spacing_um, arguments.spacing_um))
         pack = lambda images, labels: pack_shard(list(images), labels, form)  # noqa: E731 - one of two ways to pack
     if arguments.reader is None:
@@ -111,13 +123,15 @@ def _wrapping(arguments: argparse.Namespace, folder: Path) -> Wrapping:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Show persons what they are asked to approve: files to look at, and what exactly to sign."""
-    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
+    with open_desk(arguments.home, lambda name, detail: tell(name, detail, False)) as desk:
         draft, artifact = waiting(desk.site, arguments.release)
         files = show(draft, artifact, arguments.out)
         given = desk.site.books.store.state.approvals(draft.release, "release", draft.release, draft.artifact_sha256)
         missing = sorted(desk.site.books.policy_of(desk.site.name).approvals - set(given))
         OUT.print(f"wrote {arguments.out.name}: {', '.join(files)}; not released yet, so keep it where it is")
         OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
+        if draft.menu:
+            OUT.print(f"k was chosen from {draft.menu.replace(',', ', ')}, which were tried on the patients")
         OUT.print(
             f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}"
         )
@@ -126,7 +140,8 @@ def inspect(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
+def print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
+    """What persons must do for a release that waits; the exit status, 1."""
     r = waiting.goods.release
     desk.log.info("release_waits", release=r.release)
     line = {"release": r.release, "waits_for": sorted(waiting.roles), "artifact_sha256": r.artifact_sha256}
@@ -142,7 +157,7 @@ def _print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
 
 def send(arguments: argparse.Namespace) -> int:
     """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
-    with open_desk(arguments.home, lambda name, detail: _say(name, detail, arguments.json)) as desk:
+    with open_desk(arguments.home, lambda name, detail: tell(name, detail, arguments.json)) as desk:
         start_anew(desk)
         try:
             goods, verdict = hand_over(desk.site, arguments.release)
@@ -150,13 +165,13 @@ def send(arguments: argparse.Namespace) -> int:
         except Refused as refusal:
             mechanism, verdict = "", refusal.verdict
         desk.log.info("verdict", release=arguments.release, rules=[f.rule for f in verdict.findings])
-        _print_verdict(arguments.release, mechanism, verdict, arguments.json)
+        print_verdict(arguments.release, mechanism, verdict, arguments.json)
         return 0 if verdict.admitted else 1
 
 
 def withdraw_release(arguments: argparse.Namespace) -> int:
     """Give up a release that persons did not approve; its grant is spent."""
-    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
+    with open_desk(arguments.home, lambda name, detail: tell(name, detail, False)) as desk:
         start_anew(desk)
         withdraw(desk.site, arguments.release)
         desk.log.info("release_withdrawn", release=arguments.release)
@@ -164,12 +179,14 @@ def withdraw_release(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _say(name: str, detail: str, silent: bool) -> None:
+def tell(name: str, detail: str, silent: bool) -> None:
+    """One line of progress."""
     if not silent:
         OUT.print(f"{name:>6}  {detail}", markup=False)
 
 
-def _print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: bool) -> None:
+def print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: bool) -> None:
+    """A verdict, for people or as JSON."""
     if as_lines:
         findings = [{"rule": f.rule, "detail": f.detail} for f in verdict.findings]
         line = {"release": release, "mechanism": mechanism, "admitted": verdict.admitted}
@@ -191,7 +208,7 @@ def serve(arguments: argparse.Namespace) -> int:
         if arguments.modality:
             quiet.hush(arguments.home / "flower")  # the link's process inherits it
             torch.set_num_threads(1)
-            say = lambda name, detail: _say(name, detail, False)  # noqa: E731 - one line of progress
+            say = lambda name, detail: tell(name, detail, False)  # noqa: E731 - one line of progress
             desk = stack.enter_context(open_desk(arguments.home, say, arguments.project))
         log = desk.log if desk else open_log(arguments.home / "agent.log")
         reception = stack.enter_context(Reception(home, arguments.project, log))
@@ -244,7 +261,7 @@ def _keep_in_touch(desk: Desk, link: Link) -> None:
 
 def amend(arguments: argparse.Namespace) -> int:
     """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
-    with open_desk(arguments.home, lambda name, detail: _say(name, detail, False)) as desk:
+    with open_desk(arguments.home, lambda name, detail: tell(name, detail, False)) as desk:
         start_anew(desk)
         state, site = desk.site.books.store.state, desk.settings.site
         number = max(state.amended.get(site, 0) + 1, int(time.time()))  # larger than any before, here and there
@@ -254,7 +271,7 @@ def amend(arguments: argparse.Namespace) -> int:
         verdict = desk.site.door.amend(key, envelope)
         if verdict.admitted:
             desk.site.books.amend(key, statement, envelope)
-        _print_verdict("", "amendment", verdict, False)
+        print_verdict("", "amendment", verdict, False)
         return 0 if verdict.admitted else 1
 
 

@@ -1,0 +1,113 @@
+"""Public pictures from a folder, to train networks on: PNG and JPEG, fitted to one size. Nobody's patients."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from agent.nets.pictures import to_bytes
+from agent.stages.fit import fit
+
+_SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
+_MOST_PIXELS: Final = 1 << 27
+_DEEP: Final = frozenset({"I", "F", "I;16", "I;16L", "I;16B", "I;16N"})  # modes of grey pictures of more than 8 bits
+_WHITE: Final = 65_535
+_FAULTS: Final = (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError)
+
+
+class BadPictures(ValueError):
+    """The folder cannot be trained on; the text says what is wrong and with how many files."""
+
+
+def read_pictures(
+    folder: Path, side: int, grey: bool, say: Callable[[int, int], None] = lambda _done, _all: None
+) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """Every picture below a folder, fitted to a square, in the order of their names.
+
+    Args:
+        folder: looked through with all that is below it.
+        side: pixels; a picture whose square is smaller is passed over.
+        grey: one channel, else three.
+        say: told how many of how many are read.
+    Returns:
+        (n, side, side) or (n, side, side, 3) uint8, and the n paths relative to the folder.
+    Raises:
+        BadPictures: no folder, or no picture in it that can be used.
+    """
+    if not folder.is_dir():
+        raise BadPictures(f"{folder.name} is no folder")
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+    kept: list[NDArray[np.uint8]] = []
+    names: list[str] = []
+    for number, path in enumerate(paths, 1):
+        picture = _read(path, side, grey)
+        if picture is not None:
+            kept.append(picture)
+            names.append(path.relative_to(folder).as_posix())
+        say(number, len(paths))
+    if not kept:
+        raise BadPictures(
+            f"{folder.name}: {len(paths)} picture file(s), and none that can be read and has {side} pixels a side"
+        )
+    return np.stack(kept), tuple(names)
+
+
+def _read(path: Path, side: int, grey: bool) -> NDArray[np.uint8] | None:
+    try:
+        with Image.open(path) as opened:
+            if opened.width * opened.height > _MOST_PIXELS:
+                return None
+            return to_bytes(fit(_unit(opened, grey), side))
+    except _FAULTS:
+        return None
+
+
+def _unit(opened: Image.Image, grey: bool) -> NDArray[np.float32]:
+    """(h, w) or (h, w, 3) in [0, 1]. Sixteen bits are kept; Pillow would clip them to white.
+
+    Raises:
+        ValueError: numbers beyond sixteen bits, of which nobody knows what is white.
+    """
+    if opened.mode not in _DEEP:
+        return np.asarray(opened.convert("L" if grey else "RGB"), dtype=np.float32) / np.float32(255)
+    deep = np.asarray(opened)
+    if not (opened.mode != "F" and deep.min() >= 0 and deep.max() <= _WHITE):
+        raise ValueError("a picture has 8 or 16 bits")
+    unit = (deep / _WHITE).astype(np.float32)
+    return unit if grey else np.repeat(unit[..., np.newaxis], 3, axis=2)
+
+
+def read_identities(path: Path, names: tuple[str, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Who is on each picture, from a CSV with the columns file and identity.
+
+    Args:
+        path: of the CSV.
+        names: of the pictures, relative to their folder.
+    Returns:
+        The places (m,) in ``names`` of the pictures that are listed, and whose they are (m,), as whole numbers.
+    Raises:
+        BadPictures: no such file or columns, a picture of two people, or no picture of the folder in it.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error):
+        raise BadPictures(f"{path.name} cannot be read as CSV in UTF-8") from None
+    if not rows or not {"file", "identity"} <= rows[0].keys():
+        raise BadPictures(f"{path.name} has the columns file and identity")
+    whose: dict[str, str] = {}
+    for number, row in enumerate(rows, 1):
+        name, identity = row["file"], row["identity"]
+        if not name or not identity or whose.setdefault(name, identity) != identity:
+            raise BadPictures(f"{path.name}: row {number} has no file or no identity, or is another one's picture")
+    order = {identity: i for i, identity in enumerate(sorted(set(whose.values())))}
+    places = [i for i, name in enumerate(names) if name in whose]
+    if not places:
+        raise BadPictures(f"{path.name} names no picture of the folder")
+    return np.array(places, np.int64), np.array([order[whose[names[i]]] for i in places], np.int64)

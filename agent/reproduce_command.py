@@ -1,0 +1,84 @@
+"""The command that makes a paper's table again, from a data set's folder to the table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from agent.nets.features import FEATURES
+from agent.reproduce import anonfaces, ksalsa
+from agent.reproduce.datasets import LOADERS
+from agent.reproduce.experiment import PRESETS, Official, Settings
+from agent.reproduce.tables import as_json, as_text
+from agent.synthesis_commands import ERR, BadOrder, answered, as_sentences, there
+
+_SIGNS: Final = {  # a file that only this data set has
+    "aptos": ("train.csv",),
+    "eyepacs": ("trainLabels.csv",),
+    "celeba": ("identity_CelebA.txt", "list/identity_CelebA.txt"),
+    "rafd": ("Rafd*.jp*g",),
+}
+_ROLES: Final = {"style": "VGG19", "content": "MoCo", "judge": "Inception"}  # and the paper's network for it
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``reproduce``; what it expects to go wrong becomes a sentence and exit status 1."""
+    return answered(reproduce, arguments)
+
+
+def reproduce(arguments: argparse.Namespace) -> int:
+    """A paper's table again; exit 0 whatever it shows: whether an order came out is what the table says."""
+    settings = _settings(arguments)
+    layout = arguments.layout or layout_of(arguments.data)
+    data = LOADERS[layout](arguments.data, settings.side, arguments.limit)
+    runner = ksalsa.run if arguments.experiment in ksalsa.TABLES else anonfaces.run
+    say = lambda line: None if arguments.json else ERR.print(line, markup=False, soft_wrap=True)  # noqa: E731 - short
+    with as_sentences():
+        table = runner(arguments.experiment, data, settings, arguments.out, say)
+    sys.stdout.write((as_json if arguments.json else as_text)(table) + "\n")
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """Of the preset, with the published networks that were named.
+
+    Raises:
+        BadOrder: there is no such preset, or this machine or what was named does not do for it.
+    """
+    settings = PRESETS.get(arguments.preset)
+    if settings is None:
+        raise BadOrder(f"--preset is one of: {', '.join(PRESETS)}")
+    anywhere = [name for name, preset in PRESETS.items() if preset.device == "cpu"]
+    there(settings.device, f"choose --preset {' or '.join(anywhere)}")
+    named = {role: Official(*given) for role in _ROLES if (given := getattr(arguments, role))}
+    missing = [f"--{role} ({_ROLES[role]})" for role in _ROLES if role not in named]
+    asks = arguments.experiment in ksalsa.TABLES and arguments.preset == "paper512"
+    if asks and missing and not arguments.random_features:
+        raise BadOrder(
+            f"the paper's table was made with published networks, and {', '.join(missing)} is not named: see --help. "
+            "--random-features goes on without, and the table will say so"
+        )
+    for role, official in named.items():
+        place = arguments.out / "official" / official.kind
+        if official.kind not in FEATURES or not place.is_file():
+            raise BadOrder(f"--{role}: put the published file of {official.kind} there first: {place}")
+    style, content, judge = (named.get(role) for role in _ROLES)
+    return replace(settings, style=style, content=content, judge=judge)
+
+
+def layout_of(folder: Path) -> str:
+    """Which data set a folder holds, by the file that lists it.
+
+    Raises:
+        BadOrder: none, or several.
+    """
+    found = [name for name, signs in _SIGNS.items() if any(any(folder.glob(sign)) for sign in signs)]
+    if not folder.is_dir():
+        raise BadOrder(f"{folder.name} is no folder")
+    if len(found) != 1:
+        what = "several of" if found else "none of"
+        raise BadOrder(f"{folder.name} has {what} the known layouts: name it with --layout {' | '.join(_SIGNS)}")
+    return found[0]

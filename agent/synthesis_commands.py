@@ -1,0 +1,367 @@
+"""The commands of synthesis: release by k-SALSA or AnonFACES, tune k, train networks."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+
+from agent import commands
+from agent.desk import open_desk, start_anew
+from agent.edges.home import BadSite
+from agent.edges.pictures import BadPictures, read_identities, read_pictures
+from agent.edges.synthesis import read_synthesis
+from agent.edges.tuning_page import render, write
+from agent.measures.tuning import Menu
+from agent.nets.features import RandomFeatures
+from agent.nets.official import load_official
+from agent.nets.siamese import KnowsNobody
+from agent.nets.stylegan import PRESETS, Architecture, Generator, generator_from
+from agent.nets.trunk import TrunkArchitecture
+from agent.nets.weights import BadWeights
+from agent.pipeline import release_synthetic
+from agent.reproduce.datasets import BadDataset
+from agent.reproduce.experiment import BadCell, Busy
+from agent.searching import search
+from agent.site import Refused, Waiting
+from agent.stages.align import NotFinite
+from agent.stages.freeze import BadRecord
+from agent.stages.styled import NothingShown
+from agent.training.gan import GENERATOR, GanConfig, auto, train_generator
+from agent.training.inversion import FILE as ENCODER
+from agent.training.inversion import InversionConfig, train_encoder
+from agent.training.loop import BadCheckpoint, Diverged, OtherRun, write_whole
+from agent.training.loop import Progress as Done
+from agent.training.recognition import ENOUGH, RecognitionConfig, TooFewPeople, split, suited, train_recogniser
+from agent.training.representation import RepresentationConfig, train_features
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+
+
+class BadOrder(ValueError):
+    """What was typed cannot be done; the text says why, and what to type."""
+
+
+EXPECTED: Final = (
+    *(BadCell, BadCheckpoint, BadDataset, BadOrder, BadPictures, BadRecord, BadSite, BadWeights, Busy),
+    *(Diverged, KnowsNobody, NotFinite, NothingShown, OtherRun, TooFewPeople),
+)
+_SMALL: Final = 64  # pixels: up to it, an encoder learns in thousands of steps, at a higher rate
+_BATCH: Final = 64  # pictures from which features are learned at once, if there are so many
+_STEPS: Final = {"generator": 25_000, "encoder": 20_000, "features": 2_000, "recogniser": 2_000}
+
+
+def release(arguments: argparse.Namespace) -> int:
+    """Make and submit a synthetic set; exit 1 when any review refuses it."""
+    name = arguments.mechanism
+    say = lambda step, detail: commands.tell(step, detail, arguments.json)  # noqa: E731 - one line of progress
+    with open_desk(arguments.home, say, arguments.project) as desk:
+        made = read_synthesis(arguments.config, name, desk.settings.public_components)
+        start_anew(desk)
+        rng = np.random.default_rng(secrets.randbits(256))
+        arguments.modality = made.selection.modality
+        try:
+            wrapping = commands.wrapping(arguments, desk.home.root, colour=len(made.selection.shape) == 3)
+            goods, verdict = release_synthetic(desk.site, made.mechanism, made.selection, rng, wrapping)
+            release = goods.release.release
+        except Refused as refusal:
+            release, verdict = "", refusal.verdict
+        except Waiting as waiting:
+            return commands.print_waiting(desk, waiting, arguments.json)
+        desk.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
+        commands.print_verdict(release, name, verdict, arguments.json)
+        return 0 if verdict.admitted else 1
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    """Try every k of a menu on the cohort, and write a page for this site about what each would cost."""
+    if arguments.out.exists() or not arguments.out.parent.is_dir():  # a page is never written over
+        raise BadOrder(f"{arguments.out.name}: name a new file, in a folder that is there")
+    say = lambda step, detail: commands.tell(step, detail, arguments.json)  # noqa: E731 - one line of progress
+    with open_desk(arguments.home, say, arguments.project) as desk:
+        made = read_synthesis(arguments.config, "", desk.settings.public_components)
+        mechanism, policy = made.mechanism, desk.site.books.policy_of(desk.settings.site)
+        rng = np.random.default_rng(secrets.randbits(256))
+        try:
+            menu = Menu(arguments.menu, policy.k_min, mechanism.l_diversity, policy.max_reid_rate)
+        except ValueError as error:
+            raise BadOrder(f"{error}") from None
+        curves, shown = search(desk.site, mechanism, made.selection, menu, rng, next(iter(made.judges), None))
+        write(arguments.out, render(curves, shown))
+    told = {"page": arguments.out.name, "menu": list(menu.ks), "recommended": curves.recommended, "why": curves.why}
+    if arguments.json:
+        sys.stdout.write(json.dumps(told) + "\n")
+    else:
+        OUT.print(f"wrote {arguments.out.name}: made from patients, it stays at this site")
+        OUT.print(f"recommended: {curves.recommended or 'none'}; {curves.why}", markup=False)
+        OUT.print("every later release of this project and modality says which k were tried")
+    return 0
+
+
+@contextmanager
+def as_sentences() -> Iterator[None]:
+    """What public pictures are no good for is said as it is: no patient is among them."""
+    try:
+        yield
+    except (*EXPECTED, *commands.EXPECTED):
+        raise
+    except ValueError as error:
+        raise BadPictures(f"{error}") from error
+
+
+def there(device: str, instead: str) -> None:
+    """Refuse a device that this machine lacks, and say what to type ``instead``."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise BadOrder(f"this machine has no accelerator: {instead}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Public:
+    """What a network is trained on, and by what it is said how far it is."""
+
+    images: NDArray[np.uint8]  # (n, s, s[, 3])
+    names: tuple[str, ...]  # n
+    steps: int
+    say: Callable[[Done], None]
+
+    @property
+    def often(self) -> int:
+        """Steps between two checkpoints: what a kill may cost."""
+        return max(1, min(500, self.steps // 20))
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train one network on public pictures, or go on where an earlier call stopped."""
+    generator = _asked(arguments)
+    steps = arguments.steps or _STEPS[arguments.network]
+    found, began = 0, list[int]()
+    with _shown(arguments.json) as bar:
+        reading = bar.add_task("reading", total=None, told="")
+
+        def count(done: int, every: int) -> None:
+            nonlocal found
+            found = every
+            bar.update(reading, completed=done, total=every)
+
+        images, names = read_pictures(arguments.pictures, arguments.side, arguments.grey, count)
+        bar.remove_task(reading)
+        task = bar.add_task(arguments.network, total=steps, told="")
+
+        def say(done: Done) -> None:
+            if not began:  # what an earlier call did says nothing of this one's pace
+                began.append(done.step)
+                bar.reset(task, total=steps)
+            losses = ", ".join(f"{name} {value:.3g}" for name, value in done.losses.items())
+            bar.update(task, completed=done.step, told=losses)
+
+        public = _Public(images, names, steps, say)
+        with as_sentences():
+            path, more = _TRAINERS[arguments.network](arguments, public, generator)
+        bar.update(task, completed=steps)
+    told = {"pictures": len(images), "passed_over": found - len(images), "steps": steps, "trained": bool(began)}
+    return _trained(arguments, path, {**told, **more})
+
+
+def _asked(arguments: argparse.Namespace) -> Generator | None:
+    """What was typed can be done, as far as it is known before a picture is read; an encoder's generator.
+
+    Raises:
+        BadOrder, BadWeights: it cannot.
+    """
+    there(arguments.device, "--device cpu, and a small --side")
+    if arguments.network == "encoder":
+        generator = _drawing(arguments)
+        side, grey = generator.architecture.resolution, generator.architecture.channels == 1
+        if arguments.side not in (None, side) or (arguments.grey and not grey):
+            raise BadOrder(f"the generator draws {side} pixels in {'grey' if grey else 'colour'}")
+        arguments.side, arguments.grey = side, grey
+        return generator
+    try:
+        _architecture(arguments) if arguments.network == "generator" else _trunk(arguments)
+    except ValueError as error:
+        raise BadOrder(f"{error}") from None
+    return None
+
+
+def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any]) -> int:
+    """Say what there is now, and what makes it public."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if arguments.json:
+        line = {"network": arguments.network, "file": path.name, "sha256": digest, **more}
+        sys.stdout.write(json.dumps(line) + "\n")
+        return 0
+    if more["passed_over"]:
+        told = f"{more['passed_over']} passed over: not readable, or smaller than {arguments.side} pixels a side"
+        OUT.print(told, soft_wrap=True)
+    done = "trained" if more["trained"] else "there was nothing left to do: trained before"
+    OUT.print(
+        f"{path}: {done}, on {more['pictures']} pictures in {more['steps']} steps", markup=False, soft_wrap=True
+    )
+    if "judged" in more:
+        first, true, false = (more["judged"][name] for name in ("first", "matched", "mistaken"))
+        rank = f"rank-1 {first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"
+        rates = f"true matches {true['value']:.3f}, false matches {false['value']:.4f}"
+        OUT.print(f"on people it never saw: {rank}, {rates}", markup=False, soft_wrap=True)
+    OUT.print("if nobody of the cohort is on them, vouch for it in site.toml's public_components:", soft_wrap=True)
+    OUT.print(digest)
+    return 0
+
+
+def _drawing(arguments: argparse.Namespace) -> Generator:
+    """The generator that an encoder is trained for: of `train generator`, or a published one with its digest."""
+    kind, _, name = arguments.generator.partition(":")
+    if kind == "stylegan2-ada":
+        if not arguments.sha256:
+            raise BadOrder("look up the SHA-256 of the generator at its authors', and give it with --sha256")
+        net, _origin = load_official(kind, Path(name).read_bytes(), arguments.sha256.lower())
+        assert isinstance(net, Generator)
+        return net
+    generator, _packed = generator_from(Path(arguments.generator).read_bytes())
+    return generator.eval()
+
+
+def _architecture(arguments: argparse.Namespace) -> Architecture:
+    known = {p.resolution: p for p in reversed(list(PRESETS.values()))}
+    found = PRESETS.get(arguments.preset) if arguments.preset else known.get(arguments.side)
+    if found is None or found.resolution != arguments.side:
+        raise BadOrder(f"no generator of {arguments.side} pixels; --preset is one of: {', '.join(PRESETS)}")
+    return found.with_channels(1 if arguments.grey else 3)
+
+
+Trained = tuple[Path, Mapping[str, Any]]  # the file, and what else there is to say
+
+
+def _generator(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+    architecture = _architecture(arguments)
+    config = GanConfig(architecture, public.steps, arguments.seed)
+    if arguments.device != "cpu":
+        config = replace(auto(architecture, public.steps, arguments.seed), device=arguments.device)
+    config = replace(config, checkpoint_every=public.often, say_every=10)
+    train_generator(public.images, config, arguments.out, public.say)
+    return arguments.out / GENERATOR, {}
+
+
+def _encoder(arguments: argparse.Namespace, public: _Public, generator: Generator | None) -> Trained:
+    assert generator is not None
+    pairs = public.steps // 2
+    config = InversionConfig(
+        pairs,
+        public.steps - pairs,
+        rate=1e-3 if generator.architecture.resolution <= _SMALL else 1e-4,
+        seed=arguments.seed,
+        bf16=arguments.device != "cpu",
+        checkpoint_every=public.often,
+        say_every=10,
+    )
+    unit = public.images.astype(np.float32) / np.float32(255)
+    train_encoder(generator.to(arguments.device), unit, config, arguments.out, public.say, RandomFeatures())
+    return arguments.out / ENCODER, {}
+
+
+def _trunk(arguments: argparse.Namespace) -> TrunkArchitecture:
+    return TrunkArchitecture(arguments.side, 1 if arguments.grey else 3)
+
+
+def _features(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+    batch = min(_BATCH, len(public.images))
+    config = RepresentationConfig("features", _trunk(arguments), public.steps, batch, seed=arguments.seed)
+    config = replace(config, checkpoint_every=public.often)
+    raw = train_features(public.images, config, arguments.out, public.say, torch.device(arguments.device))
+    write_whole(path := arguments.out / "features.safetensors", raw)
+    return path, {}
+
+
+def _recogniser(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+    places, whose = read_identities(arguments.identities, public.names)
+    name, rate = f"recogniser-{arguments.seed}", arguments.false_match_rate
+    config = suited(name, arguments.side, 1 if arguments.grey else 3, public.steps)
+    config = replace(config, seed=arguments.seed, false_match_rate=rate, checkpoint_every=public.often)
+    images = public.images[places]
+    try:
+        split(images, whose, config)
+    except TooFewPeople as error:
+        raise TooFewPeople(f"{error}; {_needed(whose, config)}") from None
+    trained = train_recogniser(images, whose, config, arguments.out, public.say, torch.device(arguments.device))
+    write_whole(path := arguments.out / f"{name}.safetensors", trained.file)
+    return path, {"judged": asdict(trained.judged)}
+
+
+def _needed(whose: NDArray[np.int64], config: RecognitionConfig) -> str:
+    """How many people it takes. They are public or made, so they may be counted."""
+    _, counts = np.unique(whose, return_counts=True)
+    pairs = math.ceil(ENOUGH / config.false_match_rate)
+    each = max(2.0, float(counts.mean()))
+    some = math.ceil((1.0 + math.sqrt(1.0 + 8.0 * pairs / each**2)) / 2.0)  # people whose pictures make so many pairs
+    enough = math.ceil(some / config.held_out)
+    return (
+        f"the list has {len(counts)} people, {int((counts < 2).sum())} of them with one picture. "
+        f"A share of {config.held_out:g} of them settles the threshold; at a false match rate of "
+        f"{config.false_match_rate:g} that takes {pairs} pairs of two people: "
+        f"about {enough} people with {each:.2g} pictures each"
+    )
+
+
+_TRAINERS: Final[dict[str, Callable[[argparse.Namespace, _Public, Generator | None], Trained]]] = {
+    "generator": _generator,
+    "encoder": _encoder,
+    "features": _features,
+    "recogniser": _recogniser,
+}
+
+
+def _shown(silent: bool) -> Progress:
+    """Name, bar, counts, clocks; the losses take the room that is left, and are cut where there is none."""
+    fixed = Column(no_wrap=True)
+    columns = (
+        TextColumn("{task.description}", table_column=fixed),
+        BarColumn(16, table_column=Column(min_width=16)),
+        MofNCompleteColumn(table_column=fixed),
+        TimeElapsedColumn(table_column=fixed),
+        TimeRemainingColumn(table_column=fixed),
+        TextColumn("{task.fields[told]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+    )
+    return Progress(*columns, console=ERR, disable=silent, expand=True)
+
+
+COMMANDS: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
+    "release": release,
+    "train": train,
+    "tune": tune,
+}
+
+
+def run(name: str, arguments: argparse.Namespace) -> int:
+    """Run one command of these."""
+    return answered(COMMANDS[name], arguments)
+
+
+def answered(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a command; what it expects to go wrong becomes a sentence and exit status 1."""
+    try:
+        return command(arguments)
+    except (*EXPECTED, *commands.EXPECTED) as error:
+        ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
+        return 1

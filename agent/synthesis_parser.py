@@ -1,0 +1,157 @@
+"""The words of the commands that train, tune, release and reproduce synthesis; apart, since they need no torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from agent.edges import home as homes
+
+Add = Callable[..., argparse.ArgumentParser]
+NETWORKS: Final = ("generator", "encoder", "features", "recogniser")
+EXPERIMENTS: Final = (
+    *("ksalsa-table1", "ksalsa-table2", "ksalsa-table3", "ksalsa-table4", "ksalsa-s5", "ksalsa-s6", "ksalsa-s8"),
+    *("anonfaces-fig2", "anonfaces-fig3", "anonfaces-fig9", "anonfaces-fig10", "anonfaces-fig13"),
+    *("anonfaces-table1", "anonfaces-fig14", "anonfaces-fig15", "anonfaces-fig16"),
+)
+SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
+KINDS: Final = ("learned", "vgg19", "vgg19-unnormalised", "moco", "resnet18", "resnet34", "resnet50", "inception")
+LAYOUTS: Final = ("aptos", "eyepacs", "celeba", "rafd")
+
+
+def _act(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command of :mod:`agent.synthesis_commands`, imported when it is typed: torch takes two seconds."""
+
+    def act(arguments: argparse.Namespace) -> int:
+        from agent import synthesis_commands  # noqa: PLC0415 - see above
+
+        return synthesis_commands.run(name, arguments)
+
+    return act
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.reproduce_command`."""
+    from agent import reproduce_command  # noqa: PLC0415 - torch takes two seconds
+
+    return reproduce_command.run(arguments)
+
+
+def add_release(release: Any, add: Add) -> None:
+    """``release ksalsa`` and ``release anonfaces``."""
+    for name, text in (
+        ("ksalsa", "a k-anonymous synthetic set by local style alignment (k-SALSA)"),
+        ("anonfaces", "a k-anonymous synthetic set by identity mixing, tested by recognisers (AnonFACES)"),
+    ):
+        command = add(release, name, _act("release"), text)
+        command.set_defaults(mechanism=name)
+        command.add_argument("--config", type=Path, required=True, help="TOML: cohort, clusters, networks")
+        command.add_argument("--form", choices=("png", "dicom"), default="png", help="how the images are written")
+        command.add_argument("--spacing-um", type=int, default=1000, help="of DICOM: a pixel's side in micrometres")
+        command.add_argument("--reader", type=Path, help="seal it to this reader's public key")
+        _common(command)
+
+
+def add_commands(commands: Any, add: Add) -> None:
+    """``tune``, ``train`` and ``reproduce``."""
+    tune = add(commands, "tune", _act("tune"), "try several k on the cohort, and show the site what each would cost")
+    tune.add_argument("--config", type=Path, required=True, help="as for `release`")
+    tune.add_argument("--menu", type=_menu, required=True, help="every k to try, fixed beforehand: 11,15,20")
+    tune.add_argument("--out", type=Path, required=True, help="the page, for this site only")
+    _common(tune)
+    train = commands.add_parser("train", help="train networks on public pictures").add_subparsers(
+        required=True, metavar="NETWORK"
+    )
+    for name in NETWORKS:
+        told = f"train the {name} on public pictures; again: go on where it stopped"
+        _add_training(add(train, name, _act("train"), told), name)
+    _add_reproduce(add(commands, "reproduce", _reproduce, "a paper's table again, on its data set or on phantoms"))
+
+
+def _add_reproduce(again: argparse.ArgumentParser) -> None:
+    again.add_argument("experiment", choices=EXPERIMENTS, metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
+    again.add_argument("--data", type=Path, required=True, help="the data set's folder, as it is published")
+    again.add_argument("--layout", choices=LAYOUTS, help="else the one that the folder has")
+    again.add_argument("--preset", default="cpu32", help="cpu32, cpu64 or paper512, which needs an accelerator")
+    again.add_argument("--out", type=Path, required=True, help="what is trained and computed, kept; again: go on")
+    for role, told in (
+        ("style", "that aligns styles, as VGG19 did: vgg19-unnormalised"),
+        ("content", "that keeps content, as MoCo did: moco"),
+        ("judge", "that measures fidelity, as Inception did: inception"),
+    ):
+        text = f"the published network {told}. Its file is OUT/official/KIND, its digest its authors'"
+        again.add_argument(f"--{role}", type=_official, metavar="KIND:SHA256", help=text)
+    stand_in = "at paper512, go on without those of the three that are not named: random or learned features instead"
+    again.add_argument("--random-features", action="store_true", help=stand_in)
+    most = "so many images only: all are kept in memory. EyePACS at 512 px is 27.6 GB, and 50 GB more in training"
+    again.add_argument("--limit", type=_count, help=most)
+    again.add_argument("--json", action="store_true")
+    again.set_defaults(homeless=True)
+
+
+def _add_training(command: argparse.ArgumentParser, network: str) -> None:
+    command.set_defaults(network=network, homeless=True)
+    command.add_argument("--pictures", type=Path, required=True, help="a folder of PNG or JPEG; nobody's patients")
+    command.add_argument("--out", type=Path, required=True, help="checkpoint, network and pictures of progress")
+    command.add_argument("--steps", type=_count, help="else as many as usual")
+    command.add_argument("--seed", type=_seed, default=0)
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command.add_argument("--json", action="store_true")
+    if network == "encoder":
+        command.add_argument("--generator", required=True, help="a file of `train generator`; or stylegan2-ada:FILE")
+        command.add_argument("--sha256", default="", help="of a published generator, as its authors tell it")
+        command.add_argument("--side", type=_count, help="pixels; else, and always, the generator's")
+        command.add_argument("--grey", action="store_true", help="for a generator of grey pictures; may be left out")
+        return
+    command.add_argument("--side", type=_count, default=64, help="pixels")
+    command.add_argument("--grey", action="store_true", help="one channel instead of three")
+    if network == "generator":
+        command.add_argument("--preset", default="", help=f"{', '.join(SIZES)}; else the first for --side")
+    if network == "recogniser":
+        command.add_argument("--identities", type=Path, required=True, help="CSV: file,identity")
+        rate = "at which the threshold is set; a smaller one needs more people"
+        command.add_argument("--false-match-rate", type=_rate, default=0.01, help=rate)
+
+
+def _menu(text: str) -> tuple[int, ...]:
+    ks = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if len(ks) < 2 or list(ks) != sorted(set(ks)) or not ks[0] >= 2:
+        raise argparse.ArgumentTypeError("two or more numbers, rising, from 2 on: 11,15,20")
+    return ks
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError("a whole number, 1 or more")
+    return int(text)
+
+
+def _official(text: str) -> tuple[str, str]:
+    kind, _, digest = text.partition(":")
+    if kind not in KINDS or not re.fullmatch(r"[0-9a-f]{64}", digest.lower()):
+        raise argparse.ArgumentTypeError(f"KIND:SHA256, a kind of {', '.join(KINDS)}, and its 64 hexadecimal digits")
+    return kind, digest.lower()
+
+
+def _seed(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 1 << 63):
+        raise argparse.ArgumentTypeError("a whole number, 0 or more")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0.0 < rate < 0.5:
+        raise argparse.ArgumentTypeError("a share above 0 and below a half")
+    return rate
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--project", default=homes.MAIN, help="whose vault; else the project main")
+    command.add_argument("--json", action="store_true")
