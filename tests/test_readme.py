@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from agent.__main__ import _parser as main_parser
 from agent.participant import read_mechanism
 from agent.phantoms import scanners
 from coordinator.plan import Job
@@ -65,6 +69,20 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
     ):
         assert word in said, word
     assert (work / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("document", ["README.md", "deploy/docs/synthesis.md"])
+def test_every_command_of_the_agent_that_a_document_shows_is_one(document: str) -> None:
+    blocks = re.findall(r"```(?:sh)?\n(.*?)```", (ROOT / document).read_text(), flags=re.S)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("lazaret-agent ")]
+    assert lines
+    for line in lines:
+        plain = re.sub(r"\s(?:\|\||>|&).*", "", re.sub(r'"?\$\(.*?\)"?(?=\s|$)', "0", line))  # what a shell would do
+        words = shlex.split(plain, comments=True)
+        try:
+            main_parser().parse_args(words[1:])
+        except SystemExit:
+            pytest.fail(line)
 
 
 def test_the_make_targets_exist() -> None:

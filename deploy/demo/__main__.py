@@ -1,4 +1,4 @@
-"""``python -m deploy.demo``: three hospitals, one coordinator, two mechanisms, from DICOM to verdicts.
+"""``python -m deploy.demo``: three hospitals, one coordinator, four mechanisms, from DICOM to verdicts.
 
 Every participant is a process of its own with its own directory and keys; they talk over TCP with mutual TLS. The
 demo only writes the hospitals' folders, types the commands that a person would, and measures beside them.
@@ -29,6 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=Path(".demo"), help="the participants' directories; replaced")
     parser.add_argument("--patients", type=int, default=225, help="at each of the three hospitals")
     parser.add_argument("--rounds", type=int, default=4, help="federated rounds")
+    parser.add_argument(
+        "--training", type=int, default=300, help="steps of the generator, fewer of the others; 0: no eye clinic"
+    )
     return parser
 
 
@@ -43,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / ".lazaret-demo").touch()
-    scene = Scene(arguments.out.resolve(), arguments.work.resolve(), Scale(arguments.patients, arguments.rounds))
+    scale = Scale(arguments.patients, arguments.rounds, arguments.training)
+    scene = Scene(arguments.out.resolve(), arguments.work.resolve(), scale)
     try:
         with scene:
             for number, (title, act) in enumerate(scene.story(), start=1):

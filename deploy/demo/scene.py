@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from agent.mechanisms.federated import Federated
 from agent.nouns import Cohort, Image, Patient
 from agent.phantoms import digits, scanners
-from deploy.demo import pacs
+from deploy.demo import eyes, pacs
 from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
@@ -53,6 +53,8 @@ class Scale:
 
     patients: int  # at each hospital, two images each
     rounds: int
+    training: int = 0  # steps of each network of the eye clinic; 0: there is no eye clinic
+    eyes: int = 80  # its patients
 
 
 def federated_job(public: digits.Digits, rounds: int) -> Federated:
@@ -98,6 +100,7 @@ class Scene:
     steps: list[dict[str, Any]] = field(default_factory=list)
     ingested: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
+    vouched: list[str] = field(default_factory=list)  # SHA-256 of the networks that the eye clinic vouches for
     pacs: pacs.Orthanc | None = None  # of the first hospital, where one is installed
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     split: digits.Split = field(init=False)
@@ -121,10 +124,14 @@ class Scene:
     def story(self) -> Iterator[tuple[str, Callable[[Say], str]]]:
         """The steps, in order: a title and what to do."""
         yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
+        if self.scale.training:
+            yield "networks learn from public pictures of eyes: generator, encoder, two recognisers", self.networks
         yield "keys are born where they are used; two persons may approve; the ledger begins", self.found
         yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
         yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
         yield "k-anonymous synthetic sets: price, cluster, average, seal, verdict", self.synthetic
+        if self.scale.training:
+            yield "an eye clinic: k-SALSA and AnonFACES, from DICOM to a verdict", self.eyes
         yield "federated rounds with patient-level DP-SGD", self.federate
         yield "accuracy on held-out digits, beside the non-private twin", self.evaluate
         yield "report, ledger export, offline verification", self.report
@@ -200,6 +207,9 @@ class Scene:
             )
             if i == 0 and pacs.installed():
                 lines.append(f"{site}: {self._into_orthanc(folder, say)} of them are in its PACS, a real Orthanc")
+        if self.scale.training:
+            count = eyes.write_clinic(self.work / "pacs" / f"{eyes.SITE}-eyes", self.scale.eyes)
+            lines.append(f"{eyes.SITE}: {count} photographs of eyes, DICOM in colour")
         return "\n".join(lines)
 
     def _into_orthanc(self, folder: Path, say: Say) -> int:
@@ -212,6 +222,25 @@ class Scene:
             path.unlink()
         return count
 
+    def networks(self, say: Say) -> str:
+        """Train what the eye clinic's releases are made with, on pictures of other people."""
+        self.vouched = eyes.train(self.work, self.scale.training, self.run, say)
+        steps = f"{self.scale.training} steps or so each"
+        return f"{len(self.vouched)} networks, {steps}, on phantoms of {eyes.PUBLIC} people"
+
+    def eyes(self, say: Say) -> str:
+        """One k-anonymous set by each of the two papers; no patient is in both."""
+        lines = []
+        for mechanism in ("ksalsa", "anonfaces"):
+            say(mechanism)
+            config = str(eyes.configure(mechanism, self.work, K, L))
+            words = ["release", mechanism, "--config", config, "--json"]
+            answer = json.loads(self.run(self.agent(eyes.SITE, *words), may_refuse=True))
+            rules = ", ".join(finding["rule"] for finding in answer["findings"])
+            said = f"admitted, level {answer['level']}" if answer["admitted"] else f"refused: {rules}"
+            lines.append(f"{mechanism}: {said}")
+        return "\n".join(lines)
+
     def found(self, say: Say) -> str:
         """Make the coordinator's and the sites' directories, and appoint the two who approve."""
         listen = f"127.0.0.1:{_free_port()}"
@@ -219,16 +248,20 @@ class Scene:
         (self.work / "basis.safetensors").write_bytes(basis)
         vouched = hashlib.sha256(basis).hexdigest()
         (self.work / "poor.toml").write_text(preset("internal").replace("epsilon = 8.0", "epsilon = 2.0"))
-        self.run(self.coordinator("init", "--listen", listen, "--policy", "internal"))
+        several = f"max_releases_per_patient = {eyes.RELEASES} "
+        (self.work / "several.toml").write_text(preset("internal").replace("max_releases_per_patient = 1 ", several))
+        federation = str(self.work / "several.toml") if self.scale.training else "internal"
+        self.run(self.coordinator("init", "--listen", listen, "--policy", federation))
         (self.work / "persons").mkdir(mode=0o700)
         for person, role in PERSONS.items():
             public = self.run(self.coordinator("ledger", "person", str(self._key(person)))).strip()
             self.run(self.coordinator("ledger", "appoint", person, role, public))
-        common = ["--coordinator", listen, "--public-component", vouched]
-        common += [word for modality in ("OT", "CT", "MR", "CR") for word in ("--modality", modality)]
+        common = ["--coordinator", listen]
+        common += [word for digest in (vouched, *self.vouched) for word in ("--public-component", digest)]
+        common += [word for modality in ("OT", "CT", "MR", "CR", "OP") for word in ("--modality", modality)]
 
         def init(site: str) -> None:
-            policy = str(self.work / "poor.toml") if site == POOR else "internal"
+            policy = str(self.work / "poor.toml") if site == POOR else federation if site == eyes.SITE else "internal"
             words = ["init", "--site", site, "--policy", policy, "--input", f"../pacs/{site}", *common]
             self.run(self.agent(site, *words, "--secondary-capture-modality", "OT"))
 
@@ -236,6 +269,8 @@ class Scene:
         self.each(init)
         if self.pacs is not None:
             (self.work / SITES[0] / "ingest.toml").write_text(self.pacs.table())
+        if self.scale.training:
+            (self.work / eyes.SITE / "ingest.toml").write_text(eyes.INGEST)
         return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others 8; k is at least {K}"
 
     def enrol(self, say: Say) -> str:
@@ -425,7 +460,8 @@ class Scene:
     def summary(self) -> dict[str, Any]:
         """``summary.json``: sites, counts, releases with verdicts, accuracy, seconds."""
         ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
-        asked = {"federated": claim_json(self.mechanism.claim()), "ksame": claim_json(KAnonymous(K, L, 1))}
+        asked = {"federated": claim_json(self.mechanism.claim())}
+        asked |= dict.fromkeys(("ksame", "ksalsa", "anonfaces"), claim_json(KAnonymous(K, L, 1)))
         orders = {a["account"]: (a["order"], a["delta"]) for a in ledger["accounts"]}
         return {
             "sites": list(SITES),

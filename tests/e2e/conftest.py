@@ -29,7 +29,7 @@ class Demo:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     root = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "deploy.demo", "--out", str(root / "out"), "--work", str(root / "work")]
-    command += ["--patients", str(PATIENTS), "--rounds", str(ROUNDS)]
+    command += ["--patients", str(PATIENTS), "--rounds", str(ROUNDS), "--training", "24"]
     notes = root / "connections"
     notes.write_text("started\n")
     environment = {**os.environ, "PYTHONPATH": str(NONET), "LAZARET_TEST_CONNECTIONS": str(notes)}

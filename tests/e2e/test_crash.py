@@ -58,8 +58,8 @@ def kill(scene: Scene, site: str, moment: str) -> None:
 def test_an_agent_killed_between_grant_and_verdict_has_spent_its_grant(scene: Scene, site: str, moment: str) -> None:
     kill(scene, site, moment)
     assert spent(site_ledger(scene, site), f"{site}/k") == (1, 0)
-    answer = json.loads(scene.run(scene.agent(site, *words(scene)), may_refuse=True).splitlines()[-1])
-    assert [finding["rule"] for finding in answer["findings"]] == ["budget"], "the one release was spent by the crash"
+    said = scene.run(scene.agent(site, *words(scene)), may_refuse=True)
+    assert said == "", "its patients are in what set out: too few are left, and nothing is priced"
     books = ledger(scene)
     assert spent(books, f"{site}/k") == spent(site_ledger(scene, site), f"{site}/k") == (0, 1)
     assert not [e for e in books["entries"] if e["type"] == "admitted"]
