@@ -68,12 +68,8 @@ def withdraw(site: Site, release: str) -> None:
     Raises:
         Refused: no release of that name waits.
     """
-    pending = site.vault.note("pending") or {}
-    if release not in pending:
-        raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
-    grant = site.books.store.state.grants[pending[release]["grant"]].reserved
-    draft = parse(pending[release]["statement"].encode())
-    assert isinstance(draft, Release)
+    draft, _ = waiting(site, release)
+    grant = site.books.store.state.grants[draft.grant].reserved
     if isinstance(draft.claim, KAnonymous):  # it was looked at: another k after it is a choice from what was seen
         note_search(site, draft.modality, (draft.claim.k,))
     _forget(site, release)

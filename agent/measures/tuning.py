@@ -1,8 +1,8 @@
 """Choose k: what each k of a fixed menu costs in information and leaves in risk (AnonFACES, sections 3.5 and 4.4).
 
 The menu is public and written down before anybody looks at patients: a search over private curves is itself a choice
-that depends on the data, so a statement says that it took place (:meth:`Curves.note`) and nothing of the curves. The
-curves are for the site only.
+that depends on the data, so every later statement lists what was tried (:mod:`agent.released`) and says nothing of
+the curves. The curves are for the site only.
 """
 
 from __future__ import annotations
@@ -127,10 +127,6 @@ class Curves:
     recommended: int | None
     why: str
     dendrogram: Dendrogram
-
-    def note(self) -> dict[str, object]:
-        """What a statement may say of the search: the menu, the rule and the choice. No figure of a patient."""
-        return {"menu": list(self.menu.ks), "rule": "elbow of information loss", "chosen": self.recommended}
 
 
 def tune(

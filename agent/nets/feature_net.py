@@ -74,7 +74,7 @@ class Frozen(torch.nn.Module):
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
         """Feature maps, shallow first."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: what every network here has of its own
 
     def embed(self, images: Tensor) -> Tensor:
         """Mean and standard deviation of every channel of every map, side by side: (n, 2 Σ c_i)."""

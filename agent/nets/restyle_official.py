@@ -131,7 +131,7 @@ class RestyleEncoder(nn.Module):
 
     def trunk(self, x: Tensor) -> Tensor:
         """(n, 6, 256, 256) -> (n, 512, 16, 16)."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: the two published encoders differ in it
 
 
 class ResNetEncoder(RestyleEncoder):

@@ -179,11 +179,10 @@ def test_a_k_with_too_few_patients_is_refused_with_a_reason_that_counts_nobody()
         tune(cohort(4), [""] * 4, Menu((11, 20), 11), np.random.default_rng(0))
 
 
-def test_the_same_stream_gives_the_same_curves_and_the_statement_learns_no_figure() -> None:
+def test_the_same_stream_gives_the_same_curves() -> None:
     menu = Menu((4, 8, 12), 4)
     one, two = (tune(cohort(), [""] * 120, menu, np.random.default_rng(7)) for _ in range(2))
     assert one.points == two.points
-    assert one.note() == {"menu": [4, 8, 12], "rule": "elbow of information loss", "chosen": one.recommended}
 
 
 def test_the_cuts_of_a_tree_bound_the_sizes_of_its_groups() -> None:
