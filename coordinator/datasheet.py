@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.pool import Budget, Cost, LeftOut, PoolRefused, Source, Worst
-from coordinator.wording import LEVELS, MECHANISMS, count, promise, rounded_up, utc
+from coordinator.promises import promise
+from coordinator.wording import LEVELS, MECHANISMS, count, rounded_up, utc
 from policies.claims import RELATION, UNIT
 from policies.statement import claim_json
 

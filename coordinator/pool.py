@@ -17,11 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from policies.accounting import epsilon_of
-from policies.claims import UNIT, Claim, KAnonymous, NoClaim, UnsupportedClaim
+from policies.claims import UNIT, Claim, Gaussian, KAnonymous, NoClaim, UnsupportedClaim
 from policies.entries import Admitted, Enrolled, Record, RoundClosed
 from policies.ledger import State
-from policies.rdp import NANO, epsilon_nano
+from policies.rdp import NANO, epsilon_nano, epsilon_of
 from policies.statement import PAYLOAD_TYPE, MalformedStatement, Release, claim_from, load_json, parse
 from protos.envelope import BadEnvelope, open_sealed
 
@@ -134,7 +133,7 @@ def _priced(books: Books, entry: Admitted, modality: str, artifact_type: str) ->
     kind, delta, epsilon = "none", None, None
     if isinstance(claim, KAnonymous):
         kind = "k"
-    elif not isinstance(claim, NoClaim) and opened.order:
+    elif isinstance(claim, Gaussian) and opened.order and entry.level in ("A", "A*"):  # else it is void (P6, P7)
         kind, delta = "rdp", float(opened.delta)
         epsilon = epsilon_nano(claim, delta, opened.order) / NANO
     return Source(

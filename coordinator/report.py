@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from coordinator.promises import promise
 from coordinator.wording import (
     KINDS,
     LEVELS,
@@ -31,18 +32,17 @@ from coordinator.wording import (
     STAGES,
     count,
     explain,
-    promise,
     rounded_up,
     stated,
     told,
     utc,
 )
 from policies import cbor
-from policies.accounting import epsilon_nano, epsilon_of
 from policies.claims import UnsupportedClaim
 from policies.entries import KINDS as ENTRIES
 from policies.entries import Record, decode
 from policies.merkle import CompactRange, leaf_hash
+from policies.rdp import epsilon_nano, epsilon_of
 from policies.statement import canonical, claim_from
 from policies.view import as_json
 from protos.artifact import BadArtifact, unpack_images
@@ -146,7 +146,12 @@ def _root(ledger: _JsonMap) -> str:
 
 
 def _epsilon(certificate: _JsonMap, ledger: _JsonMap) -> str:
-    """The epsilon of a certificate's claim, as the accounts of its sites price it, the largest; "" without one."""
+    """The epsilon of a certificate's claim, as the accounts of its sites price it, the largest; "" without one.
+
+    Nor has a Gaussian claim one at another level than A or A*: vetting voids it, or a component does (P6, P7).
+    """
+    if certificate.get("level") not in ("A", "A*"):
+        return ""
     accounts = {a["account"]: a for a in ledger["accounts"]}
     paid = [accounts.get(f"{site}/rdp") for site in str(certificate.get("site")).split(", ")]
     try:
@@ -353,7 +358,7 @@ def _headline(ledger: _JsonMap, refusals: Sequence[_JsonMap]) -> dict[str, Any]:
     """The counts of the first screen, each a plain number from the entries."""
     admitted = [e for e in ledger["entries"] if e["type"] == "admitted"]
     sites = sum(e["type"] == "enrolled" for e in ledger["entries"])
-    with_epsilon = sum(e["claim"].get("kind") == "subsampled-gaussian" for e in admitted)
+    with_epsilon = sum(e["level"] in ("A", "A*") for e in admitted)  # at another level a Gaussian claim is void (P7)
     refused = sum(not r["given_up"] for r in refusals)
     sentence = f"{count(len(admitted), 'release')} admitted, {refused} refused, {count(sites, 'hospital')}."
     return {

@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.claims import UnsupportedClaim, assumption
-from policies.statement import claim_from
-
 # What to do, by who has to do it.
 _POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
 _LARGER: Final = "Choose larger groups (or a larger cohort) and ask again; nothing was read for this request."
@@ -230,6 +227,8 @@ MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
         "ksame": "Synthetic images, each averaged over a group of patients",
         "ksalsa": "Synthetic images, each averaged over a group of patients, with their local texture (k-SALSA)",
         "anonfaces": "Synthetic images, each mixed from a group of patients and tested by recognisers (AnonFACES)",
+        "privimage": "Synthetic images from a generator that was trained on patients with noise (PrivImage)",
+        "centroids": "Synthetic images of averages over patients, taken with noise",
         "federated": "Federated training with noise",
         "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",
     }
@@ -307,32 +306,6 @@ QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
 def explain(rule: str) -> tuple[str, str]:
     """Why, and what to do. An unknown rule is named as it is: a reason is never dropped."""
     return RULES.get(rule, (f"The reason is recorded as “{rule}”.", "Ask the coordinator's operator what it means."))
-
-
-def promise(claim: object) -> str:
-    """A claim in one sentence; of an unknown kind, that nothing is promised."""
-    claim = claim if isinstance(claim, Mapping) else {}
-    if claim.get("kind") == "k-anonymous":
-        return (
-            f"at least {claim.get('k')} different patients behind every image, with {claim.get('l_diversity')} or "
-            f"more different labels; each patient in at most {claim.get('releases_per_patient')} image set(s)"
-        )
-    if claim.get("kind") in ("subsampled-gaussian", "distributed-gaussian"):
-        steps = (
-            f"{claim.get('steps')} steps, each with Gaussian noise of {claim.get('noise_multiplier')} times "
-            f"the bound on one patient's part; a patient is in a step with probability {claim.get('sampling_rate')}"
-        )
-        return steps if claim["kind"] == "subsampled-gaussian" else f"{steps}; {_shared(claim)}"
-    return "no promise that this report knows"
-
-
-def _shared(claim: Mapping[str, Any]) -> str:
-    """Whose noise it is in a sum over sites, and on what the promise stands."""
-    try:
-        given = assumption(claim_from(dict(claim)))
-    except UnsupportedClaim:
-        return "no promise that this report knows"
-    return given or "every site adds the whole noise to its own part"
 
 
 def rounded_up(value: float, places: int) -> float:

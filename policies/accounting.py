@@ -25,13 +25,15 @@ from policies.claims import (
     MOST_NOISE,
     UNIT,
     Claim,
+    Composed,
     DistributedGaussian,
     Gaussian,
     GaussianQuery,
+    Part,
     SubsampledGaussian,
     UnsupportedClaim,
 )
-from policies.rdp import NANO, allowance, cost, epsilon_nano, integer_rdp, log_term
+from policies.rdp import NANO, allowance, cost, epsilon_nano, epsilon_of, integer_rdp, log_term
 
 ORDERS: Final = tuple(range(2, 65))
 # The job whose repetitions an account's order is chosen for: small sampling rate, moderate noise.
@@ -40,9 +42,10 @@ PLD_INTERVAL: Final = 1e-5  # rounding accumulates over compositions: 1e-3 and 1
 SEARCH_INTERVALS: Final = (1e-3, 1e-4, PLD_INTERVAL)
 TIGHT_LIMIT: Final = 32.0  # beyond, a loss distribution fills gigabytes to say that there is no protection
 SIGMA_GRID: Final = 1000  # calibrated noise multipliers are whole thousandths
+Simple = Part | DistributedGaussian  # a Gaussian claim that is not composed of others
 _RELATIONS: Final = {"add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE}
 
-__all__ = ["NANO", "allowance", "cost", "epsilon_nano", "log_term"]
+__all__ = ["NANO", "allowance", "cost", "epsilon_nano", "epsilon_of", "log_term"]
 
 
 class AccountantsDisagree(ArithmeticError):
@@ -53,22 +56,23 @@ class Unreachable(ValueError):
     """No noise within bounds keeps the job under the epsilon that was asked for; the message says what to change."""
 
 
-def _event(claim: Claim) -> tuple[dp.DpEvent, int]:
+def _event(claim: Simple) -> tuple[dp.DpEvent, int]:
     """The claim in the words of the accountant of record: an event, and how often it is composed with itself."""
     if isinstance(claim, GaussianQuery):
         return dp.GaussianDpEvent(claim.noise_multiplier), 1
-    if isinstance(claim, SubsampledGaussian | DistributedGaussian):
-        return dp.PoissonSampledDpEvent(claim.sampling_rate, dp.GaussianDpEvent(claim.noise_multiplier)), claim.steps
-    raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
+    return dp.PoissonSampledDpEvent(claim.sampling_rate, dp.GaussianDpEvent(claim.noise_multiplier)), claim.steps
 
 
-def _comparable(claims: Iterable[Claim]) -> tuple[Gaussian, ...]:
-    """The claims in an order of their own, when their epsilons may be added at all."""
-    listed = []
+def _comparable(claims: Iterable[Claim]) -> tuple[Simple, ...]:
+    """The claims in an order of their own, composed ones part by part, when their epsilons may be added at all."""
+    listed: list[Simple] = []
     for claim in claims:
-        if not isinstance(claim, SubsampledGaussian | DistributedGaussian | GaussianQuery):
+        if isinstance(claim, Composed):
+            listed += claim.parts
+        elif isinstance(claim, Gaussian):
+            listed.append(claim)
+        else:
             raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
-        listed.append(claim)
     if len({(c.unit, c.relation) for c in listed}) > 1:
         raise UnsupportedClaim("claims of different units or neighbouring relations do not add up")
     return tuple(sorted(listed, key=repr))
@@ -78,18 +82,24 @@ def _comparable(claims: Iterable[Claim]) -> tuple[Gaussian, ...]:
 def rdp(claim: Claim, order: int) -> float:
     """Rényi DP of one claim at one integer order, in nats, by two accountants that must agree.
 
+    Of a composed claim they must agree on each part too: the loudest would cover what is wrong with another.
+
     Raises:
         UnsupportedClaim: the claim has no Rényi curve (k-anonymity has none, not a zero one).
         AccountantsDisagree: the two figures differ by more than a millionth.
     """
-    (listed,) = _comparable([claim])
-    event, times = _event(listed)
-    accountant = RdpAccountant(orders=[order], neighboring_relation=_RELATIONS[listed.relation])
-    accountant.compose(event, times)
+    if not isinstance(claim, Gaussian):
+        raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
+    listed = _comparable([claim])
+    for part in listed if isinstance(claim, Composed) else ():
+        rdp(part, order)
+    whole = dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, times) for event, times in map(_event, listed)])
+    accountant = RdpAccountant(orders=[order], neighboring_relation=_RELATIONS[listed[0].relation])
+    accountant.compose(whole)
     of_record = float(accountant._rdp[0])  # the curve has no public reader in dp-accounting 0.6
-    second = integer_rdp(listed, order)
+    second = integer_rdp(claim, order)
     # where a step's divergence is near the last digit of 1.0, the accountant of record rounds at each of the steps
-    if not abs(of_record - second) <= 1e-6 * max(of_record, second) + 1e-14 * times:
+    if not abs(of_record - second) <= 1e-6 * max(of_record, second) + 1e-14 * sum(_event(c)[1] for c in listed):
         raise AccountantsDisagree(f"order {order}: {of_record!r} against {second!r}")
     return max(of_record, second)
 
@@ -115,11 +125,6 @@ def order_for(epsilon_budget: float, delta: float) -> int:
     return max(ORDERS, key=lambda a: allowance(epsilon_budget, delta, a) / cost(REFERENCE, a))
 
 
-def epsilon_of(spent: int, delta: float, order: int) -> float:
-    """The (epsilon, delta) statement for ``spent`` nano-nats at ``order``; 0 spent is epsilon 0."""
-    return spent / NANO + max(0.0, log_term(order, delta)) if spent else 0.0
-
-
 def epsilon(claims: Iterable[Claim], delta: float, order: int | None = None) -> float:
     """An upper bound on epsilon of claims composed, by Rényi DP.
 
@@ -140,7 +145,7 @@ def epsilon(claims: Iterable[Claim], delta: float, order: int | None = None) -> 
 
 
 @lru_cache(maxsize=512)
-def _tight(claims: tuple[Gaussian, ...], delta: float, interval: float) -> float:
+def _tight(claims: tuple[Simple, ...], delta: float, interval: float) -> float:
     bound = min(math.fsum(integer_rdp(c, a) for c in claims) + max(0.0, log_term(a, delta)) for a in ORDERS)
     if not bound <= TIGHT_LIMIT:
         return bound

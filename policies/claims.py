@@ -23,6 +23,7 @@ MAX_STEPS: Final = 10_000_000
 LEAST_NOISE: Final = 1e-3  # a noise multiplier of less is no noise, and its price overflows
 MOST_NOISE: Final = 1e6
 MAX_SITES: Final = 10_000  # in one securely aggregated sum
+MAX_PARTS: Final = 8  # of one composed claim
 
 
 class UnsupportedClaim(ValueError):
@@ -121,8 +122,12 @@ class GaussianQuery:
     Adding or removing a unit moves the histogram by the sum of its m images' vectors, and by the triangle inequality
     ``|v_1 + ... + v_m| <= m sqrt(k_1)``, reached when all images vote for the same k_1 bins: m in each, whence
     ``sqrt(k_1 m^2)``. The paper's bound, sqrt(k_1), is the case m = 1: it protects an image, not a patient. An image
-    that may vote twice for a bin is not covered: count its votes as that many images with one vote. A unit whose
-    images are averaged into one vote per bin of at most k_1 bins in all has ``contribution`` 1.
+    that may vote twice for a bin is not covered: count its votes as that many images with one vote.
+
+    Averages. A unit whose images' vectors are *averaged* has ``contribution`` 1, however many images and bins there
+    are: a norm is convex, so the mean of vectors of norm at most sqrt(k_1) has norm at most sqrt(k_1). Per-class
+    histograms are no exception, for each image's vector lies in its own class's bins, with k_1 votes as before. The
+    mean must be over all images that vote, not one over each class's: those would add up, class by class.
 
     There is no field for the sensitivity (design P10): it derives from what the mechanism enforces.
     """
@@ -153,6 +158,44 @@ class GaussianQuery:
         return self.noise / self.sensitivity
 
 
+Part = SubsampledGaussian | GaussianQuery  # what a composed claim may consist of
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """One release that makes several Gaussian claims at once, all fixed in advance and of one unit and relation.
+
+    PrivImage (theorem E.2) is a histogram and then training; both read the same patients, so the divergences add up
+    at every order (Mironov 2017, proposition 1). It is granted as one claim and used as one: none of it can be spent
+    without the rest. Parts stand in the order in which they were written, which decides the claim's bytes and never
+    its price.
+
+    A sum of shared noise (:class:`DistributedGaussian`) stands on an assumption and is spent round by round, so it is
+    no part; nor is another composed claim, so that one promise has one form.
+    """
+
+    parts: tuple[Part, ...]  # 2 .. MAX_PARTS of them
+
+    def __post_init__(self) -> None:
+        """Refuse what is no composition of two or more known parts of one unit and relation."""
+        if type(self.parts) is not tuple or not 2 <= len(self.parts) <= MAX_PARTS:
+            raise UnsupportedClaim(f"a composed claim must have 2 to {MAX_PARTS} parts")
+        if not all(type(part) in (SubsampledGaussian, GaussianQuery) for part in self.parts):
+            raise UnsupportedClaim("the parts of a composed claim must be subsampled Gaussians or Gaussian queries")
+        if len({(part.unit, part.relation) for part in self.parts}) != 1:
+            raise UnsupportedClaim("the parts of a composed claim must be of one unit and neighbouring relation")
+
+    @property
+    def unit(self) -> str:
+        """The parts' unit of privacy."""
+        return self.parts[0].unit
+
+    @property
+    def relation(self) -> str:
+        """The parts' neighbouring relation."""
+        return self.parts[0].relation
+
+
 @dataclass(frozen=True, slots=True)
 class KAnonymous:
     """Each released record stands for at least ``k`` distinct units, ``l_diversity`` labels among them.
@@ -181,7 +224,7 @@ class NoClaim:
     """Nothing is promised. It exists so that a release without a guarantee has to say so."""
 
 
-Gaussian = SubsampledGaussian | DistributedGaussian | GaussianQuery  # the claims that have an epsilon
+Gaussian = SubsampledGaussian | DistributedGaussian | GaussianQuery | Composed  # the claims that have an epsilon
 Stepwise = SubsampledGaussian | DistributedGaussian  # those of them that are made step by step, in rounds
 Claim = Gaussian | KAnonymous | NoClaim
 
@@ -189,6 +232,7 @@ KINDS: Final[Mapping[str, type[Claim]]] = {
     "subsampled-gaussian": SubsampledGaussian,
     "distributed-gaussian": DistributedGaussian,
     "gaussian-query": GaussianQuery,
+    "composed": Composed,
     "k-anonymous": KAnonymous,
     "no-claim": NoClaim,
 }

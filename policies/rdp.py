@@ -25,7 +25,7 @@ from decimal import (
 from functools import lru_cache
 from typing import Final
 
-from policies.claims import Claim, DistributedGaussian, Gaussian, GaussianQuery, SubsampledGaussian, UnsupportedClaim
+from policies.claims import Claim, Composed, Gaussian, GaussianQuery, UnsupportedClaim
 
 NANO: Final = 10**9
 MAX_ORDER: Final = 1024
@@ -76,6 +76,8 @@ def _log_moment(q: Decimal, sigma: Decimal, order: int) -> Decimal:
 
 def _divergence(claim: Gaussian, order: int) -> Decimal:
     """An upper bound on the Rényi divergence of the whole claim at ``order``, in nats; the context must round up."""
+    if isinstance(claim, Composed):  # smallest first, whatever the order written: the last digits are the same
+        return sum(sorted(_divergence(part, order) for part in claim.parts), Decimal(0))
     if isinstance(claim, GaussianQuery):  # sigma = noise / (m sqrt(k_1)): no square root is needed
         inverse = 1 / Decimal(claim.noise)
         return order * claim.contribution**2 * claim.votes * inverse * inverse / 2
@@ -90,8 +92,8 @@ def integer_rdp(claim: Gaussian, order: int) -> float:
     """Rényi divergence bound of the whole claim at ``order``, in nats, as the nearest float.
 
     Poisson-subsampled Gaussian, also of a sum whose noise the sites share: ``steps * log(A) / (a - 1)``, see
-    :func:`_log_moment`. Plain Gaussian, and every
-    Gaussian query: ``a / (2 sigma^2)`` (Mironov 2017, corollary 3; PrivImage, theorem 3.1).
+    :func:`_log_moment`. Plain Gaussian, and every Gaussian query: ``a / (2 sigma^2)`` (Mironov 2017, corollary 3;
+    PrivImage, theorem 3.1). Composed: the sum of its parts' (Mironov 2017, proposition 1; PrivImage, theorem E.2).
 
     Raises:
         ValueError: the order is not an integer in [2, 1024].
@@ -102,13 +104,13 @@ def integer_rdp(claim: Gaussian, order: int) -> float:
 
 
 def cost(claim: Claim, order: int) -> int:
-    """The claim's price in an account of ``order``: nano-nats of Rényi divergence, rounded up.
+    """The claim's price in an account of ``order``: nano-nats of Rényi divergence, rounded up once.
 
     Raises:
         UnsupportedClaim: the claim has no Rényi curve (k-anonymity has none, not a zero one).
         ValueError: the order is not an integer in [2, 1024].
     """
-    if not isinstance(claim, SubsampledGaussian | DistributedGaussian | GaussianQuery):
+    if not isinstance(claim, Gaussian):
         raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
     _check(order)
     with localcontext(_UP):
@@ -143,6 +145,11 @@ def log_term(order: int, delta: float) -> float:
     if not 0 < delta < 1:
         raise ValueError("delta must lie in (0, 1)")
     return math.log1p(-1 / order) - math.log(order * delta) / (order - 1)
+
+
+def epsilon_of(spent: int, delta: float, order: int) -> float:
+    """The (epsilon, delta) statement for ``spent`` nano-nats at ``order``; 0 spent is epsilon 0."""
+    return spent / NANO + max(0.0, log_term(order, delta)) if spent else 0.0
 
 
 def allowance(epsilon_budget: float, delta: float, order: int) -> int:

@@ -17,9 +17,9 @@ from policies.claims import (
     RELATION,
     UNIT,
     Claim,
+    Composed,
     DistributedGaussian,
     Gaussian,
-    GaussianQuery,
     KAnonymous,
     NoClaim,
     Stepwise,
@@ -69,7 +69,7 @@ class Verdict:
 class Terms:
     """What the law knows of a mechanism: the claim it must make, what it releases, which components it names."""
 
-    claim: type[KAnonymous] | type[SubsampledGaussian] | type[DistributedGaussian] | type[GaussianQuery]
+    claim: type[KAnonymous] | type[Gaussian]
     artifact_type: str  # one of ``ARTIFACT_TYPES``
     components: frozenset[str]
     rounds: bool  # made in the rounds of a run, or at once and alone
@@ -92,6 +92,9 @@ TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
         "federated-masked": Terms(
             DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
         ),
+        # a noisy histogram chooses what is pre-trained on, and training with noise follows; or noisy counts and sums
+        "privimage": Terms(Composed, "image-set", frozenset({"semantics", "pretraining"}), rounds=False),
+        "centroids": Terms(Composed, "image-set", frozenset({"encoder", "generator", "codebook"}), rounds=False),
     }
 )
 
@@ -286,16 +289,18 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
         return
     granted, claim = _granted(held.claim), release.claim
     if isinstance(granted, Stepwise) and isinstance(claim, Stepwise):
-        if not (replace(granted, steps=claim.steps) == claim and claim.steps <= granted.steps):
-            yield Finding("claim_not_granted", "the claim is not covered by the one that was granted")
-        elif not price(claim, account) <= held.amount:
-            yield Finding("claim_not_granted", "the claim costs more than was granted")
-        elif not price(claim, account) > grant.used or not release.round > grant.last_round:
-            yield Finding("round_repeated", "this round's steps were released before")
-    elif canonical(claim_json(claim)) != held.claim:
-        yield Finding("claim_not_granted", "the claim is not the one that was granted")
-    elif grant.used:
-        yield Finding("grant_used", "the grant's one release was made before")
+        covered = replace(granted, steps=claim.steps) == claim and claim.steps <= granted.steps
+    else:  # all of it or nothing: a part of a composed claim is another claim
+        covered = canonical(claim_json(claim)) == held.claim
+    if not covered:
+        yield Finding("claim_not_granted", "the claim is not covered by the one that was granted")
+    elif not price(claim, account) <= held.amount:
+        yield Finding("claim_not_granted", "the claim costs more than was granted")
+    elif not isinstance(claim, Stepwise):
+        if grant.used:
+            yield Finding("grant_used", "the grant's one release was made before")
+    elif not price(claim, account) > grant.used or not release.round > grant.last_round:
+        yield Finding("round_repeated", "this round's steps were released before")
 
 
 def _epsilon(release: Release, account: Account, policy: Policy) -> Iterator[Finding]:

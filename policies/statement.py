@@ -18,7 +18,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.claims import KINDS, Claim, UnsupportedClaim
+from policies.claims import KINDS, Claim, Composed, UnsupportedClaim
 
 PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
 _TYPE: Final = "https://in-toto.io/Statement/v1"
@@ -180,6 +180,8 @@ def canonical(value: JsonValue) -> bytes:
 def claim_json(claim: Claim) -> dict[str, JsonValue]:
     """A claim as JSON: its kind and its fields; reals as decimal text that reads back to the same float."""
     kind = next(name for name, cls in KINDS.items() if type(claim) is cls)
+    if isinstance(claim, Composed):
+        return {"kind": kind, "parts": [claim_json(part) for part in claim.parts]}
     values = {f.name: getattr(claim, f.name) for f in fields(claim)}
     return {"kind": kind, **{k: repr(v) if type(v) is float else v for k, v in values.items()}}
 
@@ -197,8 +199,18 @@ def claim_from(value: object) -> Claim:
     given = {k: v for k, v in value.items() if k != "kind"}
     if set(given) != set(wanted):
         raise UnsupportedClaim(f"a {value['kind']} claim has the fields {', '.join(sorted(wanted))}")
+    if cls is Composed:
+        return _composed(given["parts"])
     claim: Claim = cls(**{k: decimal(v) if wanted[k] == "float" else v for k, v in given.items()})
     return claim
+
+
+def _composed(parts: object) -> Composed:
+    """The composed claim of a list of parts; what is composed itself is never entered, however deep it goes."""
+    if not isinstance(parts, list) or any(isinstance(p, dict) and p.get("kind") == "composed" for p in parts):
+        raise UnsupportedClaim("the parts of a composed claim must be a list of claims, none of them composed")
+    read: Any = tuple(claim_from(part) for part in parts)
+    return Composed(read)
 
 
 def decimal(value: object) -> float:

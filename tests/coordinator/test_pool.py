@@ -46,14 +46,15 @@ from coordinator.pool import (
     source_of,
     weakest,
 )
+from coordinator.wording import rounded_up
 from policies.accounting import epsilon_of
 from policies.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
 from policies.rdp import cost, epsilon_nano
 from policies.register import Facts, Register
-from policies.statement import release_id
+from policies.statement import claim_from, release_id
 from protos.artifact import pack_images, pack_vector
 from protos.weights import pack_weights
-from tests.support.books import Hospital, open_register, policy
+from tests.support.books import BOTH, Hospital, open_register, policy
 
 K5, K7 = (KAnonymous(k=k, l_diversity=2, releases_per_patient=1) for k in (5, 7))
 STEPS = SubsampledGaussian(sampling_rate=0.05, noise_multiplier=2.0, steps=20)
@@ -113,6 +114,21 @@ class World:
         named = more.pop("labels", labels(len(images)))
         body = pack_images(images, named)
         release, envelope = self.submit(hospital, grant, body, claim=claim, **more)
+        folder = self.home.releases / release
+        folder.mkdir()
+        (folder / "images.tar").write_bytes(body)
+        (folder / "envelope.json").write_bytes(envelope)
+        (folder / "certificate.json").write_text("{}")
+        return release
+
+    def private(self, hospital: Hospital, grant: str, images: NDArray[np.uint8]) -> str:
+        """An admitted image set of level A: several Gaussian claims, granted as one."""
+        asked = hospital.reservation(grant, BOTH, "privimage")
+        assert self.register.reserve(f"reserve-{grant}", asked, hospital.seal(asked)).admitted
+        opened = self.register.store.state.accounts[f"{hospital.name}/rdp"].opened
+        nano, body = epsilon_nano(BOTH, float(opened.delta), opened.order), pack_images(images, labels(len(images)))
+        facts = {"mechanism": "privimage", "claim": BOTH, "components": dict(asked.components)}
+        release, envelope = self.submit(hospital, grant, body, epsilon_nano=nano, delta=opened.delta, **facts)
         folder = self.home.releases / release
         folder.mkdir()
         (folder / "images.tar").write_bytes(body)
@@ -502,6 +518,33 @@ def test_the_datasheet_states_levels_budgets_and_the_overlap(pooled: World) -> N
     plain = pooled.export("plain")
     assert plain.level == "B"
     assert "no license is stated" in (pooled.root / "plain" / "README.md").read_text()
+
+
+def test_a_set_with_several_claims_has_one_epsilon_in_the_pool_and_in_every_sample(world: World) -> None:
+    release = world.private(world.north, "g-private", scene(4, 6))
+    report = world.export("private")
+    text = (world.root / "private" / "README.md").read_text()
+    (cost_,) = report.budgets[0].costs
+    truth = epsilon_nano(BOTH, 4e-6, 4) / 1e9
+    assert (report.level, cost_.kind) == ("A", "rdp")
+    assert cost_.epsilon == pytest.approx(truth, abs=1e-9)
+    assert "2 uses of the same patients, paid for together: (1) one set of counts" in text
+    assert f"epsilon {rounded_up(truth, 4):g} at delta 4e-06 for this release alone, per patient" in text
+    assert "epsilon covers 1 of 1 releases" in text
+    found = samples(world.root / "private")
+    assert len(found) == 6
+    for (said,) in (json.loads(s["json"])["sources"] for s in found):
+        assert (said["release"], said["mechanism"], claim_from(said["claim"])) == (release, "privimage", BOTH)
+
+
+@pytest.mark.parametrize(("level", "kind"), [("A", "rdp"), ("A*", "rdp"), ("B", "none"), ("C", "none")])
+def test_a_gaussian_claim_at_another_level_than_a_is_void_in_a_pool(world: World, level: str, kind: str) -> None:
+    """P7: a set that was compared with patients promises nothing, though its grant was paid."""
+    release = world.private(world.north, "g-private", scene(4, 6))
+    books = world.books
+    books.state.releases[release] = dataclasses.replace(books.state.releases[release], level=level)
+    found = source_of(books, release, (world.home.releases / release / "envelope.json").read_bytes())
+    assert (found.kind, found.epsilon is None, found.delta is None) == (kind, kind == "none", kind == "none")
 
 
 def test_labels_and_names_cannot_become_markup(world: World) -> None:

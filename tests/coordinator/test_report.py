@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from PIL import Image
 
 from agent.deidentify.reasons import REASONS
-from coordinator import wording
+from coordinator import report, wording
 from coordinator.edges.shelf import WORDING, Shelf
 from coordinator.edges.uploads import Uploads
 from coordinator.intake import Intake, Unwelcome
@@ -36,7 +36,7 @@ from policies.store import Store
 from policies.verify import verify
 from policies.view import as_json
 from protos.artifact import pack_images, pack_vector
-from tests.support.books import DP, K5, Clock, Hospital, policy
+from tests.support.books import BOTH, DP, K5, Clock, Hospital, policy
 from tests.support.receiving import staged
 from tests.support.wards import goods
 
@@ -354,6 +354,23 @@ def test_a_model_is_recognised_by_the_round_that_made_it(world: World) -> None:
     for change in ({"artifact_sha256": "11" * 32}, {"claim": cheaper["claim"]}, {"level": "B"}):
         bad = Page(render(ledger, [ReleaseView("trial", {**facts, **change})], None))
         assert "✓ in the ledger" not in bad.text
+
+
+def test_a_set_with_several_claims_is_shown_with_one_epsilon_and_counted_as_covered(world: World) -> None:
+    asked = world.south.reservation("g-private", BOTH, "privimage")
+    assert world.intake.reserve("south", "r-private", world.south.seal(asked)).admitted
+    nano = epsilon_nano(BOTH, 4e-6, 4)
+    facts = {"mechanism": "privimage", "claim": BOTH, "components": dict(asked.components), "delta": "4e-06"}
+    assert world.submit(world.south, "g-private", pictures(), epsilon_nano=nano, **facts)
+    (view,) = [v for v in views(world.shelf.root) if v.certificate["mechanism"] == "privimage"]
+    page = Page(render(world.ledger(), [view], None))
+    assert "ε covers 4 of 5 releases." in page.text
+    assert "✓ in the ledger: entry" in page.text
+    assert "2 uses of the same patients, paid for together: (1) one set of counts" in page.text
+    assert f"epsilon {wording.rounded_up(nano / 1e9, 2):g} at delta 4e-06 per patient" in page.text
+    assert wording.MECHANISMS["privimage"] in page.text
+    for level, has in (("A", True), ("A*", True), ("B", False), ("C", False), ("", False)):  # P7: void at another one
+        assert (report._epsilon({**view.certificate, "level": level}, world.ledger()) != "") is has
 
 
 def test_a_release_says_which_group_sizes_were_tried(world: World) -> None:

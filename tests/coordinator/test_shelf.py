@@ -18,12 +18,13 @@ from coordinator.wording import LEVELS
 from policies.claims import DistributedGaussian, assumption
 from policies.entries import Admitted, Opened
 from policies.policy import parse
+from policies.rdp import epsilon_nano
 from policies.register import Facts, Register
 from policies.review import Finding, Verdict
-from policies.statement import Release, canonical, claim_json
+from policies.statement import Release, canonical, claim_from, claim_json
 from protos.artifact import pack_images
 from protos.hpke import fingerprint, make_reader, open_sealed_artifact, seal_to
-from tests.support.books import K5, Hospital, open_register, policy
+from tests.support.books import BOTH, K5, Hospital, open_register, policy
 from tests.support.receiving import staged
 
 PRIVATE, PUBLIC = make_reader()
@@ -260,6 +261,18 @@ def test_a_certificate_of_shared_noise_prints_what_it_takes_for_granted() -> Non
         assert facts.get("assumption", "") == assumption(claim)
     assert "assumption" in facts
     assert "honest" in facts["meaning"]
+
+
+def test_a_certificate_of_several_claims_prints_one_epsilon_and_only_at_level_a() -> None:
+    opened = Opened("site-a/rdp", 10**12, 4, "8.0", "4e-06")
+    for level in ("A", "C"):
+        entry = Admitted(
+            "r", "g", "site-a", "", 0, "privimage", level, 1, canonical(claim_json(BOTH)), bytes(32), bytes(32), "",
+        )  # fmt: skip
+        facts = certificate(entry, opened)
+        assert claim_from(facts["claim"]) == BOTH
+        assert facts.get("epsilon") == (epsilon_nano(BOTH, 4e-6, 4) / 1e9 if level == "A" else None)
+        assert facts["meaning"] == LEVELS[level][1]
 
 
 def test_a_claim_without_assumptions_prints_none() -> None:

@@ -11,17 +11,23 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from policies import cbor
-from policies.claims import KAnonymous, NoClaim, SubsampledGaussian
+from policies.claims import MAX_PARTS, Claim, Composed, KAnonymous, NoClaim, SubsampledGaussian
 from policies.export import Export
 from policies.policy import preset
 from policies.statement import canonical, claim_json, encode
 from tests.fuzz import images
 from tests.fuzz.books import LOG_KEY, SHARED, note, public, sealed, sound, statements
+from tests.support.books import BOTH, HISTOGRAM
 
 
 def _claims() -> list[bytes]:
-    claims = (KAnonymous(5, 2, 1), NoClaim(), SubsampledGaussian(0.25, 1.8, 60), SubsampledGaussian(1.0, 2e-3, 1))
-    claims += (SHARED, replace(SHARED, honest=1))
+    claims: tuple[Claim, ...] = (
+        KAnonymous(5, 2, 1),
+        NoClaim(),
+        SubsampledGaussian(0.25, 1.8, 60),
+        SubsampledGaussian(1.0, 2e-3, 1),
+    )
+    claims += (SHARED, replace(SHARED, honest=1), HISTOGRAM, BOTH, Composed((BOTH.parts[1],) * MAX_PARTS))
     return [canonical(claim_json(c)) for c in claims]
 
 

@@ -17,6 +17,10 @@ EQUIVALENT: Final[Mapping[str, str]] = {
     "review review_reservation: findings or account is None -> findings": (
         "without an account there is a finding already; the words are for the type checker"
     ),
+    "review _place: isinstance(claim, DistributedGaussian) and assumption(claim) and (not claim.steps <= "
+    "statement.round) -> assumption(claim) and (not claim.steps <= statement.round)": (
+        "no other claim takes anything for granted; the words are for the type checker"
+    ),
     "review _payable: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
     "review _ceiling: account.opened.order == 0 -> account.opened.order <= 0": _NEGATIVE,
     "review _payable: sane = False -> pass": "it is false already: the order here is at least 2, not 0",

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from policies.accounts import Account, Grant
 from policies.claims import (
     Claim,
+    Composed,
     DistributedGaussian,
+    Gaussian,
     GaussianQuery,
     KAnonymous,
     NoClaim,
@@ -42,7 +44,7 @@ from policies.review import (
     room,
 )
 from policies.statement import Release, Reservation, canonical, claim_json, release_id
-from tests.support.books import policy
+from tests.support.books import BOTH, COMPONENTS, policy
 
 POLICY: Policy = parse(policy(), "p")
 ORDER, DELTA = 4, "4e-06"
@@ -92,6 +94,13 @@ MADE_SUM = replace(
     artifact_type="masked-update", claim=replace(SHARED, steps=15),
 )  # fmt: skip
 STANDING_SUM = Standing(purse(), held("federated-masked", SHARED, cost(SHARED, ORDER), "run-m"))
+ASKED_BOTH = replace(ASKED, mechanism="privimage", claim=BOTH, components=COMPONENTS["privimage"])
+MADE_BOTH = replace(
+    MADE, mechanism="privimage", claim=BOTH, epsilon_nano=epsilon_nano(BOTH, 4e-6, ORDER), delta=DELTA,
+    components=COMPONENTS["privimage"],
+)  # fmt: skip
+PRICE_BOTH = cost(BOTH, ORDER)
+STANDING_BOTH = Standing(purse(), held("privimage", BOTH, PRICE_BOTH))
 
 
 def of(verdict: Verdict) -> list[str]:
@@ -141,8 +150,11 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
         "federated-masked": Terms(
             DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
         ),
+        "privimage": Terms(Composed, "image-set", frozenset({"semantics", "pretraining"}), rounds=False),
+        "centroids": Terms(Composed, "image-set", frozenset({"encoder", "generator", "codebook"}), rounds=False),
     }
-    kinds = {**dict.fromkeys(("ksame", "ksalsa", "anonfaces"), "k"), "federated": "rdp", "federated-masked": "rdp"}
+    kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces"), "k")
+    kinds |= dict.fromkeys(("federated", "federated-masked", "privimage", "centroids"), "rdp")
     assert {name: terms.kind for name, terms in TERMS.items()} == kinds
     assert {"image-set", "volume-set", "update", "masked-update", "model"} == ARTIFACT_TYPES
     assert [account_name("m", name) for name in ("ksame", "federated-masked", "magic")] == ["m/k", "m/rdp", ""]
@@ -572,7 +584,8 @@ PARTS = {
 
 @pytest.mark.parametrize("vetted", ["nothing", "public", "private", "other"])
 @pytest.mark.parametrize(
-    "claim", [K5, replace(K5, releases_per_patient=2), ROUND, QUERY, NoClaim(), SHARED, replace(SHARED, honest=1)]
+    "claim",
+    [K5, replace(K5, releases_per_patient=2), ROUND, QUERY, NoClaim(), SHARED, replace(SHARED, honest=1), BOTH],
 )
 @pytest.mark.parametrize("parts", [(), *itertools.combinations_with_replacement(PARTS, 2)])
 def test_the_level_is_what_claim_provenance_and_vetting_allow(
@@ -580,7 +593,7 @@ def test_the_level_is_what_claim_provenance_and_vetting_allow(
 ) -> None:
     """Design section 5: A is Gaussian, not vetted on private images (P7); B is once (P5); both are public (P6)."""
     public = bool(parts) and all(PARTS[p] for p in parts)
-    if public and isinstance(claim, SubsampledGaussian | GaussianQuery | DistributedGaussian) and vetted != "private":
+    if public and isinstance(claim, Gaussian) and vetted != "private":
         level = "A*" if getattr(claim, "honest", 1) > 1 else "A"
     else:
         level = "B" if public and isinstance(claim, KAnonymous) and claim.releases_per_patient < 2 else "C"
@@ -679,6 +692,73 @@ def test_the_two_ways_of_training_are_not_taken_for_each_other() -> None:
     assert judged_dp(claim=replace(SHARED, steps=15, honest=1)) == ["claim_kind"]
     assert asked(ASKED_SUM, policy=STARRED, run="") == ["run"]
     assert asked(ASKED_SUM, policy=replace(STARRED, mechanisms=frozenset({"federated"}))) == ["mechanism_not_allowed"]
+
+
+# --- several claims of one release
+
+
+def test_several_claims_of_one_release_are_priced_and_admitted_as_one() -> None:
+    assert review_reservation(ASKED_BOTH, Standing(purse()), POLICY) == Verdict((), "", PRICE_BOTH)
+    assert review_reservation(ASKED_BOTH, Standing(purse(PRICE_BOTH)), POLICY).admitted
+    assert asked(ASKED_BOTH, purse(PRICE_BOTH - 1)) == ["budget"]
+    assert review(MADE_BOTH, STANDING_BOTH, POLICY) == Verdict((), "A", PRICE_BOTH)
+    centroids = {"mechanism": "centroids", "components": COMPONENTS["centroids"]}
+    standing = Standing(purse(), held("centroids", BOTH, PRICE_BOTH))
+    assert review(replace(MADE_BOTH, **centroids), standing, POLICY) == Verdict((), "A", PRICE_BOTH)
+
+
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        (["epsilon"], {"epsilon_nano": MADE_BOTH.epsilon_nano - 1}),  # type: ignore[operator]
+        (["epsilon"], {"epsilon_nano": epsilon_nano(BOTH.parts[0], 4e-6, ORDER)}),
+        (["epsilon"], {"epsilon_nano": epsilon_nano(BOTH.parts[1], 4e-6, ORDER)}),
+        (["epsilon"], {"epsilon_nano": None}),
+        (["delta"], {"delta": None}),
+        (["reid_rate", "level"], {"vetted_against": "private"}),  # P7: compared with patients it is no level A
+        (["level"], {"vetted_against": "private", "reid_rate": "0.01"}),
+        ([], {"vetted_against": "public"}),
+        (["provenance", "reid_rate", "level"], {"components": {"semantics": "public", "pretraining": "dp"}}),
+        (["components"], {"components": {"semantics": "public"}}),
+        (["components", "reid_rate", "level"], {"components": {}}),
+        (["artifact_type"], {"artifact_type": "update"}),
+        (["run"], {"run": "run-m"}),
+        (["round", "release_id"], {"round": 1}),
+        (["menu"], {"menu": "5,8"}),
+        (["claim_kind"], {"claim": BOTH.parts[0]}),
+        (["claim_kind"], {"claim": BOTH.parts[1]}),
+        (["unit"], {"claim": Composed((replace(QUERY, unit="image"), replace(ROUND, unit="image")))}),
+    ],
+)
+def test_a_release_of_several_claims_with_one_change_has_these_findings_and_no_others(
+    found: list[str], changes: dict[str, Any]
+) -> None:
+    assert judged(MADE_BOTH, STANDING_BOTH, **changes) == found
+
+
+LESS = replace(BOTH.parts[1], steps=49)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [Composed((BOTH.parts[0], LESS)), Composed(BOTH.parts[::-1]), Composed((*BOTH.parts, LESS)),
+     Composed((BOTH.parts[0], BOTH.parts[0])), Composed((replace(BOTH.parts[0], noise=61.0), BOTH.parts[1]))],
+)  # fmt: skip
+def test_of_several_claims_that_were_granted_together_none_is_spent_alone_or_changed(claim: Composed) -> None:
+    """Not fewer steps either, which would do in the rounds of a run: it is granted as one and used as one."""
+    changes = {"claim": claim, "epsilon_nano": epsilon_nano(claim, 4e-6, ORDER)}
+    assert judged(MADE_BOTH, STANDING_BOTH, **changes) == ["claim_not_granted"]
+    assert judged(MADE_BOTH, Standing(purse(), held("privimage", claim, PRICE_BOTH))) == ["claim_not_granted"]
+
+
+def test_several_claims_are_used_once_and_cost_no_more_than_was_granted() -> None:
+    assert judged(MADE_BOTH, Standing(purse(), held("privimage", BOTH, PRICE_BOTH + 1))) == []
+    assert judged(MADE_BOTH, Standing(purse(), held("privimage", BOTH, PRICE_BOTH - 1))) == ["claim_not_granted"]
+    assert judged(MADE_BOTH, Standing(purse(), held("privimage", BOTH, PRICE_BOTH, used=1))) == ["grant_used"]
+    for granted in (*BOTH.parts, K5, b"", b'{"kind":"composed","parts":[]}'):
+        standing = Standing(purse(), held("privimage", granted, PRICE_BOTH))
+        assert judged(MADE_BOTH, standing) == ["claim_not_granted"]
+    assert judged(MADE_BOTH, Standing(purse(), held("centroids", BOTH, PRICE_BOTH))) == ["grant_of_another"]
 
 
 # --- several reservations at once
@@ -830,7 +910,7 @@ def test_a_wrong_epsilon_beside_a_closed_grant_are_two_findings() -> None:
 
 ODD = st.sampled_from([-1, 0, 1, 99, 1 << 60])
 WORD = st.sampled_from(
-    ["", "nothing", "public", "private", "ksame", "federated", "update", "image-set", "nan", "0.05"]
+    ["", "nothing", "public", "private", "ksame", "federated", "privimage", "update", "image-set", "nan", "0.05"]
 )
 
 
@@ -841,11 +921,13 @@ WORD = st.sampled_from(
             "artifact_bytes": ODD, "round": ODD, "epsilon_nano": st.none() | ODD, "delta": st.none() | WORD,
             "reid_rate": st.none() | WORD, "vetted_against": WORD, "mechanism": WORD, "artifact_type": WORD,
             "run": WORD, "modality": WORD, "components": st.dictionaries(WORD, WORD, max_size=3),
-            "claim": st.sampled_from([K5, ROUND, QUERY, NoClaim(), replace(K5, unit="image"), SHARED]),
+            "claim": st.sampled_from([K5, ROUND, QUERY, NoClaim(), replace(K5, unit="image"), SHARED, BOTH]),
             "reader": st.sampled_from(["", "ab" * 32, "x"]),
         },
     ),
-    base=st.sampled_from([(MADE, STANDING), (MADE_DP, STANDING_DP), (MADE_SUM, STANDING_SUM)]),
+    base=st.sampled_from(
+        [(MADE, STANDING), (MADE_DP, STANDING_DP), (MADE_SUM, STANDING_SUM), (MADE_BOTH, STANDING_BOTH)]
+    ),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_the_review_is_total_and_admits_only_what_is_priced_below_its_grant(

@@ -21,7 +21,7 @@ from policies.statement import (
     menu_of,
     parse,
 )
-from tests.support.books import DP, K5, Hospital
+from tests.support.books import BOTH, DP, HISTOGRAM, K5, Hospital
 
 SITE = Hospital("site-a")
 STATEMENTS = [
@@ -33,6 +33,8 @@ STATEMENTS = [
     SITE.release("g", reader="1f" * 32),
     SITE.release("g", menu="5,8,11"),
     SITE.reservation("grant-3", DistributedGaussian(0.25, 1.8, 3, 4, 3), "federated-masked", "run-1"),
+    SITE.reservation("grant-4", BOTH, "privimage"),
+    SITE.release("g", mechanism="privimage", claim=BOTH, epsilon_nano=1, delta="4e-06"),
     Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0),
 ]
 
@@ -43,7 +45,8 @@ def test_what_is_encoded_parses_to_itself(statement: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "claim", [DP, K5, NoClaim(), SubsampledGaussian(0.1, 2e-3, 1), DistributedGaussian(0.1, 2.0, 1, 9, 5)]
+    "claim",
+    [DP, K5, NoClaim(), SubsampledGaussian(0.1, 2e-3, 1), DistributedGaussian(0.1, 2.0, 1, 9, 5), HISTOGRAM, BOTH],
 )
 def test_claims_survive_json(claim: object) -> None:
     assert claim_from(json.loads(canonical(claim_json(claim)))) == claim  # type: ignore[arg-type]

@@ -16,9 +16,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from deploy.verifier import ForeignImport, archive, main, needed
-from policies.register import Facts
+from policies.entries import Reserved
+from policies.rdp import cost, epsilon_nano
+from policies.register import Facts, digest
 from policies.sqlite import export_file
-from tests.support.books import DP, Hospital, open_register
+from policies.statement import canonical, claim_json
+from policies.store import Draft
+from tests.support.books import BOTH, DP, Hospital, open_register
 
 PACKAGES = ("cryptography", "cffi", "_cffi_backend", "pycparser")
 
@@ -77,6 +81,15 @@ def ledger(auditor: Auditor, tmp_path_factory: pytest.TempPathFactory) -> Audito
     assert register.admit("submit", release, a.seal(release), Facts()).admitted
     again = a.reservation("grant-again")
     assert not register.reserve("reserve-again", again, a.seal(again)).admitted
+    several = a.reservation("grant-several", BOTH, "privimage")
+    assert register.reserve("reserve-several", several, a.seal(several)).admitted
+    account = register.store.state.accounts["site-a/rdp"].opened
+    nano = epsilon_nano(BOTH, float(account.delta), account.order)
+    made = a.release(
+        "grant-several", mechanism="privimage", claim=BOTH, epsilon_nano=nano, delta=account.delta,
+        components=dict(several.components),
+    )  # fmt: skip
+    assert register.admit("submit-several", made, a.seal(made), Facts()).admitted
     register.store.close()
     raw = export_file(path, "lazaret/test", key)
     (auditor.folder / "sound.export").write_bytes(raw)
@@ -88,6 +101,14 @@ def ledger(auditor: Auditor, tmp_path_factory: pytest.TempPathFactory) -> Audito
         asked = a.reservation(f"other-{n}", DP if n else a.reservation("x").claim, *(("federated", "r") if n else ()))
         forged.reserve(f"k{n}", asked, a.seal(asked))
     forged.store.close()
+    cheaper = open_register(path.with_name("cheaper.db"), a, key=key)
+    sealed, less = a.seal(several), cost(BOTH, account.order) - 1
+    cheap = Reserved(
+        "grant-several", "site-a", "", "privimage", "site-a/rdp", less, canonical(claim_json(BOTH)), digest(sealed)
+    )
+    cheaper.store.append("sneaked", Draft((cheap,), (sealed,)))
+    cheaper.store.close()
+    (auditor.folder / "cheaper.export").write_bytes(export_file(path.with_name("cheaper.db"), "lazaret/test", key))
     (auditor.folder / "rewritten.export").write_bytes(export_file(path.with_name("forged.db"), "lazaret/test", key))
     return auditor
 
@@ -132,7 +153,7 @@ def test_a_sound_export_gives_0_and_says_what_it_found(ledger: Auditor) -> None:
     done = ledger.verify("sound.export")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("SOUND: lazaret/test, ")
-    assert "2 grants, 1 releases admitted, 1 refusals" in done.stdout
+    assert "3 grants, 2 releases admitted, 1 refusals" in done.stdout
 
 
 def test_a_changed_export_gives_1_and_a_reason(ledger: Auditor) -> None:
@@ -151,9 +172,16 @@ def test_a_missing_file_or_a_wrong_call_gives_2(ledger: Auditor, arguments: tupl
 def test_json_says_the_same_for_machines(ledger: Auditor) -> None:
     sound, changed = ledger.verify("sound.export", "--json"), ledger.verify("changed.export", "--json")
     found = json.loads(sound.stdout)
-    assert (sound.returncode, found["sound"], found["grants"], found["refusals"]) == (0, True, 2, 1)
+    assert (sound.returncode, found["sound"], found["grants"], found["refusals"]) == (0, True, 3, 1)
     assert found["accounts"]["site-a/k"]["spent"] == 1
+    assert found["accounts"]["site-a/rdp"]["spent"] == cost(BOTH, 4)
     assert (changed.returncode, json.loads(changed.stdout)["sound"]) == (1, False)
+
+
+def test_a_composed_claim_is_priced_again_from_its_parts(ledger: Auditor) -> None:
+    done = ledger.verify("cheaper.export")  # one nano less than the sum of the parts, all signatures in order
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "another price" in done.stdout
 
 
 def test_an_older_checkpoint_is_extended_by_the_true_ledger_and_not_by_a_rewritten_one(ledger: Auditor) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.claims import Claim, KAnonymous, SubsampledGaussian
+from policies.claims import Claim, Composed, GaussianQuery, KAnonymous, SubsampledGaussian
 from policies.policy import Policy, parse, preset, strictest
 from policies.register import Register
 from policies.sqlite import open_sqlite
@@ -23,8 +23,12 @@ COMPONENTS = {
     "ksame": {"encoder": "public", "generator": "public"},
     "federated": {"initial": "public", "centre": "public"},
     "federated-masked": {"initial": "public", "centre": "public"},
+    "privimage": {"semantics": "public", "pretraining": "public"},
+    "centroids": {"encoder": "public", "generator": "public", "codebook": "public"},
 }
 DP = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=1.8, steps=60)
+HISTOGRAM = GaussianQuery(noise=60.0, contribution=1, votes=4)
+BOTH = Composed((HISTOGRAM, SubsampledGaussian(sampling_rate=0.1, noise_multiplier=3.0, steps=50)))
 
 
 def policy(**changes: object) -> str:

@@ -1,0 +1,66 @@
+"""Every claim has its sentence, and what cannot be read promises nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.promises import UNKNOWN, promise
+from coordinator.wording import MECHANISMS
+from policies.claims import KINDS, Composed, DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
+from policies.review import TERMS
+from policies.statement import claim_json
+from tests.support.books import BOTH, HISTOGRAM
+
+TRAINING = BOTH.parts[1]
+SHARED = DistributedGaussian(0.25, 1.8, 10, sites=3, honest=2)
+
+
+def test_every_kind_of_claim_but_none_at_all_has_a_sentence_of_its_own() -> None:
+    claims = [KAnonymous(11, 2, 1), TRAINING, SHARED, HISTOGRAM, BOTH]
+    assert {type(claim) for claim in claims} == set(KINDS.values()) - {NoClaim}
+    told = [promise(claim_json(claim)) for claim in claims]
+    assert len({*told, UNKNOWN}) == len(claims) + 1
+    assert promise(claim_json(NoClaim())) == UNKNOWN
+
+
+def test_every_mechanism_of_the_law_has_its_words() -> None:
+    assert set(MECHANISMS) == set(TERMS)
+
+
+def test_an_officer_is_told_every_part_of_a_composed_claim_and_that_they_are_paid_for_together() -> None:
+    told = promise(claim_json(BOTH))
+    assert told == (
+        "2 uses of the same patients, paid for together: "
+        "(1) one set of counts, each with Gaussian noise of 60.0 votes; a patient counts as at most 1 image(s), and "
+        "an image has at most 4 vote(s); "
+        "(2) 50 steps, each with Gaussian noise of 3.0 times the bound on one patient's part; a patient is in a step "
+        "with probability 0.1"
+    )
+    assert all(promise(claim_json(part)) in told for part in BOTH.parts)
+    sums = promise(claim_json(Composed((HISTOGRAM, SubsampledGaussian(1.0, 2.0, 1)))))
+    assert "(2) 1 step, each" in sums
+
+
+def test_a_sum_says_on_whose_noise_it_stands() -> None:
+    assert "at least 2 of the 3 sites" in promise(claim_json(SHARED))
+    assert "every site adds the whole noise" in promise(claim_json(replace(SHARED, honest=1)))
+
+
+FORM: Any = claim_json(BOTH)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        None, 7, "composed", [], {}, {"kind": "perfect"}, {"kind": "composed"}, {"kind": "composed", "parts": 3},
+        {"kind": ["composed"]}, {**FORM, "parts": FORM["parts"][:1]}, {**FORM, "parts": [FORM, FORM]},
+        {**FORM, "parts": [FORM["parts"][0], {"kind": "perfect"}]}, {**FORM, "more": 1},
+        {**FORM, "parts": [FORM["parts"][0], {**FORM["parts"][1], "steps": "fifty"}]},
+        {"kind": "distributed-gaussian"},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_promises_nothing(claim: object) -> None:
+    assert UNKNOWN in promise(claim)
