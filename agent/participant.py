@@ -16,7 +16,7 @@ from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.nouns import Update
 from agent.pipeline import ask, draft_of, parcel, set_out, still_in
 from agent.site import Parcel, Refused, Site
-from agent.stages.finetune import Entropy
+from agent.stages.noise import Entropy
 from policies.claims import Claim
 from policies.entries import Reserved
 from policies.review import Finding, Verdict

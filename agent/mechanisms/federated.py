@@ -24,17 +24,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from agent.nouns import Cohort, Patient, Update
-from agent.stages.finetune import (
-    TAIL,
-    Box,
-    Entropy,
-    PrivateSgd,
-    Task,
-    Unit,
-    deviation,
-    noisy_part,
-    train_privately,
-)
+from agent.stages.clipping import Unit
+from agent.stages.finetune import Box, PrivateSgd, Task, noisy_part, train_privately
+from agent.stages.noise import TAIL, Entropy, deviation
 from policies.claims import DistributedGaussian, SubsampledGaussian
 
 POOLED: Final = 8  # images are averaged down to 8 x 8
@@ -64,6 +56,12 @@ class LinearSoftmax(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(n, 64) -> (n, c)."""
         return features @ self.weight.T + self.bias
+
+
+def row_losses(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
+    """Cross entropy of each row: features (n, 64) and class numbers (n,) -> (n,)."""
+    features, targets = rows
+    return cross_entropy(model(features), targets, reduction="none")
 
 
 class ProximalSgd(torch.optim.SGD):
@@ -126,7 +124,7 @@ class _Classifier:
             return None
         features = self.features(np.stack([image.pixels for image in images]))
         targets = [self.classes.index(image.label) for image in images]
-        return Unit(torch.from_numpy(features), torch.tensor(targets))
+        return Unit((torch.from_numpy(features), torch.tensor(targets)))
 
     def features(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
         """Average-pool images (n, h, w) to 8 x 8 and subtract the centre: (n, 64) float32.
@@ -269,7 +267,7 @@ class Federated(_Classifier):
             ValueError: the update or the images have another shape than the configuration.
         """
         model = self._model(update.vector)
-        task = Task(model, cross_entropy, partial(ProximalSgd, lr=self.learning_rate, mu=self.proximal))
+        task = Task(model, row_losses, partial(ProximalSgd, lr=self.learning_rate, mu=self.proximal))
         train_privately(task, self._units(cohort), self._job(), entropy)
         return Update(np.concatenate([model.weight.detach().numpy().ravel(), model.bias.detach().numpy()]))
 
@@ -344,7 +342,7 @@ class FederatedMasked(_Classifier):
             ValueError: the update or the images have another shape than the configuration.
         """
         box = Box(self._grid(), self._room())
-        whole = noisy_part(self._model(update.vector), cross_entropy, self._units(cohort), self._job(), entropy, box)
+        whole = noisy_part(self._model(update.vector), row_losses, self._units(cohort), self._job(), entropy, box)
         return Update((-whole * 2.0**-self.scale).astype(np.float32))
 
     def _job(self) -> PrivateSgd:
@@ -356,7 +354,8 @@ class FederatedMasked(_Classifier):
 
     def _noise(self) -> float:
         """Standard deviation of this site's noise, in units of the clipped sum."""
-        return deviation(self._job(), self.parameters, self._grid())
+        job = self._job()
+        return deviation(job.clip, job.noise_multiplier, self.parameters, self._grid())
 
     def _room(self) -> float:
         """What ``value_bound`` leaves to the clipped sum beside the noise's largest number and the rounding."""

@@ -1,4 +1,4 @@
-"""Fine-tune a model with patient-level DP-SGD: the one place where noise is drawn.
+"""Fine-tune a model with patient-level DP-SGD.
 
 Abadi et al. 2016, Algorithm 1, with the patient as the unit (design P2): patients are Poisson-sampled,
 each contributes one gradient (of the mean loss over a bounded random choice of its images), and that
@@ -11,45 +11,40 @@ size comes out; an empty batch is a step like any other.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Final, Protocol
+from typing import Final, Protocol, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-GRID: Final = 2.0**-24  # lattice step in units of the clipping bound
-MARGIN: Final = 1e-6  # of the bound: covers the rounding of norms and of float64 sums
-TAIL: Final = 8.66  # no number of ``gaussians`` is larger: sqrt(-2 log 2^-54) = 8.653
-_53: Final = 2.0**-53
+from agent.stages.clipping import (
+    ClippedSum,
+    RowLosses,
+    Unit,
+    UnsuitableModel,
+    bookkept,
+    chunked,
+    looped,
+    refuse_batch_statistics,
+    trainable,
+)
+from agent.stages.noise import Entropy, deviation, noisy_sum, on_lattice, uniforms
+from agent.training.loop import (
+    BadCheckpoint,
+    Diverged,
+    OtherRun,
+    Place,
+    Progress,
+    optimizer_state,
+    restore_optimizer,
+    restored,
+    saved,
+)
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (model output, targets) -> mean over the images, a scalar
-
-
-class Entropy(Protocol):
-    """A source of unpredictable bytes. In production it is ``SystemEntropy`` and nothing else."""
-
-    def take(self, count: int) -> bytes:
-        """Give ``count`` fresh bytes."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SystemEntropy:
-    """The operating system's cryptographic generator."""
-
-    def take(self, count: int) -> bytes:
-        """Give ``count`` bytes of ``os.urandom``."""
-        return os.urandom(count)
-
-
-class UnsuitableModel(ValueError):
-    """The model would carry patients' data past the noise, or has nothing to train."""
+CHECKPOINT_EVERY: Final = 25  # steps; a constant, so that nothing of a job or its patients shows in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +68,6 @@ class PrivateSgd:
             raise ValueError("steps and images_per_patient must be at least 1")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Unit:
-    """Everything that one patient brings to the training."""
-
-    images: Tensor  # (n, ...), n >= 1
-    targets: Tensor  # (n, ...)
-
-    def __post_init__(self) -> None:
-        """A target for each image."""
-        if not 1 <= len(self.images) == len(self.targets):
-            raise ValueError("a unit needs images, with a target for each")
-
-
 @dataclass(frozen=True, slots=True)
 class Box:
     """What all sites agree on for the parts of a sum that only secure aggregation will see: public constants."""
@@ -99,12 +81,25 @@ class Box:
             raise ValueError("grid and bound must be finite and positive, the grid the smaller one")
 
 
-class ClippedSum(Protocol):
-    """An engine: the sum over units of the clipped gradients, (d,) float64, on the host."""
+class Follower(Protocol):
+    """What moves along with the noisy steps: a moving average, a GAN's generator.
 
-    def __call__(self, model: nn.Module, loss: Loss, units: Sequence[Unit], clip: float) -> Tensor:
-        """Sum the units' gradients, each of L2 norm at most ``clip`` over all parameters together."""
-        ...
+    It is post-processing: it sees the model after a step, and no patient.
+    """
+
+    def after(self, step: int) -> None:
+        """Follow the model, which has just taken noisy step ``step`` (from 1)."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next call depends on."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take a state of :meth:`state`."""
+
+
+def identity(unit: Unit) -> Unit:
+    """The unit as it is."""
+    return unit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,87 +107,87 @@ class Task:
     """What is trained, and how: the model is changed in place."""
 
     model: nn.Module
-    loss: Loss
+    loss: RowLosses
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # sees noisy gradients only
+    expand: Callable[[Unit], Unit] = identity  # K noise draws of one unit's rows; own randomness, no other unit
+    follower: Follower | None = None
 
 
-def looped(model: nn.Module, loss: Loss, units: Sequence[Unit], clip: float) -> Tensor:
-    """The reference engine: one ordinary backward pass for each patient; any module, little memory."""
-    parameters = _trainable(model)
-    total = torch.zeros(_count(parameters), dtype=torch.float64)
-    for unit in units:
-        value = loss(model(unit.images), unit.targets)
-        gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-        flat = torch.cat([gradient.reshape(-1).double() for gradient in gradients])
-        total += _clipped(flat[None], clip)[0].cpu()
-    return total
-
-
-def chunked(size: int) -> ClippedSum:
-    """An engine for GPUs: ``torch.func.vmap`` over at most ``size`` patients with equally many images.
-
-    Equal to ``looped`` up to rounding; the model must be one that ``torch.func`` can trace.
-    """
-    if not size >= 1:
-        raise ValueError("a chunk holds at least one patient")
-
-    def clipped_sum(model: nn.Module, loss: Loss, units: Sequence[Unit], clip: float) -> Tensor:
-        named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-        def value(weights: dict[str, Tensor], images: Tensor, targets: Tensor) -> Tensor:
-            return loss(torch.func.functional_call(model, weights, (images,)), targets)
-
-        gradient = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0, 0))
-        total = torch.zeros(_count(list(named.values())), dtype=torch.float64)
-        alike = groupby(sorted(units, key=lambda u: len(u.images)), key=lambda u: len(u.images))
-        for group in (list(group) for _, group in alike):
-            for start in range(0, len(group), size):
-                part = group[start : start + size]
-                images, targets = (
-                    torch.stack([u.images for u in part]),
-                    torch.stack([u.targets for u in part]),
-                )
-                found = gradient(named, images, targets)
-                flat = torch.cat([found[name].reshape(len(part), -1).double() for name in named], dim=1)
-                total += _clipped(flat, clip).sum(dim=0).cpu()
-        return total
-
-    return clipped_sum
-
-
-def train_privately(
+def train_privately(  # noqa: PLR0913 - the last three are those of every training loop here
     task: Task,
     units: Sequence[Unit],
     job: PrivateSgd,
     entropy: Entropy,
     clipped_sum: ClippedSum = looped,
+    *,
+    place: Place | None = None,
+    run: str = "",
+    say: Callable[[Progress], None] = lambda _: None,
 ) -> int:
-    """Train ``task.model`` in place for exactly ``job.steps`` noisy steps.
+    """Train ``task.model`` in place for exactly ``job.steps`` noisy steps, from the checkpoint if there is one.
 
-    Everything that depends on patients passes through ``_noisy``; optimiser, schedules and whatever the
+    Everything that depends on patients passes through ``noisy_sum``; optimiser, schedules, follower and whatever the
     caller does with the weights afterwards are post-processing. The wall time of a step grows with its
     batch: whoever can time single steps sees more than the claim covers.
 
+    A job that was killed goes on at its last checkpoint (every ``CHECKPOINT_EVERY`` steps). The steps after it are
+    taken again, with fresh noise and another batch; what came of them the first time went with the process, nobody
+    has seen it. So what comes out is a function of one path of ``job.steps`` noisy steps, as claimed, and the
+    same grant pays for it. A checkpoint is a place inside the site: it is not released before the job is through.
+
+    Args:
+        task: its model, optimiser and follower are as they were built, also when the job goes on.
+        units: the patients.
+        job: the public constants.
+        entropy: of batches and noise; nothing of it is ever saved.
+        clipped_sum: the engine.
+        place: of the checkpoint.
+        run: what tells this job from another; must be told with a place.
+        say: told every ``CHECKPOINT_EVERY`` steps how far it is: no loss, norm or batch size.
     Returns:
-        The number of steps taken, always ``job.steps``.
+        The number of steps in the model, always ``job.steps``.
     Raises:
         UnsuitableModel: batch statistics, a buffer that the training changed, or nothing to train.
+        Diverged: a parameter is not finite any more. That depends on noisy steps alone.
+        OtherRun: the place holds another job's checkpoint.
+        BadCheckpoint: the checkpoint cannot be read.
     """
     refuse_batch_statistics(task.model)
-    parameters = _trainable(task.model)
+    if place is not None and not run:
+        raise ValueError("a place for checkpoints needs a run, else one job would go on with the steps of another")
+    parameters = trainable(task.model)
     buffers = [buffer.clone() for buffer in task.model.buffers()]
-    optimizer = task.optimizer(parameters)
-    for _ in range(job.steps):
-        total = clipped_sum(task.model, task.loss, _batch(units, job, entropy), job.clip)
-        _set_gradients(parameters, _noisy(total.numpy(), job, entropy) / job.expected_batch)
-        optimizer.step()
+    state = _State(task, parameters, task.optimizer(parameters), job)
+    begun = 0 if place is None else state.restore(place.read(), run)
+    for step in range(begun + 1, job.steps + 1):
+        batch = _Drawn(_batch(units, job, entropy), task.expand)
+        total = clipped_sum(task.model, task.loss, batch, job.clip).numpy()
+        state.step(noisy_sum(total, job.clip, job.noise_multiplier, entropy) / job.expected_batch)
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
+            raise Diverged(f"at step {step}: parameters are not finite; a smaller learning rate or more noise helps")
+        if task.follower is not None:
+            task.follower.after(step)
+        if step % CHECKPOINT_EVERY == 0 or step == job.steps:
+            if place is not None:
+                place.write(saved(run, step, state.tensors()))
+            say(Progress(step, job.steps, {}))
     if not all(torch.equal(old, new) for old, new in zip(buffers, task.model.buffers(), strict=True)):
         raise UnsuitableModel("a buffer changed in training: it would leave without noise")
     return job.steps
 
 
+def best_engine(device: torch.device | str) -> ClippedSum:
+    """The engine that the product takes.
+
+    On a processor one backward pass for some patients, not more than the caches bear: the fastest of all in
+    tests/benchmarks/dp_engine.py for patients of one row, and beside ``looped`` for patients of eight. On an
+    accelerator ``vmap``, with as many rows as keep it busy.
+    """
+    return bookkept(32, most_rows=64) if torch.device(device).type == "cpu" else chunked(64, most_rows=512)
+
+
 def noisy_part(
-    model: nn.Module, loss: Loss, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, box: Box
+    model: nn.Module, loss: RowLosses, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, box: Box
 ) -> NDArray[np.float64]:
     """One step's clipped sum with this site's share of the noise, as integer steps of ``box.grid``, (d,) float64.
 
@@ -210,69 +205,88 @@ def noisy_part(
     """
     refuse_batch_statistics(model)
     total = looped(model, loss, _batch(units, job, entropy), job.clip).numpy()
-    lattice = _on_lattice(np.clip(total, -box.bound, box.bound), job, entropy, box.grid)
+    spread = deviation(job.clip, job.noise_multiplier, len(total), box.grid)
+    lattice = on_lattice(np.clip(total, -box.bound, box.bound), spread, box.grid, entropy)
     whole: NDArray[np.float64] = np.rint(lattice / box.grid)
     return whole
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse layers that mix patients or remember them.
+class _Drawn(Sequence[Unit]):
+    """The units of one batch, expanded when they are asked for: the rows of all at once may not fit."""
 
-    Raises:
-        UnsuitableModel: batch normalisation of any kind, or instance normalisation with running statistics.
-    """
-    for module in model.modules():
-        if isinstance(module, _NormBase) and (
-            module.track_running_stats or not isinstance(module, nn.modules.instancenorm._InstanceNorm)
-        ):
-            raise UnsuitableModel(f"{type(module).__name__} keeps statistics of patients: use GroupNorm")
+    def __init__(self, units: Sequence[Unit], expand: Callable[[Unit], Unit]) -> None:
+        self._units, self._expand = units, expand
 
+    def __len__(self) -> int:
+        return len(self._units)
 
-def uniforms(entropy: Entropy, count: int) -> NDArray[np.float64]:
-    """(count,) independent uniforms in [0, 1), multiples of 2^-53."""
-    words = np.frombuffer(entropy.take(8 * count), "<u8") >> np.uint64(11)
-    return words.astype(np.float64) * _53
+    def __iter__(self) -> Iterator[Unit]:
+        # the inherited one takes an IndexError of ``expand`` for the end, and leaves out everybody behind it
+        return (self._expand(unit) for unit in self._units)
 
-
-def gaussians(entropy: Entropy, count: int) -> NDArray[np.float64]:
-    """(count,) independent standard normals: Box & Muller 1958 in float64, tails to 8.6 sigma.
-
-    float32 uniforms would cut the tails at 5.8 sigma.
-    """
-    half = (count + 1) // 2
-    radius = np.sqrt(-2.0 * np.log(uniforms(entropy, half) + 0.5 * _53))
-    angle = 2.0 * math.pi * uniforms(entropy, half)
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Drawn: ...
+    def __getitem__(self, index: int | slice) -> Unit | _Drawn:
+        if isinstance(index, slice):
+            return _Drawn(self._units[index], self._expand)
+        return self._expand(self._units[index])
 
 
-def _noisy(total: NDArray[np.float64], job: PrivateSgd, entropy: Entropy) -> NDArray[np.float64]:
-    """The clipped sum (d,) with its noise, on a lattice of C 2^-24.
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """What a step changes: the parameters, the optimiser's moments, the follower."""
 
-    Floating-point noise has holes that betray what it was added to (Mironov 2012); on a lattice the sum
-    is exact. Rounding moves two neighbouring sums apart by at most grid sqrt(d), which the noise covers.
-    """
-    return _on_lattice(total, job, entropy, job.clip * GRID)
+    task: Task
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    job: PrivateSgd
 
+    def step(self, gradient: NDArray[np.float64]) -> None:
+        """One step of the optimiser along a noisy gradient (d,)."""
+        parts = torch.split(torch.from_numpy(gradient), [parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.to(parameter).view_as(parameter)
+        self.optimizer.step()
 
-def _on_lattice(total: NDArray[np.float64], job: PrivateSgd, entropy: Entropy, grid: float) -> NDArray[np.float64]:
-    noise = gaussians(entropy, len(total)) * deviation(job, len(total), grid)
-    lattice: NDArray[np.float64] = (np.rint(total / grid) + np.rint(noise / grid)) * grid
-    return lattice
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on, but the patients and the entropy."""
+        state = {f"parameter.{i}": parameter for i, parameter in enumerate(self.parameters)}
+        follower = {} if self.task.follower is None else self.task.follower.state()
+        return {
+            **state,
+            **optimizer_state(self.optimizer, "optimizer"),
+            **{f"follower.{name}": tensor for name, tensor in follower.items()},
+            "job": self._job(),
+        }
 
+    def restore(self, raw: bytes | None, run: str) -> int:
+        """Take back what ``tensors`` gave, and say after which step that was; 0 when there is nothing."""
+        if raw is None:
+            return 0
+        step, state = restored(raw, run)
+        if not (torch.equal(state.get("job", torch.zeros(0)), self._job()) and 0 <= step <= self.job.steps):
+            raise OtherRun("the checkpoint is of a job with other constants: give the job another place")
+        try:
+            with torch.no_grad():
+                for i, parameter in enumerate(self.parameters):
+                    tensor = state[f"parameter.{i}"]
+                    if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
+                        raise BadCheckpoint("the checkpoint does not fit this model: delete it to begin anew")
+                    parameter.copy_(tensor)
+            restore_optimizer(self.optimizer, "optimizer", state)
+            if self.task.follower is not None:
+                named = {n.removeprefix("follower."): t for n, t in state.items() if n.startswith("follower.")}
+                self.task.follower.restore(named)
+        except (KeyError, RuntimeError) as fault:
+            raise BadCheckpoint("the checkpoint does not fit this model: delete it to begin anew") from fault
+        return step
 
-def deviation(job: PrivateSgd, size: int, grid: float) -> float:
-    """Standard deviation of the noise on each of ``size`` coordinates, on a lattice of ``grid``."""
-    return job.noise_multiplier * (job.clip + grid * math.sqrt(size))
-
-
-def _clipped(flat: Tensor, clip: float) -> Tensor:
-    """Scale each row of (n, d) float64 to norm <= clip; a row that is not finite becomes zero.
-
-    One patient's broken gradient must neither void the model nor show that the patient was there.
-    """
-    norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-    factor = (clip / (norms * (1.0 + MARGIN) + 1e-30)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norms), flat * factor, torch.zeros_like(flat))
+    def _job(self) -> Tensor:
+        j = self.job
+        constants = (j.sampling_rate, j.noise_multiplier, j.steps, j.clip, j.images_per_patient, j.expected_batch)
+        return torch.tensor(constants, dtype=torch.float64)
 
 
 def _batch(units: Sequence[Unit], job: PrivateSgd, entropy: Entropy) -> list[Unit]:
@@ -283,27 +297,7 @@ def _batch(units: Sequence[Unit], job: PrivateSgd, entropy: Entropy) -> list[Uni
 
 def _bounded(unit: Unit, most: int, entropy: Entropy) -> Unit:
     """The unit with at most ``most`` of its images, chosen uniformly without replacement."""
-    if len(unit.images) <= most:
+    if len(unit) <= most:
         return unit
-    chosen = torch.from_numpy(np.sort(uniforms(entropy, len(unit.images)).argsort()[:most]))
-    return Unit(unit.images[chosen], unit.targets[chosen])
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], flat: NDArray[np.float64]) -> None:
-    source = torch.from_numpy(flat)
-    start = 0
-    for parameter in parameters:
-        stop = start + parameter.numel()
-        parameter.grad = source[start:stop].to(parameter).view_as(parameter)
-        start = stop
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise UnsuitableModel("the model has no parameter to train")
-    return parameters
-
-
-def _count(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+    chosen = torch.from_numpy(np.sort(uniforms(entropy, len(unit)).argsort()[:most]))
+    return Unit(tuple(row[chosen] for row in unit.rows))

@@ -1,8 +1,9 @@
 """The one training loop: progress, checkpoints that survive kill -9, the same result whether or not it was killed.
 
 A checkpoint is one safetensors file (weights, optimisers, moving averages, the random generator's state), written
-beside its place, synced, and renamed over it. A run is described by the digest of its configuration and pictures; a
-folder that holds another run's checkpoint is refused, so that nothing is overwritten by mistake.
+beside its place, synced, and renamed over it; or, where it comes from patients, a sealed row of the vault. A run is
+described by the digest of its configuration and pictures; a place that holds another run's checkpoint is refused, so
+that nothing is overwritten by mistake.
 """
 
 from __future__ import annotations
@@ -51,6 +52,32 @@ class Trainer(Protocol):
         """One optimiser step; named losses for people."""
 
 
+class Place(Protocol):
+    """Where a checkpoint lies: a file, or a sealed row of the vault."""
+
+    def read(self) -> bytes | None:
+        """What was written last; None when nothing was."""
+
+    def write(self, data: bytes) -> None:
+        """Replace it; durable when this returns, and never a half."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """A file of its own folder, which is made if it is not there."""
+
+    path: Path
+
+    def read(self) -> bytes | None:
+        """The file's bytes."""
+        return self.path.read_bytes() if self.path.exists() else None
+
+    def write(self, data: bytes) -> None:
+        """Beside the file, synced, then renamed over it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, data)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What a caller may show."""
@@ -74,28 +101,30 @@ class Plan:
 def train(
     trainer: Trainer,
     plan: Plan,
-    folder: Path,
+    place: Path | Place,
     say: Callable[[Progress], None] = lambda _: None,
     picture: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Train until ``plan.steps``, from the folder's checkpoint if it has one.
+    """Train until ``plan.steps``, from the checkpoint if there is one.
 
     Args:
         trainer: built anew; it is overwritten from the checkpoint.
         plan: of the run.
-        folder: holds the checkpoint; made if it is not there.
+        place: of the checkpoint; or a folder for it, made if it is not there.
         say: told every ``say_every`` steps.
         picture: called after every checkpoint, with the step: draw samples.
     Returns:
         The step it began at: 0, or where it was interrupted.
     Raises:
-        OtherRun: the folder holds another run, or a longer one.
+        OtherRun: the place holds another run, or a longer one.
         BadCheckpoint: the checkpoint cannot be read.
         Diverged: a loss is not finite.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(place, Path):
+        place.mkdir(parents=True, exist_ok=True)
+        place = FilePlace(place / CHECKPOINT)
     generator = torch.Generator().manual_seed(plan.seed)
-    begun = _restore(trainer, plan, folder / CHECKPOINT, generator)
+    begun = _restore(trainer, plan, place.read(), generator)
     if begun > plan.steps:
         raise OtherRun("the folder's run is longer already: ask for as many steps at least, or choose another folder")
     for step in range(begun + 1, plan.steps + 1):
@@ -105,16 +134,39 @@ def train(
         if step % plan.say_every == 0 or step == plan.steps:
             say(Progress(step, plan.steps, losses))
         if step % plan.checkpoint_every == 0 or step == plan.steps:
-            _save(trainer, plan, step, folder / CHECKPOINT, generator)
+            place.write(saved(plan.run, step, {**trainer.state(), _GENERATOR: generator.get_state()}))
             picture(step)
     return begun
 
 
-def _save(trainer: Trainer, plan: Plan, step: int, path: Path, generator: torch.Generator) -> None:
-    state = {name: t.detach().cpu().contiguous() for name, t in trainer.state().items()}
-    state[_GENERATOR] = generator.get_state()
-    told = json.dumps({"run": plan.run, "sha256": _digest(state), "step": step})
-    write_whole(path, safetensors.torch.save(state, {_HEADER: told}))  # one key: their order is not kept
+def saved(run: str, step: int, state: Mapping[str, Tensor]) -> bytes:
+    """A checkpoint of a run after ``step`` steps."""
+    kept = {name: t.detach().cpu().contiguous() for name, t in state.items()}
+    told = json.dumps({"run": run, "sha256": _digest(kept), "step": step})
+    return safetensors.torch.save(kept, {_HEADER: told})  # one key: their order is not kept
+
+
+def restored(raw: bytes, run: str) -> tuple[int, dict[str, Tensor]]:
+    """What :func:`saved` wrote: the step and the state.
+
+    Raises:
+        OtherRun: it is another run's.
+        BadCheckpoint: it cannot be read, or a bit of it has changed.
+    """
+    try:
+        state = safetensors.torch.load(raw)
+        told: dict[str, Any] = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+        told = json.loads(told[_HEADER])
+        step, whose, digest = int(told["step"]), str(told["run"]), str(told["sha256"])
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as fault:
+        raise BadCheckpoint(f"{CHECKPOINT} is damaged: delete it to begin anew") from fault
+    if whose != run:
+        raise OtherRun(
+            f"{CHECKPOINT} is of a run with another configuration or other pictures: choose another folder"
+        )
+    if _digest(state) != digest:
+        raise BadCheckpoint(f"{CHECKPOINT} is damaged: delete it to begin anew")
+    return step, state
 
 
 def _digest(state: Mapping[str, Tensor]) -> str:
@@ -127,26 +179,15 @@ def _digest(state: Mapping[str, Tensor]) -> str:
     return told.hexdigest()
 
 
-def _restore(trainer: Trainer, plan: Plan, path: Path, generator: torch.Generator) -> int:
-    if not path.exists():
+def _restore(trainer: Trainer, plan: Plan, raw: bytes | None, generator: torch.Generator) -> int:
+    if raw is None:
         return 0
-    raw = path.read_bytes()
+    step, state = restored(raw, plan.run)
     try:
-        state = safetensors.torch.load(raw)
-        told: dict[str, Any] = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
-        told = json.loads(told[_HEADER])
-        step, run, digest = int(told["step"]), str(told["run"]), str(told["sha256"])
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as fault:
-        raise BadCheckpoint(f"{path.name} is damaged: delete it to begin anew") from fault
-    if run != plan.run:
-        raise OtherRun(f"{path.name} is of a run with another configuration or other pictures: choose another folder")
-    if _GENERATOR not in state or _digest(state) != digest:
-        raise BadCheckpoint(f"{path.name} is damaged: delete it to begin anew")
-    generator.set_state(state.pop(_GENERATOR))
-    try:
+        generator.set_state(state.pop(_GENERATOR))
         trainer.restore(state)
     except (KeyError, ValueError, RuntimeError) as fault:
-        raise BadCheckpoint(f"{path.name} does not fit this network: delete it to begin anew") from fault
+        raise BadCheckpoint(f"{CHECKPOINT} does not fit this network: delete it to begin anew") from fault
     return step
 
 
@@ -196,3 +237,8 @@ def seeded(seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
         yield
+
+
+def own_generator(seed: int, device: str = "cpu") -> torch.Generator:
+    """A generator that nobody else uses. Nothing private is protected by what it draws: noise comes from entropy."""
+    return torch.Generator(device).manual_seed(seed)

@@ -46,7 +46,7 @@ def _train_unprotected(
             continue
         optimizer.zero_grad()
         loss = cross_entropy(
-            model(torch.cat([unit.images for unit in batch])), torch.cat([unit.targets for unit in batch])
+            model(torch.cat([unit.rows[0] for unit in batch])), torch.cat([unit.rows[1] for unit in batch])
         )
         torch.autograd.backward(loss)
         optimizer.step()

@@ -1,109 +1,30 @@
-"""Patient-level DP-SGD: sensitivity, the emitted noise against its claimed law, and bugs it must catch."""
+"""Patient-level DP-SGD: the emitted noise against its claimed law, sampling, going on after a kill, and bugs."""
 
 import dataclasses
 import math
-import warnings
+import random
 from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from opacus import GradSampleModule
 from scipy import stats
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from agent.stages import finetune
-from agent.stages.finetune import (
-    PrivateSgd,
-    SystemEntropy,
-    Task,
-    Unit,
-    UnsuitableModel,
-    chunked,
-    gaussians,
-    looped,
-    train_privately,
-    uniforms,
-)
+from agent.stages import finetune, noise
+from agent.stages.clipping import Unit, UnsuitableModel, bookkept, chunked, looped
+from agent.stages.finetune import CHECKPOINT_EVERY, PrivateSgd, Task, best_engine, train_privately
+from agent.stages.noise import SystemEntropy
+from agent.training.loop import BadCheckpoint, Diverged, OtherRun
 from tests.support.entropy import UnsafeSeededEntropy
+from tests.support.families import classified, convolutions
 
 JOB = PrivateSgd(sampling_rate=0.2, noise_multiplier=1.5, steps=3, clip=0.7, images_per_patient=4, expected_batch=4.0)
 
 
 def _sgd(rate=1.0):
     return partial(torch.optim.SGD, lr=rate)
-
-
-def _network(seed=0, padding_mode="reflect"):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1, padding_mode=padding_mode),
-            nn.GroupNorm(2, 6),
-            nn.SiLU(),
-            nn.Conv2d(6, 4, 3, stride=2),
-            nn.Flatten(),
-            nn.Linear(36, 3),
-        )
-
-
-def _units(counts, seed=0, scale=10.0):
-    rng = np.random.default_rng(seed)
-    return [
-        Unit(
-            torch.tensor(rng.normal(size=(n, 1, 8, 8)) * scale, dtype=torch.float32),
-            torch.tensor(rng.integers(0, 3, n)),
-        )
-        for n in counts
-    ]
-
-
-@pytest.mark.parametrize("engine", [looped, chunked(2)])
-def test_removing_any_patient_moves_the_sum_by_at_most_the_clip(engine):
-    # P2: ragged patients, explicit reflection, one patient with infinite pixels, one hugely scaled
-    model, units = _network(), _units((1, 3, 9, 2, 5))
-    units[3] = Unit(torch.full_like(units[3].images, math.inf), units[3].targets)
-    units[4] = Unit(units[4].images * 1e12, units[4].targets)
-    full = engine(model, cross_entropy, units, 0.7)
-    assert torch.isfinite(full).all()
-    moves = [float((full - engine(model, cross_entropy, units[:i] + units[i + 1 :], 0.7)).norm()) for i in range(5)]
-    assert all(move <= 0.7 for move in moves)
-    assert moves[3] == 0.0
-    assert max(moves) > 0.69  # the clip binds, else this would prove nothing
-
-
-def test_per_image_clipping_would_be_seen_red_by_that_test():
-    # P2 broken on purpose: every image clipped by itself, sold as one patient
-    model, (unit,) = _network(), _units((9,), scale=100.0)
-    images = [Unit(unit.images[i : i + 1], unit.targets[:1]) for i in range(9)]
-    assert float(looped(model, cross_entropy, images, 0.7).norm()) > 0.7
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.integers(1, 6), max_size=7), st.integers(0, 1000), st.sampled_from([0.1, 10.0, 1e4]))
-def test_the_gpu_engine_equals_the_reference(counts, seed, scale):
-    model, units = _network(seed, "zeros"), _units(counts, seed, scale)
-    reference = looped(model, cross_entropy, units, 0.5)
-    difference = (chunked(3)(model, cross_entropy, units, 0.5) - reference).abs().max()
-    assert float(difference) <= 1e-5
-
-
-def test_with_one_image_for_each_patient_the_sum_is_that_of_opacus():
-    model, units = _network(1, "zeros"), _units([1] * 12, 1)
-    ours = looped(model, cross_entropy, units, 0.3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped = GradSampleModule(model, loss_reduction="sum")
-        images, targets = torch.cat([u.images for u in units]), torch.cat([u.targets for u in units])
-        cross_entropy(wrapped(images), targets, reduction="sum").backward()
-    rows = torch.cat([p.grad_sample.reshape(12, -1) for p in wrapped.parameters()], dim=1).double()
-    factor = (0.3 / rows.norm(dim=1)).clamp(max=1.0)
-    assert float(((rows * factor[:, None]).sum(dim=0) - ours).abs().max()) <= 1e-5
-    assert float(rows.norm(dim=1).max()) > 0.3
 
 
 class _Dirac(nn.Module):
@@ -117,8 +38,8 @@ class _Dirac(nn.Module):
         return images @ self.theta
 
 
-def _mean(output, _):
-    return output.mean()
+def _score(model, rows):
+    return model(rows[0])
 
 
 class _Canaries:
@@ -138,15 +59,14 @@ class _Lazy:
     def __init__(self, coordinate, size, value):
         self._at, self._size, self._value = coordinate, size, value
 
-    @property
-    def images(self):
-        image = torch.zeros(1, self._size, dtype=torch.float64)
-        image[0, self._at] = self._value
-        return image
+    def __len__(self):
+        return 1
 
     @property
-    def targets(self):
-        return torch.zeros(1)
+    def rows(self):
+        image = torch.zeros(1, self._size, dtype=torch.float64)
+        image[0, self._at] = self._value
+        return (image,)
 
 
 SIZE, CLAIM = (
@@ -170,7 +90,7 @@ def _emitted(job, seed=0, entropy=None, engine=looped, canaries=SIZE // 20):
     model = _Dirac(SIZE)
     units = _Canaries(np.flatnonzero(present), SIZE, 3.0 * CLAIM.clip)
     entropy = UnsafeSeededEntropy(seed) if entropy is None else entropy
-    train_privately(Task(model, _mean, _sgd()), units, job, entropy, engine)
+    train_privately(Task(model, _score, _sgd()), units, job, entropy, engine)
     return -model.theta.detach().numpy() * CLAIM.expected_batch / CLAIM.clip, present
 
 
@@ -217,7 +137,7 @@ def test_a_tenth_of_missing_noise_is_caught():
 
 
 def test_missing_noise_is_caught(monkeypatch):
-    monkeypatch.setattr(finetune, "gaussians", lambda entropy, count: np.zeros(count))
+    monkeypatch.setattr(noise, "gaussians", lambda entropy, count: np.zeros(count))
     assert _p_value(*_emitted(CLAIM)) < 1e-3
 
 
@@ -230,51 +150,13 @@ def test_the_same_seed_in_each_step_is_caught():
 
 
 def test_skipped_empty_batches_are_caught(monkeypatch):
-    honest = finetune._noisy
-    monkeypatch.setattr(finetune, "_noisy", lambda total, job, e: honest(total, job, e) if total.any() else total)
+    honest = finetune.noisy_sum
+    monkeypatch.setattr(finetune, "noisy_sum", lambda total, *told: honest(total, *told) if total.any() else total)
     assert _p_value(*_emitted(CLAIM, canaries=5)) < 1e-3
 
 
 def test_empty_batches_are_steps_with_noise():
     assert _p_value(*_emitted(CLAIM, canaries=0)) > 1e-3
-
-
-def test_the_released_sum_lies_on_the_lattice():
-    total = np.random.default_rng(0).normal(size=4001)
-    noisy, grid = finetune._noisy(total, JOB, UnsafeSeededEntropy(0)), JOB.clip * finetune.GRID
-    assert np.array_equal(noisy, np.rint(noisy / grid) * grid)
-
-
-def test_the_noise_covers_what_rounding_adds_to_the_sensitivity(monkeypatch):
-    monkeypatch.setattr(finetune, "gaussians", lambda entropy, count: np.ones(count))
-    grid, d = JOB.clip * finetune.GRID, 40_000
-    (deviation,) = set(finetune._noisy(np.zeros(d), JOB, UnsafeSeededEntropy(0)).tolist())
-    assert deviation >= JOB.noise_multiplier * (JOB.clip + grid * math.sqrt(d)) - grid
-    assert deviation > JOB.noise_multiplier * JOB.clip
-
-
-def test_normals_have_tails_and_no_memory():
-    z = gaussians(UnsafeSeededEntropy(0), 200_001)
-    assert z.shape == (200_001,)
-    assert stats.kstest(z, "norm").pvalue > 1e-3
-    assert abs(np.corrcoef(z[:-1], z[1:])[0, 1]) < 0.01
-    assert abs(np.corrcoef(z[:100_000], z[100_001:])[0, 1]) < 0.015  # the two halves of Box-Muller
-
-
-class _Zeros:
-    def take(self, count):
-        return bytes(count)
-
-
-class _Ones:
-    def take(self, count):
-        return b"\xff" * count
-
-
-@pytest.mark.parametrize("entropy", [_Zeros(), _Ones()])
-def test_the_extreme_uniforms_give_finite_normals(entropy):
-    assert np.isfinite(gaussians(entropy, 6)).all()
-    assert (uniforms(entropy, 3) < 1).all()
 
 
 def _drawn(units, job, entropy):
@@ -285,22 +167,19 @@ def _drawn(units, job, entropy):
         seen.append(batch)
         return looped(model, loss, batch, clip)
 
-    train_privately(Task(_Dirac(2), _mean, _sgd()), units, job, entropy, spy)
+    train_privately(Task(_Dirac(2), _score, _sgd()), units, job, entropy, spy)
     return seen
 
 
 def _numbered(count, images=1):
-    return [
-        Unit(torch.tensor([[i, j] for j in range(images)], dtype=torch.float64), torch.zeros(images))
-        for i in range(count)
-    ]
+    return [Unit((torch.tensor([[i, j] for j in range(images)], dtype=torch.float64),)) for i in range(count)]
 
 
 def test_patients_are_drawn_independently_with_the_claimed_probability():
     steps, patients, q = 2000, 12, 0.3
     job = dataclasses.replace(JOB, sampling_rate=q, steps=steps)
     batches = _drawn(_numbered(patients), job, UnsafeSeededEntropy(4))
-    each = Counter(int(unit.images[0, 0]) for batch in batches for unit in batch)
+    each = Counter(int(unit.rows[0][0, 0]) for batch in batches for unit in batch)
     assert all(stats.binomtest(each[i], steps, q).pvalue > 1e-4 for i in range(patients))
     sizes = np.bincount([len(batch) for batch in batches], minlength=patients + 1)
     expected = stats.binom.pmf(np.arange(patients + 1), patients, q) * steps
@@ -312,28 +191,17 @@ def test_patients_are_drawn_independently_with_the_claimed_probability():
 def test_at_most_the_agreed_number_of_images_is_used_and_each_as_often_as_the_others():
     job = dataclasses.replace(JOB, sampling_rate=1.0, steps=1500, images_per_patient=3)
     batches = _drawn(_numbered(1, images=7), job, UnsafeSeededEntropy(4))
-    used = Counter(int(j) for (unit,) in batches for j in unit.images[:, 1])
-    assert all(len(unit.images) == len(set(unit.images[:, 1].tolist())) == 3 for (unit,) in batches)
+    used = Counter(int(j) for (unit,) in batches for j in unit.rows[0][:, 1])
+    assert all(len(unit) == len(set(unit.rows[0][:, 1].tolist())) == 3 for (unit,) in batches)
     assert stats.chisquare([used[j] for j in range(7)]).pvalue > 1e-3
-
-
-def test_the_divisor_is_the_public_constant_whatever_the_number_of_patients():
-    # P10: a divisor that follows N tells neighbours apart
-    def step(count):
-        model = _Dirac(2)
-        unit = Unit(torch.tensor([[0.1, 0.0]], dtype=torch.float64), torch.zeros(1))
-        job = dataclasses.replace(JOB, sampling_rate=1.0, steps=1, noise_multiplier=1e-9)
-        train_privately(Task(model, _mean, _sgd()), [unit] * count, job, UnsafeSeededEntropy(0))
-        return -float(model.theta.detach()[0])
-
-    assert [round(step(n), 5) for n in (1, 2, 40)] == [0.025, 0.05, 1.0]
 
 
 def test_the_same_entropy_gives_the_same_weights_and_nothing_but_the_steps_comes_out():
     def run(seed):
-        model = _network(0)
+        found = convolutions()
+        model = found.model
         steps = train_privately(
-            Task(model, cross_entropy, _sgd(0.1)), _units((1, 2, 3)), JOB, UnsafeSeededEntropy(seed)
+            Task(model, classified, _sgd(0.1)), found.units((1, 2, 3)), JOB, UnsafeSeededEntropy(seed)
         )
         assert steps == JOB.steps
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -342,18 +210,294 @@ def test_the_same_entropy_gives_the_same_weights_and_nothing_but_the_steps_comes
     assert not torch.equal(run(1), run(2))
 
 
-def test_torchs_global_seed_is_neither_used_nor_moved():
+def test_two_runs_with_the_same_seed_everywhere_have_different_noise():
     def run():
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
         model = _Dirac(9)
-        train_privately(Task(model, _mean, _sgd()), [], JOB, SystemEntropy())
+        train_privately(Task(model, _score, _sgd()), [], JOB, SystemEntropy())
+        assert torch.equal(before, torch.get_rng_state())  # nor is it moved
         return model.theta.detach()
 
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    first = run()
-    assert torch.equal(before, torch.get_rng_state())
-    torch.manual_seed(0)
-    assert not torch.equal(first, run())
+    assert not torch.equal(run(), run())
+
+
+class _Recorder:
+    """A follower that keeps what it sees, and an average of it."""
+
+    def __init__(self, model):
+        self.model, self.steps, self.seen = model, [], []
+        self.mean = torch.zeros_like(next(model.parameters()))
+
+    def after(self, step):
+        self.steps.append(step)
+        self.seen.append(next(self.model.parameters()).detach().clone())
+        self.mean.lerp_(self.seen[-1], 0.1)
+
+    def state(self):
+        return {"mean": self.mean}
+
+    def restore(self, state):
+        self.mean = state["mean"].clone()
+
+
+def _increments(entropy, size=4000, steps=4):
+    model = _Dirac(size)
+    follower = _Recorder(model)
+    job = dataclasses.replace(JOB, steps=steps, expected_batch=1.0)
+    train_privately(Task(model, _score, _sgd(), follower=follower), [], job, entropy)
+    assert follower.steps == list(range(1, steps + 1))
+    return np.diff(np.stack([np.zeros(size), *(seen.numpy() for seen in follower.seen)]), axis=0) / (1.5 * 0.7)
+
+
+def _dependence(noise):
+    """The smallest p-value for no correlation between two steps, Bonferroni over the pairs."""
+    pairs = [(i, j) for i in range(len(noise)) for j in range(i)]
+    return len(pairs) * min(stats.pearsonr(noise[i], noise[j]).pvalue for i, j in pairs)
+
+
+def test_the_noise_of_each_step_is_standard_and_independent_of_the_others():
+    steps = _increments(SystemEntropy())
+    assert min(stats.kstest(x, "norm").pvalue for x in steps) > 1e-6
+    assert _dependence(steps) > 1e-6
+    assert _dependence(_increments(_SameEveryStep(0)) + 1e-9 * np.random.default_rng(0).normal(size=(4, 4000))) < 1e-6
+
+
+def _slopes(job_of):
+    """The gradient that one patient's 0.1 becomes, in a batch of 1, 2, 40: less noise than counts."""
+    slopes = []
+    for count in (1, 2, 40):
+        model = _Dirac(2)
+        unit = Unit((torch.tensor([[0.1, 0.0]], dtype=torch.float64),))
+        train_privately(Task(model, _score, _sgd()), [unit] * count, job_of(count), UnsafeSeededEntropy(0))
+        slopes.append(round(-float(model.theta.detach()[0]) / count, 5))
+    return slopes
+
+
+def test_the_divisor_is_the_public_constant_whatever_the_number_of_patients():
+    # P10: a divisor that follows N tells neighbours apart
+    quiet = dataclasses.replace(JOB, sampling_rate=1.0, steps=1, noise_multiplier=1e-9)
+    assert _slopes(lambda count: quiet) == [0.025, 0.025, 0.025]
+    broken = _slopes(lambda count: dataclasses.replace(quiet, expected_batch=float(count)))
+    assert len(set(broken)) == 3
+
+
+def test_the_optimiser_sees_noisy_gradients_only():
+    raw, seen = [], []
+
+    def spy(model, loss, batch, clip):
+        raw.append(looped(model, loss, batch, clip))
+        return raw[-1].clone()
+
+    class Sees(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(torch.cat([p.grad.reshape(-1) for g in self.param_groups for p in g["params"]]))
+            return super().step(closure)
+
+    found = convolutions()
+    for p in found.model.parameters():
+        p.grad = torch.full_like(p, math.nan)  # left over from another training
+    job = dataclasses.replace(JOB, sampling_rate=1.0, steps=4)
+    train_privately(
+        Task(found.model, classified, partial(Sees, lr=0.1)), found.units((1, 2, 3)), job, SystemEntropy(), spy
+    )
+    for clean, noisy in zip(raw, seen, strict=True):
+        noise = (noisy.double() * job.expected_batch - clean) / (1.5 * 0.7)
+        assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-6
+
+
+def test_each_unit_is_expanded_by_itself_after_its_images_were_chosen():
+    asked = []
+
+    def expand(unit):
+        asked.append(len(unit))
+        return Unit(tuple(row.repeat_interleave(3, dim=0) for row in unit.rows))
+
+    batches = []
+
+    def spy(model, loss, batch, clip):
+        assert len(batch) == len(batch[1:]) + 1
+        batches.append([len(unit) for unit in batch])
+        return looped(model, loss, [], clip)
+
+    job = dataclasses.replace(JOB, sampling_rate=1.0, steps=2, images_per_patient=4)
+    task = Task(_Dirac(2), _score, _sgd(), expand)
+    train_privately(task, [*_numbered(1, 7), *_numbered(1, 2)], job, UnsafeSeededEntropy(0), spy)
+    assert batches == [[12, 6], [12, 6]]
+    assert asked == [4, 2, 4, 2]
+
+
+def _listed(model, loss, units, clip):
+    return looped(model, loss, list(units), clip)
+
+
+@pytest.mark.parametrize("engine", [looped, chunked(2), bookkept(2), _listed])
+def test_a_unit_that_cannot_be_expanded_ends_the_training_and_not_the_batch(engine):
+    # Sequence.__iter__ takes an IndexError for the end: all patients behind would be left out, and nobody would know
+    def expand(unit):
+        if unit is units[1]:
+            raise IndexError("index 11 is out of bounds")
+        return unit
+
+    found = convolutions()
+    units = found.units((1, 2, 1))
+    job = dataclasses.replace(JOB, sampling_rate=1.0, steps=1)
+    with pytest.raises(IndexError, match="index 11"):
+        train_privately(Task(found.model, classified, _sgd(), expand), units, job, UnsafeSeededEntropy(0), engine)
+
+
+def test_an_engine_that_gives_another_length_is_not_trained_with():
+    with pytest.raises((ValueError, RuntimeError)):
+        train_privately(
+            Task(_Dirac(3), _score, _sgd()), [], JOB, SystemEntropy(), lambda *_: torch.zeros(2, dtype=torch.float64)
+        )
+
+
+class _Numbered:
+    """Entropy whose take number i can be drawn again: a step takes four times here."""
+
+    def __init__(self, begin=0):
+        self.next = begin
+
+    def take(self, count):
+        self.next += 1
+        return np.random.default_rng(self.next).bytes(count)
+
+
+class _Memory:
+    def __init__(self):
+        self.data, self.writes = None, 0
+
+    def read(self):
+        return self.data
+
+    def write(self, data):
+        self.data, self.writes = data, self.writes + 1
+
+
+class _Killed(BaseException):
+    pass
+
+
+def _killed_after(steps):
+    left = [steps]
+
+    def engine(*told):
+        left[0] -= 1
+        if left[0] < 0:
+            raise _Killed
+        return looped(*told)
+
+    return engine
+
+
+LONG = dataclasses.replace(JOB, steps=60, sampling_rate=0.5)
+
+
+def _long(entropy, engine=looped, place=None, job=LONG, run="r" * 64, say=lambda _: None):
+    found = convolutions()
+    follower = _Recorder(found.model)
+    task = Task(found.model, classified, partial(torch.optim.Adam, lr=0.01), follower=follower)
+    train_privately(task, found.units((1, 2, 3)), job, entropy, engine, place=place, run=run, say=say)
+    return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()]), follower
+
+
+def test_a_job_that_was_killed_goes_on_at_its_checkpoint_to_the_same_end():
+    whole, followed = _long(_Numbered())
+    place, said = _Memory(), []
+    with pytest.raises(_Killed):
+        _long(_Numbered(), _killed_after(57), place)
+    assert place.writes == 2  # at 25 and 50
+    weights, follower = _long(_Numbered(50 * 4), looped, place, say=said.append)
+    assert torch.equal(weights, whole)  # moments and weights are those of one unbroken path
+    assert follower.steps == list(range(51, 61))
+    assert torch.equal(follower.mean, followed.mean)
+    assert [(p.step, p.steps, dict(p.losses)) for p in said] == [(60, 60, {})]
+    again, _ = _long(_Numbered(), _killed_after(0), place)  # through already: nothing is computed or drawn
+    assert torch.equal(again, whole)
+
+
+def test_the_steps_that_a_kill_lost_are_taken_again_with_fresh_noise():
+    place = _Memory()
+    with pytest.raises(_Killed):
+        _long(SystemEntropy(), _killed_after(30), place)
+    kept = place.data
+    one, _ = _long(SystemEntropy(), looped, place)
+    place.data = kept
+    two, _ = _long(SystemEntropy(), looped, place)
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_a_job_that_was_killed_emits_the_noise_of_its_steps_and_no_more(kills):
+    job, place, model = dataclasses.replace(JOB, steps=40, expected_batch=1.0), _Memory(), None
+    for engine in (*[_killed_after(30)] * kills, looped):
+        model = _Dirac(2000)
+        task = Task(model, _score, _sgd())
+        try:
+            train_privately(task, [], job, SystemEntropy(), engine, place=place, run="x")
+        except _Killed:
+            continue
+    noise = model.theta.detach().numpy() / (1.5 * 0.7 * math.sqrt(40))
+    assert stats.kstest(noise, "norm").pvalue > 1e-6
+    below = stats.chi2.cdf((noise**2).sum(), 2000)
+    assert 1e-6 < below < 1 - 1e-6
+
+
+@pytest.mark.parametrize("change", [{"noise_multiplier": 1.4}, {"steps": 61}, {"sampling_rate": 0.4}, {"steps": 20}])
+def test_a_checkpoint_of_a_job_with_other_constants_is_refused(change):
+    # another sigma for the first steps than for the rest is a claim that nobody made
+    place = _Memory()
+    _long(_Numbered(), looped, place)
+    with pytest.raises(OtherRun):
+        _long(_Numbered(), looped, place, dataclasses.replace(LONG, **change))
+
+
+def test_a_checkpoint_of_another_run_or_model_or_a_damaged_one_is_refused():
+    place = _Memory()
+    _long(_Numbered(), looped, place)
+    with pytest.raises(OtherRun):
+        _long(_Numbered(), looped, place, run="s" * 64)
+    with pytest.raises(BadCheckpoint):
+        train_privately(Task(_Dirac(3), _score, _sgd()), [], LONG, SystemEntropy(), looped, place=place, run="r" * 64)
+    place.data = place.data[:-1] + b"?"
+    with pytest.raises(BadCheckpoint):
+        _long(_Numbered(), looped, place)
+    with pytest.raises(ValueError, match="needs a run"):
+        _long(_Numbered(), looped, place, run="")
+
+
+def test_progress_is_told_at_constant_steps_and_tells_nothing_of_patients():
+    said = []
+    _long(_Numbered(), say=said.append)
+    assert [(p.step, p.steps, dict(p.losses)) for p in said] == [(25, 60, {}), (50, 60, {}), (60, 60, {})]
+    assert CHECKPOINT_EVERY == 25
+
+
+def test_a_training_that_diverges_stops_before_it_is_kept():
+    found, place = convolutions(), _Memory()
+    job = dataclasses.replace(JOB, expected_batch=1e-3)
+    with pytest.raises(Diverged, match="step 1"):
+        train_privately(Task(found.model, classified, _sgd(1e38)), [], job, SystemEntropy(), place=place, run="x")
+    assert place.writes == 0
+
+
+def test_patients_whose_every_loss_is_not_a_number_count_as_nothing_and_the_training_goes_on():
+    model = _Dirac(4)
+    nan = Unit((torch.full((2, 4), math.nan, dtype=torch.float64),))
+    job = dataclasses.replace(JOB, sampling_rate=1.0)
+    assert train_privately(Task(model, _score, _sgd()), [nan] * 3, job, SystemEntropy()) == 3
+    assert torch.isfinite(model.theta).all()
+
+
+def test_the_products_engine_is_exact_on_a_processor():
+    found = convolutions()
+    units = found.units((1, 2, 70, 3, 40, 30))  # more rows than one pass takes
+    reference = looped(found.model, found.loss, units, 0.3)
+    total = best_engine("cpu")(found.model, found.loss, units, 0.3)
+    assert float((total - reference).norm()) <= 1e-5 * float(reference.norm())
 
 
 @pytest.mark.parametrize(
@@ -368,11 +512,7 @@ def test_torchs_global_seed_is_neither_used_nor_moved():
 )
 def test_layers_that_mix_or_remember_patients_are_refused(layer):
     with pytest.raises(UnsuitableModel, match="GroupNorm"):
-        train_privately(Task(nn.Sequential(layer), _mean, _sgd()), [], JOB, UnsafeSeededEntropy(0))
-
-
-def test_instance_norm_without_memory_is_allowed():
-    finetune.refuse_batch_statistics(nn.Sequential(nn.InstanceNorm2d(4), nn.GroupNorm(2, 4)))
+        train_privately(Task(nn.Sequential(layer), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
 
 
 class _Remembers(_Dirac):
@@ -388,24 +528,29 @@ class _Remembers(_Dirac):
 def test_a_buffer_that_training_changed_is_refused():
     job = dataclasses.replace(JOB, sampling_rate=1.0)
     with pytest.raises(UnsuitableModel, match="buffer"):
-        train_privately(Task(_Remembers(2), _mean, _sgd()), _numbered(3), job, UnsafeSeededEntropy(0))
+        train_privately(Task(_Remembers(2), _score, _sgd()), _numbered(3), job, UnsafeSeededEntropy(0))
 
 
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(UnsuitableModel, match="no parameter"):
-        train_privately(Task(nn.Flatten(), _mean, _sgd()), [], JOB, UnsafeSeededEntropy(0))
+        train_privately(Task(nn.Flatten(), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
 
 
 def test_frozen_parameters_stay_and_unused_ones_only_get_noise():
-    model = _network(0)
-    model[0].weight.requires_grad_(False)
-    frozen = model[0].weight.clone()
-    train_privately(Task(model, cross_entropy, _sgd()), _units((2, 1)), JOB, UnsafeSeededEntropy(0))
-    assert torch.equal(frozen, model[0].weight)
+    found = convolutions()
+    model = nn.ModuleDict({"used": found.model, "unused": nn.Linear(2, 2)})
+    found.model[0].weight.requires_grad_(False)
+    frozen, unused = found.model[0].weight.clone(), model["unused"].weight.clone()
+    for engine in (looped, chunked(2), bookkept(2)):
+        task = Task(model, lambda m, rows: classified(m["used"], rows), _sgd())
+        train_privately(task, found.units((2, 1)), JOB, UnsafeSeededEntropy(0), engine)
+        assert torch.equal(frozen, found.model[0].weight)
+        assert not torch.equal(unused, model["unused"].weight)
+        unused = model["unused"].weight.clone()
 
 
 def test_a_fault_in_the_middle_is_passed_on():
-    def broken(output, targets):
+    def broken(model, rows):
         raise ArithmeticError("no loss")
 
     job = dataclasses.replace(JOB, sampling_rate=1.0)

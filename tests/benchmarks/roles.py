@@ -32,7 +32,7 @@ from agent.edges.link import Link, LinkConfig  # noqa: E402
 from agent.edges.tasks import Answer, Task  # noqa: E402
 from agent.mechanisms import federated  # noqa: E402
 from agent.nouns import Update  # noqa: E402
-from agent.stages.finetune import SystemEntropy  # noqa: E402
+from agent.stages.noise import SystemEntropy  # noqa: E402
 from coordinator.edges import runs, server  # noqa: E402
 from coordinator.edges.conductor import Conductor  # noqa: E402
 from coordinator.edges.federation import RoundPlan, conduct  # noqa: E402

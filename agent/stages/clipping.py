@@ -1,0 +1,337 @@
+"""The sum of per-patient gradients, each clipped over all parameters together: the engines of DP-SGD.
+
+Abadi et al. 2016, Algorithm 1, with the patient as the unit (design P2): one gradient for each patient, of the mean
+loss over all of its rows (images, and noise draws of images: Dockhorn et al. 2023, section 3.2), bounded as one.
+The engines are equal up to rounding. Their result is private: it is given to ``noise.noisy_sum`` and to nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from agent.stages.bookkeeping import Book, NoRule
+from agent.stages.per_unit import Batch
+
+# Of the bound: covers the rounding of norms and of float64 sums, and of the other patients' float32 gradients, whose
+# last bits depend on who is computed beside them (1e-7 of the bound each, by looking; with ``looped`` nothing). It
+# would not cover TF32, whose last bits are 1e-3: see ``full_precision``.
+MARGIN: Final = 1e-5
+MOST_ROWS: Final = 4096  # of one pass, if nobody says less
+PROBES: Final = 3  # batches that are compared: weights that start at zero hide others until noise moves them
+
+RowLosses = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+"""(model, rows) -> (n,): the loss of each row, of that row alone. It draws nothing: all noise is in the rows."""
+
+
+class UnsuitableModel(ValueError):
+    """The model would carry patients' data past the noise, or an engine cannot train it, or has nothing to train."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Everything that one patient brings to one step of the training."""
+
+    rows: tuple[Tensor, ...]  # tensors (n, ...) of equal n >= 1, such as images and targets; row i is one example
+
+    def __post_init__(self) -> None:
+        """As many of one as of the other."""
+        if not self.rows or any(row.ndim == 0 for row in self.rows):
+            raise ValueError("a unit needs rows")
+        if not 1 <= min(map(len, self.rows)) == max(map(len, self.rows)):
+            raise ValueError("a unit needs at least one row, and equally many in each of its tensors")
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.rows[0])
+
+
+class ClippedSum(Protocol):
+    """An engine: the sum over units of the clipped gradients, (d,) float64, on the host."""
+
+    def __call__(self, model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+        """Sum the units' gradients, each of L2 norm at most ``clip`` over all parameters together.
+
+        Every unit is asked for once, by its index. ``model`` is left as it was.
+        """
+        ...
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of whole float32 numbers on every device, by algorithms that nobody timed; all as before afterwards.
+
+    PyTorch lets graphics cards round the numbers of a convolution to 10 bits (TF32), and with ``cudnn.benchmark`` it
+    picks algorithms by the shape of a chunk. One patient more or less changes the shapes of the others' chunks, and
+    with it the last bits of their gradients: these must be small enough for ``MARGIN``.
+    """
+    cudnn: Any = torch.backends.cudnn
+    wanted: list[tuple[Any, str, object]] = [(cudnn, "benchmark", False), (cudnn, "allow_tf32", False)]
+    # "allow_tf32" off alone would mean what ``torch.backends.fp32_precision`` says
+    wanted += [(kind, "fp32_precision", "ieee") for kind in (cudnn.conv, cudnn.rnn)]
+    products = torch.get_float32_matmul_precision()
+    before = [(where, name, getattr(where, name)) for where, name, _ in wanted]
+    try:
+        torch.set_float32_matmul_precision("highest")
+        for where, name, value in wanted:
+            setattr(where, name, value)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        for where, name, value in before:
+            setattr(where, name, value)
+
+
+def looped(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+    """The reference engine: one ordinary backward pass for each patient; any module, little memory."""
+    parameters = trainable(model)
+    total = torch.zeros(count(parameters), dtype=torch.float64)
+    with full_precision():
+        for unit in _each(units):
+            value = _losses(loss, model, _there(unit.rows, parameters[0].device)).mean()
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+            total += _clipped_sum([gradient[None] for gradient in gradients], clip)
+    return total
+
+
+def chunked(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
+    """An engine for GPUs: ``torch.func.vmap`` over at most ``size`` patients with equally many rows.
+
+    The model must be one that ``torch.func`` can trace, and must draw nothing (no dropout). Patients wait for others
+    until they have ``most_rows`` rows together. In the first batches of a model two patients' sum is compared with
+    ``looped``.
+
+    Raises:
+        UnsuitableModel: (the engine) the comparison failed.
+    """
+    _refuse_empty(size, most_rows)
+    probe = _Probe(most_rows, equal=True)
+
+    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+        together = _Together(model, loss)
+        parameters = trainable(model)
+        weights = {name: p.detach() for name, p in together.named_parameters() if p.requires_grad}
+
+        def value(weights: dict[str, Tensor], rows: tuple[Tensor, ...]) -> Tensor:
+            mean: Tensor = torch.func.functional_call(together, weights, rows)
+            return mean
+
+        gradient = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0))
+
+        def of_part(part: Sequence[Unit]) -> Tensor:
+            rows = tuple(torch.stack(tensors) for tensors in zip(*(unit.rows for unit in part), strict=True))
+            found = gradient(weights, _there(rows, parameters[0].device))
+            return _clipped_sum([found[name] for name in weights], clip)
+
+        total = torch.zeros(count(parameters), dtype=torch.float64)
+        with full_precision():
+            for part in probe.watched(_alike(_each(units), size, most_rows), of_part, model, loss, clip):
+                total += of_part(part)
+        return total
+
+    return clipped_sum
+
+
+def bookkept(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
+    """An engine with one backward pass for at most ``size`` patients at once: see ``bookkeeping``.
+
+    They have at most ``most_rows`` rows together, or are one patient: all of them must fit in memory.
+
+    It needs more than the others do: plain layers, called as modules, and rows that do not meet. Where that can be
+    told beforehand it is refused; and in the first batches of a model two patients' sum is compared with ``looped``.
+
+    Raises:
+        UnsuitableModel: (the engine) no rule for a module, or the comparison failed.
+    """
+    _refuse_empty(size, most_rows)
+    probe = _Probe(most_rows)
+
+    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+        parameters = trainable(model)
+        total = torch.zeros(count(parameters), dtype=torch.float64)
+        try:
+            book = Book(model, parameters)
+
+            def of_part(part: Sequence[Unit]) -> Tensor:
+                rows = tuple(torch.cat(tensors) for tensors in zip(*(unit.rows for unit in part), strict=True))
+                there = _there(rows, parameters[0].device)
+                batch = Batch(tuple(map(len, part)))
+                return _clipped_sum(book.gradients(lambda: _losses(loss, model, there), batch), clip)
+
+            with full_precision():
+                for part in probe.watched(_successive(_each(units), size, most_rows), of_part, model, loss, clip):
+                    total += of_part(part)
+        except NoRule as fault:
+            raise UnsuitableModel(f"{fault}; the engine looped can train it") from fault
+        return total
+
+    return clipped_sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Probe:
+    """The comparison of an engine with ``looped``, on two patients of each of a model's first ``PROBES`` batches."""
+
+    most_rows: int  # of both together, or one of each
+    equal: bool = False  # as many of the one as of the other
+    _seen: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+
+    def watched(
+        self,
+        parts: Iterable[list[Unit]],
+        engine: Callable[[Sequence[Unit]], Tensor],
+        model: nn.Module,
+        loss: RowLosses,
+        clip: float,
+    ) -> Iterator[list[Unit]]:
+        """The parts as they come; on the way the first two units are compared, in one part or not.
+
+        Only a batch whose two patients have a gradient counts: another shows nothing.
+
+        Raises:
+            UnsuitableModel: the engine gives something else than ``looped``.
+        """
+        wanted = 2 if self._seen.get(model, 0) < PROBES else 0
+        pair: list[Unit] = []
+        for part in parts:
+            if len(pair) < wanted:
+                pair += part[: wanted - len(pair)]
+                if len(pair) == wanted:
+                    few = self._cut(pair)
+                    shown = _compared(engine(few), looped(model, loss, few, clip), trainable(model))
+                    self._seen[model] = self._seen.get(model, 0) + shown
+            yield part
+
+    def _cut(self, pair: Sequence[Unit]) -> list[Unit]:
+        """In one part, both must fit in memory: half of the rows of each show as much as all."""
+        lengths = [len(unit) for unit in pair]
+        least = max(lengths) if sum(lengths) <= self.most_rows else max(1, self.most_rows // 2)
+        least = min(least, *lengths) if self.equal else least
+        return [Unit(tuple(row[:least] for row in unit.rows)) for unit in pair]
+
+
+def _compared(ours: Tensor, theirs: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether two sums (d,) that are equal but for rounding showed anything: there was a gradient.
+
+    Raises:
+        UnsuitableModel: they are not. A forgotten or mixed-up layer does not pass.
+    """
+    sizes = [parameter.numel() for parameter in parameters]
+    for mine, reference in zip(torch.split(ours, sizes), torch.split(theirs, sizes), strict=True):
+        if not (mine - reference).norm() <= 1e-2 * reference.norm() + 1e-4 * theirs.norm():
+            raise UnsuitableModel(
+                "one pass for all patients gives other gradients than one for each: a weight is used without its "
+                "layer, rows of different patients meet, or the loss draws numbers; the engine looped can train it"
+            )
+    return bool(theirs.any())
+
+
+class _Together(nn.Module):
+    """The unit loss as a module, so that ``functional_call`` reaches a loss that calls the model as it likes."""
+
+    def __init__(self, model: nn.Module, loss: RowLosses) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        return _losses(self._loss, self.model, rows).mean()
+
+
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Refuse layers that mix patients or remember them.
+
+    Raises:
+        UnsuitableModel: batch normalisation of any kind, or instance normalisation with running statistics.
+    """
+    for module in model.modules():
+        if isinstance(module, _NormBase) and (
+            module.track_running_stats or not isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        ):
+            raise UnsuitableModel(f"{type(module).__name__} keeps statistics of patients: use GroupNorm")
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a sum covers, in its order.
+
+    Raises:
+        UnsuitableModel: there is none.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UnsuitableModel("the model has no parameter to train")
+    return parameters
+
+
+def count(tensors: Sequence[Tensor]) -> int:
+    """How many numbers they hold: d."""
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _losses(loss: RowLosses, model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
+    """One loss for each row; a shape like (n, 1) is refused, for it would broadcast against weights (n,)."""
+    losses = loss(model, rows)
+    if losses.shape != rows[0].shape[:1]:
+        raise UnsuitableModel(f"the loss must give one number for each row, not the shape {tuple(losses.shape)}")
+    return losses
+
+
+def _there(rows: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(row.to(device) for row in rows)
+
+
+def _refuse_empty(size: int, most_rows: int) -> None:
+    if not (size >= 1 and most_rows >= 1):
+        raise ValueError("a chunk holds at least one patient, and one row")
+
+
+def _each(units: Sequence[Unit]) -> Iterator[Unit]:
+    """Every unit, by its index: ``Sequence.__iter__`` ends in silence where making a unit raises IndexError."""
+    for index in range(len(units)):
+        yield units[index]
+
+
+def _alike(units: Iterable[Unit], size: int, most_rows: int) -> Iterable[list[Unit]]:
+    """Lists of at most ``size`` units with equally many rows; each unit is asked for once."""
+    waiting: dict[int, list[Unit]] = {}
+    for unit in units:
+        group = waiting.setdefault(len(unit), [])
+        group.append(unit)
+        if len(group) == size or (len(group) + 1) * len(unit) > most_rows:
+            yield waiting.pop(len(unit))
+    yield from waiting.values()
+
+
+def _successive(units: Iterable[Unit], size: int, most_rows: int) -> Iterable[list[Unit]]:
+    """Lists of the next units, at most ``size``; each unit is asked for once."""
+    part: list[Unit] = []
+    for unit in units:
+        if part and (len(part) == size or sum(map(len, part)) + len(unit) > most_rows):
+            yield part
+            part = []
+        part.append(unit)
+    if part:
+        yield part
+
+
+def _clipped_sum(gradients: Sequence[Tensor], clip: float) -> Tensor:
+    """Clip each unit's gradient to norm <= clip and add up: tensors (u, ...) for each parameter -> (d,) float64.
+
+    A unit whose gradient is not finite counts as zero: one patient's broken gradient must neither void the model
+    nor show that the patient was there.
+    """
+    flat = [gradient.reshape(len(gradient), -1) for gradient in gradients]
+    norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in flat]).norm(dim=0)
+    factor = (clip / (norms * (1.0 + MARGIN) + 1e-30)).clamp(max=1.0)
+    finite = torch.isfinite(norms)
+    if not bool(finite.all()):  # 0 * NaN would be NaN
+        kept, factor = finite.nonzero()[:, 0], factor[finite]
+        flat = [part[kept] for part in flat]
+    return torch.cat([factor @ part.double() for part in flat]).cpu()
