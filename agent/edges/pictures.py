@@ -32,7 +32,8 @@ def read_pictures(
 
     Args:
         folder: looked through with all that is below it.
-        side: pixels; a picture whose square is smaller is passed over.
+        side: pixels; a picture whose square, once its dark border is cut (:mod:`agent.stages.fit`), is smaller is
+            passed over.
         grey: one channel, else three.
         say: told how many of how many are read.
     Returns:
@@ -53,7 +54,8 @@ def read_pictures(
         say(number, len(paths))
     if not kept:
         raise BadPictures(
-            f"{folder.name}: {len(paths)} picture file(s), and none that can be read and has {side} pixels a side"
+            f"{folder.name}: {len(paths)} picture file(s), and none that can be read and has {side} pixels a side "
+            "once its dark border is cut"
         )
     return np.stack(kept), tuple(names)
 
@@ -94,20 +96,52 @@ def read_identities(path: Path, names: tuple[str, ...]) -> tuple[NDArray[np.int6
     Raises:
         BadPictures: no such file or columns, a picture of two people, or no picture of the folder in it.
     """
+    whose = _column(path, "identity")
+    order = {identity: i for i, identity in enumerate(sorted(set(whose.values())))}
+    places = _places(whose, names, path.name)
+    return places, np.array([order[whose[names[i]]] for i in places], np.int64)
+
+
+def read_labels(path: Path | None, names: tuple[str, ...]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """What each picture shows, from a CSV with the columns file and label, or from the folder that it lies in.
+
+    Args:
+        path: of the CSV; None: a picture's folder is its label, and ``train/zebra/1.png`` shows a zebra.
+        names: of the pictures, relative to their folder.
+    Returns:
+        The places (m,) in ``names`` of the pictures that have a label, rising, and their labels (m,).
+    Raises:
+        BadPictures: no such file or columns, a picture with two labels or in no folder, or none with a label.
+    """
+    if path is not None:
+        found = _column(path, "label")
+        places = _places(found, names, path.name)
+        return places, tuple(found[names[i]] for i in places)
+    loose = sum("/" not in name for name in names)
+    if loose:
+        raise BadPictures(f"{loose} picture(s) lie in no folder that could be their label")
+    return np.arange(len(names), dtype=np.int64), tuple(name.split("/")[-2] for name in names)
+
+
+def _column(path: Path, column: str) -> dict[str, str]:
+    """The files and one other column of a CSV."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error):
         raise BadPictures(f"{path.name} cannot be read as CSV in UTF-8") from None
-    if not rows or not {"file", "identity"} <= rows[0].keys():
-        raise BadPictures(f"{path.name} has the columns file and identity")
-    whose: dict[str, str] = {}
+    if not rows or not {"file", column} <= rows[0].keys():
+        raise BadPictures(f"{path.name} has the columns file and {column}")
+    found: dict[str, str] = {}
     for number, row in enumerate(rows, 1):
-        name, identity = row["file"], row["identity"]
-        if not name or not identity or whose.setdefault(name, identity) != identity:
-            raise BadPictures(f"{path.name}: row {number} has no file or no identity, or is another one's picture")
-    order = {identity: i for i, identity in enumerate(sorted(set(whose.values())))}
-    places = [i for i, name in enumerate(names) if name in whose]
+        name, value = row["file"], row[column]
+        if not name or not value or found.setdefault(name, value) != value:
+            raise BadPictures(f"{path.name}: row {number} has no file or no {column}, or is another one's picture")
+    return found
+
+
+def _places(found: dict[str, str], names: tuple[str, ...], source: str) -> NDArray[np.int64]:
+    places = [i for i, name in enumerate(names) if name in found]
     if not places:
-        raise BadPictures(f"{path.name} names no picture of the folder")
-    return np.array(places, np.int64), np.array([order[whose[names[i]]] for i in places], np.int64)
+        raise BadPictures(f"{source} names no picture of the folder")
+    return np.array(places, np.int64)

@@ -59,6 +59,7 @@ class RandomFeatures(Frozen):
         digest = hashlib.sha256(json.dumps(["random-features-1", told], sort_keys=True).encode()).hexdigest()
         super().__init__(f"random-{channels}x{width}x{depth}-s{seed}", Origin("random", digest), channels)
         self.most = most
+        self.told: Mapping[str, int] = told  # everything that they are drawn from
         rng = np.random.Generator(np.random.Philox(seed))
         self.filters = nn.ParameterList()
         inputs = channels

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.edges.pictures import BadPictures, read_identities, read_pictures
+from agent.edges.pictures import BadPictures, read_identities, read_labels, read_pictures
 
 
 def save(path: Path, pixels: np.ndarray, **how: object) -> None:
@@ -131,3 +131,26 @@ def test_a_list_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in ("who.csv", "gone.csv"):
         with pytest.raises(BadPictures, match=f"{name} cannot be read"):
             read_identities(tmp_path / name, ("a.png",))
+
+
+def test_labels_are_those_of_the_list_or_of_the_folders(tmp_path: Path) -> None:
+    csv = tmp_path / "labels.csv"
+    csv.write_text("file,label\nc.png,zebra\na.png,bee\ngone.png,ant\n")
+    places, labels = read_labels(csv, ("a.png", "b.png", "c.png"))
+    assert (places.tolist(), labels) == ([0, 2], ("bee", "zebra"))
+    places, labels = read_labels(None, ("train/zebra/2.png", "bee/1.png", "zebra/1.png"))
+    assert (places.tolist(), labels) == ([0, 1, 2], ("zebra", "bee", "zebra"))
+
+
+def test_labels_that_leave_a_doubt_are_refused(tmp_path: Path) -> None:
+    csv = tmp_path / "labels.csv"
+    for text, told in (
+        ("file,label\na.png,bee\na.png,zebra\n", "row 2 has no file or no label"),
+        ("file,identity\na.png,bee\n", "columns file and label"),
+        ("file,label\nb.png,bee\n", "names no picture"),
+    ):
+        csv.write_text(text)
+        with pytest.raises(BadPictures, match=told):
+            read_labels(csv, ("a.png",))
+    with pytest.raises(BadPictures, match=r"1 picture\(s\) lie in no folder"):
+        read_labels(None, ("bee/1.png", "2.png"))

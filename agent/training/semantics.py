@@ -1,0 +1,267 @@
+"""Make a semantic query function of public pictures (PrivImage, section 3.2): by their labels, or without any.
+
+With labels: a classifier by cross-entropy (Eq. 4), for a fixed number of steps, and how good it is on pictures that
+it did not see. The paper stops where the accuracy on its validation set is best; nothing is gained by it that a
+cosine's end does not give. Without labels: k-means on the features of a network that learned from no label either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from agent.nets.features import LearnedFeatures, RandomFeatures
+from agent.nets.semantics import MOST_BINS, Classifier, Codebook, Nearest, named, semantics_bytes
+from agent.nets.siamese import Share
+from agent.nets.trunk import TrunkArchitecture
+from agent.training.loop import Place, Plan, Progress, optimizer_state, restore_optimizer, seeded, train
+from agent.training.views import IDENTITY, Pool, Views, eased, run_digest, view
+from agent.wilson import bounds
+
+_LEFT: Final = 4  # pixels a side of the last map, or a little more
+_STARTS: Final = 4  # of k-means; the best is kept
+_AT_ONCE: Final = 256  # pictures
+_FLOOR: Final = 1e-6  # of a feature's spread, in units of the largest: one that hardly moves must not count as much
+
+
+class TooFewPictures(ValueError):
+    """The public set cannot make the semantics that were asked for. It is public: the text may say why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SemanticsConfig:
+    """How one classifier is trained."""
+
+    name: str
+    architecture: TrunkArchitecture
+    bins: tuple[str, ...]  # (NS,) names of the labels 0 .. NS - 1
+    steps: int = 2_000
+    batch: int = 128  # pictures, at most
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-2
+    held_out: float = 0.1  # of every label's pictures, one at least: to say how good it is, and for nothing else
+    seed: int = 0
+    views: Views = IDENTITY
+    checkpoint_every: int = 500
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained."""
+        named(self.bins)
+        counts = (self.steps, self.batch, self.checkpoint_every)
+        if not all(type(c) is int and c >= 1 for c in counts):
+            raise ValueError("steps and sizes are whole numbers")
+        if not (0 < self.learning_rate < 1 and 0 <= self.weight_decay < 1 and 0 < self.held_out < 0.5):
+            raise ValueError("rates lie between 0 and 1, and the held-out share below a half")
+
+
+def suited(side: int, channels: int, width: int = 32) -> TrunkArchitecture:
+    """A trunk for pictures of this size, from 8 pixels a side on: halved until about ``_LEFT`` pixels are left.
+
+    Raises:
+        ValueError: no trunk has this side or these channels.
+    """
+    depth = 1
+    while side % (1 << depth) == 0 and side >> depth >= _LEFT and depth < 8:
+        depth += 1
+    return TrunkArchitecture(side, channels, width, depth)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedSemantics:
+    """A classifier's file, and how often it is right about public pictures that it did not see."""
+
+    file: bytes = field(repr=False)
+    accuracy: Share  # with Wilson's 95 % interval; each held-out picture is a trial
+    guess: float  # what the commonest label alone would reach
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClusteredSemantics:
+    """A file of clusters, and how they came out."""
+
+    file: bytes = field(repr=False)
+    sizes: tuple[int, ...]  # (NS,) public pictures in each
+    iterations: int
+
+
+def train_semantics(
+    images: NDArray[np.uint8],
+    labels: NDArray[np.int64],
+    config: SemanticsConfig,
+    place: Place | Path,
+    say: Callable[[Progress], None] = lambda _: None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
+) -> TrainedSemantics:
+    """Train a classifier of public labels.
+
+    Args:
+        images: (n, h, w) or (n, h, w, 3): public or made, never the cohort (P6).
+        labels: (n,) in 0 .. NS - 1.
+        config: of the run.
+        place: of its checkpoint, or a folder for it; a run that was killed goes on from there.
+        say: told of the progress.
+        device: where the network is trained.
+    Raises:
+        ValueError: pictures of another shape or type, or that do not differ; labels that are no bins.
+        TooFewPictures: a label has fewer than two pictures.
+        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+    """
+    learn, judge = split(labels, config, len(images))
+    pool = Pool(images, config.architecture.side, config.architecture.channels, device)
+    trainer = _Trainer(pool, labels, learn, config)
+    digest = run_digest(asdict(config), images, labels)
+    train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), place, say)
+    hits = int((_answers(trainer.net, pool, judge) == labels[judge]).sum())
+    low, high = bounds(hits, len(judge))
+    accuracy = Share(hits / len(judge), low, high)
+    guess = float(np.bincount(labels[judge]).max() / len(judge))
+    told = {"accuracy": asdict(accuracy), "run": digest, "seed": config.seed, "steps": config.steps}
+    side = config.architecture.side
+    shape = (side, side) if config.architecture.channels == 1 else (side, side, 3)
+    return TrainedSemantics(semantics_bytes(config.name, trainer.net, config.bins, shape, told), accuracy, guess)
+
+
+def split(
+    labels: NDArray[np.int64], config: SemanticsConfig, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Places of the pictures to learn and to judge by, a share of every label's in each.
+
+    Raises:
+        ValueError: not one bin's number for each of the ``count`` pictures.
+        TooFewPictures: a label has fewer than two.
+    """
+    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError("a label is a whole number, one for each picture")
+    if not count or not 0 <= labels.min() <= labels.max() < len(config.bins):
+        raise ValueError("a label is the number of a bin")
+    few = [config.bins[b] for b, n in enumerate(np.bincount(labels, minlength=len(config.bins))) if n < 2]
+    if few:
+        raise TooFewPictures(
+            f"every label needs two pictures or more, one to learn and one to judge by. {len(few)} have fewer: "
+            f"{', '.join(few[:5])}{', …' if len(few) > 5 else ''}"
+        )
+    rng = np.random.Generator(np.random.Philox(config.seed))
+    learn, judge = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    for label in range(len(config.bins)):
+        order = rng.permutation(np.flatnonzero(labels == label))
+        held = max(1, round(config.held_out * len(order)))
+        learn.append(order[held:])
+        judge.append(order[:held])
+    return np.sort(np.concatenate(learn)), np.sort(np.concatenate(judge))
+
+
+class _Trainer:
+    """Cross-entropy over random batches."""
+
+    def __init__(
+        self, pool: Pool, labels: NDArray[np.int64], learn: NDArray[np.int64], config: SemanticsConfig
+    ) -> None:
+        self.pool, self.config = pool, config
+        self.learn, self.labels = torch.from_numpy(learn), torch.from_numpy(labels.astype(np.int64))
+        with seeded(config.seed):
+            net = Classifier(config.architecture, len(config.bins))
+        self.net = net.to(pool.device)
+        self.optimizer = torch.optim.AdamW(
+            self.net.parameters(), config.learning_rate, weight_decay=config.weight_decay
+        )
+        self.done = 0
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            **{f"net.{name}": t for name, t in self.net.state_dict().items()},
+            **optimizer_state(self.optimizer, "optimizer"),
+            "done": torch.tensor(self.done),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.net.load_state_dict({n.removeprefix("net."): t for n, t in state.items() if n.startswith("net.")})
+        restore_optimizer(self.optimizer, "optimizer", state)
+        self.done = int(state["done"])
+
+    def step(self, generator: torch.Generator) -> dict[str, float]:
+        chosen = self.learn[torch.randperm(len(self.learn), generator=generator)[: self.config.batch]]
+        images = view(self.pool.take(chosen), self.config.views, generator)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * eased(self.done, self.config.steps)
+        # Eq. 4: the mean over the batch of -Σ_i s_i log Q_i(x), where one s_i is 1
+        loss = cross_entropy(self.net(images), self.labels[chosen].to(self.pool.device))
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
+        self.optimizer.step()
+        self.done += 1
+        return {"cross_entropy": float(loss.detach())}
+
+
+def _answers(net: Classifier, pool: Pool, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(n,) the most probable bin of each picture."""
+    with torch.no_grad():
+        parts = np.array_split(places, -(-len(places) // _AT_ONCE))
+        found: NDArray[np.int64] = torch.cat(
+            [net(pool.take(torch.from_numpy(part))).argmax(dim=1).cpu() for part in parts]
+        ).numpy()
+    return found
+
+
+def cluster_semantics(
+    features: RandomFeatures | LearnedFeatures,
+    images: NDArray[np.uint8],
+    count: int,
+    seed: int = 0,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
+) -> ClusteredSemantics:
+    """Semantics of public pictures that nobody labelled: k-means on their features, each feature at unit spread.
+
+    A picture's probabilities are the softmax of minus its squared distances to the centres, in units of the mean
+    squared distance of the public pictures to theirs: that of a picture like them falls off over one cluster's width.
+
+    Args:
+        features: random, or learned from public pictures; never from the cohort (P6).
+        images: (n, s, s) or (n, s, s, 3) public pictures.
+        count: of the clusters.
+        seed: of the first centres.
+        device: where the features are computed.
+    Raises:
+        ValueError: pictures that are no squares or do not differ, or no number of clusters.
+        TooFewPictures: fewer different pictures than clusters, as the features see them.
+    """
+    if type(count) is not int or not 2 <= count <= MOST_BINS:
+        raise ValueError(f"there are 2 to {MOST_BINS} clusters")
+    points, mean, spread = _standardised(features, images, device)
+    if len(np.unique(points, axis=0)) < count:
+        raise TooFewPictures(f"the pictures do not make {count} clusters: add pictures, or ask for fewer clusters")
+    found = KMeans(count, n_init=_STARTS, random_state=seed % (1 << 32)).fit(points)
+    codebook = Codebook(points.shape[1], count)
+    values = {"mean": mean, "spread": spread, "centres": found.cluster_centers_}
+    state = {name: torch.from_numpy(np.asarray(v)).float() for name, v in values.items()}
+    # k-means of as many points as clusters leaves no distance at all: then that of the centres is the unit
+    width = max(float(found.inertia_) / len(points), _FLOOR * points.shape[1])
+    codebook.load_state_dict({**state, "width": torch.tensor(width)})
+    sizes = tuple(int(n) for n in np.bincount(found.labels_, minlength=count))
+    told = {"features": features.origin.sha256, "pictures": run_digest({}, images), "seed": seed}
+    bins = tuple(f"cluster-{i}" for i in range(count))
+    file = semantics_bytes(f"clusters-{count}", Nearest(features, codebook), bins, tuple(images.shape[1:]), told)
+    return ClusteredSemantics(file, sizes, int(found.n_iter_))
+
+
+def _standardised(
+    features: RandomFeatures | LearnedFeatures, images: NDArray[np.uint8], device: torch.device
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """(n, d): the features of pictures at mean 0 and unit spread; and the mean (d,) and the spread (d,) before."""
+    pool = Pool(images, images.shape[1], 3 if images.ndim == 4 else 1, device)
+    with torch.no_grad():
+        places = np.array_split(np.arange(len(images)), -(-len(images) // _AT_ONCE))
+        parts = [features.embed(pool.take(torch.from_numpy(part))).double().cpu() for part in places]
+    embedded: NDArray[np.float64] = torch.cat(parts).numpy()
+    mean, spread = embedded.mean(axis=0), embedded.std(axis=0)
+    spread = np.maximum(spread, _FLOOR * max(float(spread.max()), _FLOOR))
+    return (embedded - mean) / spread, mean, spread
