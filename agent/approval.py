@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable
 from dataclasses import replace
 
 from agent.grants import give_up
@@ -28,7 +29,7 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
         raise Refused("site", Verdict((Finding("approval", "no release of that name waits for approval"),)))
     draft = parse(pending[release]["statement"].encode())
     assert isinstance(draft, Release)
-    _still_in(site, release)
+    _still_in(site, release, pending[release].get("persons", ()))
     given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
     missing = site.books.policy_of(site.name).approvals - set(given)
     if missing:
@@ -40,8 +41,8 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
         _forget(site, release)
 
 
-def _still_in(site: Site, release: str) -> None:
-    persons = made_of(site, release)
+def _still_in(site: Site, release: str, named: Iterable[str]) -> None:
+    persons = made_of(site, release) | set(named)
     if not persons:  # nobody can say who is in it
         raise Refused("site", Verdict((Finding("opted_out", "the vault does not know this release: withdraw it"),)))
     still_in(site, persons)

@@ -31,6 +31,10 @@ class Unreachable(Exception):
     """No answer from the coordinator. The outcome is unknown, so the grant counts as spent until it is known."""
 
 
+class NotKept(RuntimeError):
+    """The site's store could not keep something, or give it back: a fault of the disk and not of what was made."""
+
+
 class Forked(Unreachable):
     """The coordinator's ledger is not the one seen before; nothing goes to it until people have looked."""
 

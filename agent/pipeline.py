@@ -15,12 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.grants import give_up, if_reachable, price
-from agent.mechanisms import Mechanism, Synthesis
-from agent.nouns import Cohort, CohortTooSmall, Selection, SyntheticSet, Unreachable
-from agent.released import freeze, kept_clusters, remember, searched, together
+from agent.mechanisms import Mechanism, Private, Synthesis
+from agent.mechanisms.bench import Bench
+from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet, Unreachable
+from agent.released import freeze, kept_clusters, remember, rule_of, searched, together
 from agent.site import Parcel, Refused, Site, Waiting
 from agent.stages.average import majority
 from agent.stages.cluster import possible
+from agent.stages.noise import Entropy
+from agent.unfinished import begin, end, going_on, place_of
 from policies.accounting import epsilon_nano
 from policies.claims import Claim, Gaussian
 from policies.entries import InvalidEntry
@@ -172,18 +175,94 @@ def release_synthetic(
         goods = wrapped(site, draft, together([*fresh, *again], rng), wrapping or Wrapping())
         remember(site, goods.release.release, fresh, again)
         still_in(site, {person for cluster in (*fresh, *again) for person in cluster.members})
-        needed = site.books.policy_of(site.name).approvals
-        if needed:
-            wait(site, goods)
-            raise Waiting(goods, needed)
-        site.say("leave", "the site's own review, then submit and wait for the verdict")
-        return goods, leave(site, goods)
+        return goods, depart(site, goods)
     except (Unreachable, Waiting):
         raise  # the outcome may be a yes: the next start asks for it; or persons decide
     except Exception:  # whatever it was: the grant is spent, and the fault is passed on
         with if_reachable():  # what went wrong is what the operator must hear
             give_up(site, grant, "failed")
         raise
+
+
+def release_private(
+    site: Site, mechanism: Private, selection: Selection, entropy: Entropy, wrapping: Wrapping | None = None
+) -> tuple[Parcel, Verdict]:
+    """A synthetic set under differential privacy, from price to verdict.
+
+    Killed in the middle, or stopped by a full disk, it goes on under the grant that it had (:mod:`agent.unfinished`);
+    nothing is spent twice.
+    The set is compared with no patient (P7), and nothing but the set leaves: no loss, figure or size of the cohort.
+
+    Raises:
+        Refused: the price, or somebody who takes part has opted out since it was begun.
+        Unfinished: another making was interrupted.
+        NotKept: the vault failed; say it again when it can be written.
+        Unreachable: no verdict yet.
+    """
+    begun = going_on(site, form := private_form(mechanism, selection))
+    grant = begun[0] if begun else price(site, mechanism, selection.modality)
+    places = [place_of(name, grant.grant) for name in mechanism.places]
+    try:
+        site.say("read", "the eligible patients, from the vault")
+        cohort = site.vault.cohort(selection)
+        persons = frozenset(patient.pseudonym for patient in cohort.patients) | (begun[1] if begun else frozenset())
+        still_in(site, persons)  # who opts out of half a training is in the other half for ever
+        begin(site, grant.grant, form, persons, places)
+        site.say("make", f"{mechanism.name}: {'go on where it was interrupted' if begun else 'from the start'}")
+        bench = Bench(lambda name: site.vault.place(place_of(name, grant.grant)), _told(site))
+        made = mechanism.run(cohort, entropy, bench)
+        draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
+        goods = wrapped(site, draft, made, wrapping or Wrapping())
+        still_in(site, persons)
+        verdict = depart(site, goods, persons)
+    except (Unreachable, Waiting):
+        end(site, places)
+        raise
+    except NotKept:
+        raise  # no fault of the training's: its grant stays held, and it goes on from its last checkpoint
+    except Exception:  # the grant is spent, and nothing of what was drawn stays
+        end(site, places)
+        with if_reachable():
+            give_up(site, grant, "failed")
+        raise
+    end(site, places)
+    return goods, verdict
+
+
+def private_form(mechanism: Private, selection: Selection) -> str:
+    """What a making goes on as: whatever is trained, on whatever is public, and the rule that chooses patients."""
+    return hashlib.sha256(f"{mechanism.form} {rule_of(selection)}".encode()).hexdigest()
+
+
+def _told(site: Site) -> Callable[[str, int, int], None]:
+    """Progress of a long making, twenty times in each stage."""
+    last: dict[str, int] = {}
+
+    def say(stage: str, step: int, of: int) -> None:
+        part = 20 * step // max(of, 1)
+        if last.get(stage) != part:
+            last[stage] = part
+            site.say("make", f"{stage}: {step} of {of}")
+
+    return say
+
+
+def depart(site: Site, goods: Parcel, persons: Set[str] = frozenset()) -> Verdict:
+    """What was made leaves; or waits in the vault, where persons must approve it first.
+
+    ``persons`` is of whom it was made, where the site's record of clusters does not say it.
+
+    Raises:
+        Refused: by the site's own review.
+        Unreachable: the outcome is unknown.
+        Waiting: for persons.
+    """
+    needed = site.books.policy_of(site.name).approvals
+    if needed:
+        wait(site, goods, persons)
+        raise Waiting(goods, needed)
+    site.say("leave", "the site's own review, then submit and wait for the verdict")
+    return leave(site, goods)
 
 
 def still_in(site: Site, persons: Set[str]) -> None:
@@ -196,7 +275,7 @@ def still_in(site: Site, persons: Set[str]) -> None:
         raise Refused("site", Verdict((Finding("opted_out", "a patient it was made from has opted out since"),)))
 
 
-def wait(site: Site, goods: Parcel) -> None:
+def wait(site: Site, goods: Parcel, persons: Set[str]) -> None:
     """Keep a release in the vault until persons have decided; its grant stays held, over restarts too."""
     pending = site.vault.note("pending") or {}
     kept = {
@@ -204,5 +283,6 @@ def wait(site: Site, goods: Parcel) -> None:
         "statement": encode(goods.release).decode(),
         "artifact": base64.b64encode(goods.artifact).decode(),
         "clear": base64.b64encode(goods.clear).decode(),
+        "persons": sorted(persons),
     }
     site.vault.write_note("pending", {**pending, goods.release.release: kept})

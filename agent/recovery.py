@@ -6,6 +6,7 @@ from agent.grants import give_up
 from agent.pipeline import ask
 from agent.released import keep_only
 from agent.site import Refused, Site
+from agent.unfinished import held_for, sweep
 from policies.entries import Recovered, Reserved
 from policies.review import Verdict
 from policies.statement import Receipts
@@ -14,7 +15,8 @@ from policies.statement import Receipts
 def recover(site: Site) -> list[str]:
     """At every start: ask for missing verdicts; every grant that is still without an end is spent.
 
-    But for a release that waits for persons in the vault, and for the part in a run that is open.
+    But for a release that waits for persons in the vault, for a training that goes on where it was interrupted, and
+    for the part in a run that is open.
 
     Patients of a release that never set out may take part again; those of one that did may not, whatever became
     of it, since its images may have been seen.
@@ -27,6 +29,7 @@ def recover(site: Site) -> list[str]:
     pending = site.vault.note("pending") or {}
     waiting = {kept["grant"] for name, kept in pending.items() if name not in site.books.store.state.sent}
     waiting |= {(site.vault.note("run") or {}).get("grant", "")}  # a part in a run goes on where it was
+    waiting |= {held_for(site)}
     held = [reserved for reserved in site.books.held() if reserved.grant not in waiting]
     ask(site)
     for reserved in site.books.held():
@@ -34,6 +37,7 @@ def recover(site: Site) -> list[str]:
             give_up(site, reserved, "restart")
     sent = site.books.store.state.sent  # what has set out waits no longer, whatever interrupted it
     site.vault.write_note("pending", {name: kept for name, kept in pending.items() if name not in sent})
+    sweep(site)
     known = {*sent, *site.books.store.state.releases, *pending}
     keep_only(site, known)
     return [reserved.grant for reserved in held]

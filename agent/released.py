@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +33,14 @@ class TooManySearches(ValueError):
 
 def form_of(mechanism: Synthesis, selection: Selection) -> str:
     """What a representative is comparable with: whatever draws it, and the rule by which patients are chosen."""
+    return hashlib.sha256(json.dumps([mechanism.form, rule_of(selection)], sort_keys=True).encode()).hexdigest()
+
+
+def rule_of(selection: Selection) -> list[Any]:
+    """The rule by which patients are chosen, as JSON."""
     s, split = selection, selection.split
     shares = [split.name, dict(split.parts)] if split else None
-    rule = [s.modality, list(s.shape), s.body_part, sorted(s.labels), shares, s.part, s.min_instances, s.fit]
-    return hashlib.sha256(json.dumps([mechanism.form, rule], sort_keys=True).encode()).hexdigest()
+    return [s.modality, list(s.shape), s.body_part, sorted(s.labels), shares, s.part, s.min_instances, s.fit]
 
 
 def freeze(made: SyntheticSet, clusters: Clusters, mechanism: Synthesis, selection: Selection) -> tuple[Frozen, ...]:

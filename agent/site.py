@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agent.nouns import Cohort, Selection
+from agent.training.loop import Place
 from policies.register import Register
 from policies.review import Verdict
 from policies.statement import Release, Statement
@@ -52,6 +53,13 @@ class Door(Protocol):
         """After a restore: show a receipt, or say that these were all."""
 
 
+class Shelf(Place, Protocol):
+    """A place in the vault: sealed, and emptied when what it was for is done."""
+
+    def clear(self) -> None:
+        """Nothing of it stays."""
+
+
 class Vault(Protocol):
     """The site's encrypted store."""
 
@@ -77,6 +85,9 @@ class Vault(Protocol):
 
     def write_project_note(self, name: str, value: Any) -> None:
         """Store a private note that ends with the project."""
+
+    def place(self, name: str) -> Shelf:
+        """Where something long is kept until it is done, such as a training."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -270,6 +270,7 @@ def _purge(home: Home, notes: Notes) -> int:
         vault = _open(home, name)
         try:
             _retire(vault, persons)
+            _give_up(vault, persons)
             gone += vault.purge(persons)
         finally:
             vault.close()
@@ -284,6 +285,18 @@ def _retire(vault: Vault, persons: Set[str]) -> None:
             place = place_of(one["release"], index)
             if not persons.isdisjoint(members) and vault.project_note(place) is not None:
                 vault.write_project_note(place, None)
+
+
+def _give_up(vault: Vault, persons: Set[str]) -> None:
+    """Forget a training that one of them is in: its grant is closed at the next start, see ``agent.unfinished``."""
+    told = vault.project_note("unfinished")
+    if told is None or persons.isdisjoint(told["persons"]):
+        return
+    for place in told["places"]:
+        vault.place(place).clear()
+    vault.write_project_note("unfinished", None)
+    if (vault.note("unfinished") or {}).get("grant") == told["grant"]:
+        vault.write_note("unfinished", None)
 
 
 # -- an end

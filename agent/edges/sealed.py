@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +24,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from agent.edges.room import sync_folder
+from agent.nouns import NotKept
 
 FORMAT: Final = 2  # of the files; 1 had records and notes in one
 _BUSY_MS: Final = 30_000
 _NONCE: Final = 12
+_PART: Final = 1 << 25  # bytes of a long value in one row
 _NOTES: Final = "CREATE TABLE IF NOT EXISTS note(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;"
 _FAULTS: Final[tuple[tuple[type[Exception], str], ...]] = (
     (apsw.FullError, "the disk is full: nothing of this was kept; make room and say it again"),
@@ -42,7 +45,7 @@ _FAULTS: Final[tuple[tuple[type[Exception], str], ...]] = (
 )
 
 
-class VaultError(RuntimeError):
+class VaultError(NotKept):
     """The vault's key is another one, a row was changed, or the disk failed. The text names no patient."""
 
 
@@ -189,6 +192,36 @@ class SealedFile:
         sealed = self.seal(f"note:{name}", json.dumps(value).encode())
         self.rows("INSERT OR REPLACE INTO note VALUES(?, ?)", (name, sealed))
 
+    def blob(self, name: str) -> bytes | None:
+        """Long private bytes, or None."""
+        head = self.note(f"blob/{name}")
+        if head is None:
+            return None
+        parts = [self._part(name, head["of"], number) for number in range(head["parts"])]
+        return b"".join(parts)
+
+    def _part(self, name: str, version: str, number: int) -> bytes:
+        ((body,),) = self.rows("SELECT body FROM note WHERE name = ?", (f"part/{name}/{number}",))
+        return self.unseal(f"part:{name}/{version}/{number}", body)
+
+    def write_blob(self, name: str, data: bytes | None) -> None:
+        """Store long private bytes in the place of what was there, or nothing; durable when this returns.
+
+        SQLite holds no row above 1 GB, and a model with its optimiser may be longer: it is cut into parts.
+        """
+        version, parts = os.urandom(16).hex(), range(0, len(data or b""), _PART)
+        with self.transaction():
+            old = self.note(f"blob/{name}")
+            for number in range((old or {"parts": 0})["parts"]):
+                self.rows("DELETE FROM note WHERE name = ?", (f"part/{name}/{number}",))
+            self.rows("DELETE FROM note WHERE name = ?", (f"blob/{name}",))
+            if data is None:
+                return
+            for number, start in enumerate(parts):
+                sealed = self.seal(f"part:{name}/{version}/{number}", data[start : start + _PART])
+                self.rows("INSERT INTO note VALUES(?, ?)", (f"part/{name}/{number}", sealed))
+            self.write_note(f"blob/{name}", {"of": version, "parts": len(parts)})
+
     def truncate(self) -> bool:
         """Bring the log into the file and cut it to nothing, so that deleted rows are in neither.
 
@@ -199,3 +232,24 @@ class SealedFile:
         """
         busy, _, _ = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")[0]
         return not busy
+
+
+@dataclass(frozen=True, slots=True)
+class SealedPlace:
+    """Where a training from patients keeps its checkpoint: sealed, and gone with the key."""
+
+    file: SealedFile
+    name: str
+
+    def read(self) -> bytes | None:
+        """What was written last."""
+        return self.file.blob(self.name)
+
+    def write(self, data: bytes) -> None:
+        """Replace it, all or nothing."""
+        self.file.write_blob(self.name, data)
+
+    def clear(self) -> None:
+        """Nothing of it stays, in the file or in its log."""
+        self.file.write_blob(self.name, None)
+        self.file.truncate()

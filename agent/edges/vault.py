@@ -26,7 +26,7 @@ from agent.edges.cohorts import NO_SERIES, Count, Head, Tally, choose, counts, d
 from agent.edges.holds import Holds
 from agent.edges.levels import packed, seen, unpacked
 from agent.edges.notes import Notes
-from agent.edges.sealed import SealedFile, VaultError, derive
+from agent.edges.sealed import SealedFile, SealedPlace, VaultError, derive
 from agent.nouns import Cohort, Image, Patient, Selection
 
 __all__ = ["Face", "Vault", "VaultError"]
@@ -90,6 +90,10 @@ class Vault(Holds):
     def write_project_note(self, name: str, value: Any) -> None:
         """Store a private note of the project, durable when this returns."""
         self._file.write_note(f"project/{name}", value)
+
+    def place(self, name: str) -> SealedPlace:
+        """Where something long is kept until it is done, such as a training; it ends with the project."""
+        return SealedPlace(self._file, f"project/{name}")
 
     def opted_out(self) -> frozenset[str]:
         """Who has opted out, as of now."""

@@ -74,12 +74,30 @@ def goods(release: Release, artifact: bytes) -> Staged:
     return Staged(hashlib.sha256(artifact).hexdigest(), len(artifact), look)
 
 
+@dataclass(frozen=True)
+class Drawer:
+    """One place in the vault, in memory."""
+
+    blobs: dict[str, bytes]
+    name: str
+
+    def read(self) -> bytes | None:
+        return self.blobs.get(self.name)
+
+    def write(self, data: bytes) -> None:
+        self.blobs[self.name] = data
+
+    def clear(self) -> None:
+        self.blobs.pop(self.name, None)
+
+
 @dataclass
 class Vault:
     """The vault's port in memory, which notes when patients are read."""
 
     patients: int = 12
     notes: dict[str, Any] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
     reads: int = 0
     out: frozenset[str] = frozenset()  # who has opted out
     crash_at: str = ""  # a note's name: the process is gone before it is written
@@ -112,6 +130,9 @@ class Vault:
 
     def write_project_note(self, name: str, value: Any) -> None:
         self.write_note(f"project/{name}", value)
+
+    def place(self, name: str) -> Drawer:
+        return Drawer(self.blobs, name)
 
     def note(self, name: str) -> Any:
         return json.loads(self.notes[name]) if name in self.notes else None
