@@ -144,6 +144,11 @@ def _private(raw: bytes) -> tuple[MLKEM768X25519PrivateKey, bytes]:
     return MLKEM768X25519PrivateKey(kem, curve), public
 
 
+def sealed_bytes(clear: int) -> int:
+    """How many bytes an artifact of ``clear`` bytes has once it is sealed."""
+    return _HEAD.size + _WRAPPED + _PREFIX + clear + _TAG * max(1, -(-clear // CHUNK))
+
+
 def seal_to(reader_public: bytes, artifact: Artifact, out: Path, random: Callable[[int], bytes] = os.urandom) -> None:
     """Seal an artifact to one reader, a MiB at a time; ``out`` appears whole or not at all.
 

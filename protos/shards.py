@@ -27,6 +27,7 @@ MAX_SAMPLES: Final = 100_000  # what five digits can number
 MAX_LABEL: Final = 32  # characters
 _RECORD: Final = 10_240  # POSIX.1-1988: 20 blocks of 512 bytes
 _BLOCK: Final = 512
+_LOOKS: Final = 16  # blank samples: each has the longest identifiers with a probability of about nine tenths
 _OCTAL: Final = re.compile(rb"[0-7]{11}\0")
 _LABEL: Final = re.compile(rb"[ -~]{0,32}")
 _LINKS: Final = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
@@ -80,7 +81,7 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
         raise BadArtifact("a set has 1 to 100000 samples, with one label each")
     if len({(sample.shape, sample.dtype.str) for sample in samples}) != 1:
         raise BadArtifact("the samples must have one shape and type")
-    if not all(_LABEL.fullmatch(label.encode("utf-8", "replace")) for label in labels):
+    if not all(map(plain, labels)):
         raise BadArtifact(f"a label is at most {MAX_LABEL} plain characters")
     parts: list[bytes] = []
     size = 0
@@ -92,6 +93,27 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
             raise BadArtifact("a shard is at most 256 MiB")
     parts.append(bytes(_end(size) - size))
     return b"".join(parts)
+
+
+def plain(label: str) -> bool:
+    """Whether a set can hold it: at most 32 characters of ASCII that are printed."""
+    return bool(_LABEL.fullmatch(label.encode("utf-8", "replace")))
+
+
+def room(most: int, shape: tuple[int, ...], form: Form) -> int:
+    """How many samples of uint8 surely fit into a shard of ``most`` bytes, whatever they show and are labelled.
+
+    A sample's length follows from its form, shape and place; of a DICOM file, whose identifiers are a digit longer or
+    shorter, the longest of some is taken.
+
+    Raises:
+        BadArtifact: the form cannot hold such a sample.
+    """
+    blank = np.zeros(shape, np.uint8)
+    longest = max(len(_packed(blank, index, form)[1]) for index in range(_LOOKS))
+    each = sum(len(part) for size in (longest, MAX_LABEL) for part in _member("", bytes(size)))
+    members = min(most // _RECORD * _RECORD - 2 * _BLOCK, MAX_SHARD - _RECORD)
+    return max(0, min(MAX_SAMPLES, members // each))
 
 
 def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:

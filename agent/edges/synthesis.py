@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -92,6 +93,15 @@ class CohortTable:
         return Split(self.split, shares)
 
 
+def no_device(name: str) -> str:
+    """Why no network can run there; "" when one can."""
+    if not _DEVICE.fullmatch(name):
+        return 'device: "cpu", "cuda" or "cuda:NUMBER"'
+    if name != "cpu" and not (torch.device(name).index or 0) < torch.cuda.device_count():
+        return f"device: this machine has no {name}"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class ClustersTable:
     """``[clusters]``: how many patients behind a picture, and how many labels."""
@@ -120,14 +130,16 @@ class NetworksTable:
 
     def __post_init__(self) -> None:
         """Refuse a half of a pair, and a device that this machine does not have."""
+        names_files(generator=self.generator, style=self.style, content=self.content)
+        names_files(encoder=self.encoder or "none")
+        for name in self.recognisers:
+            names_files(recognisers=name)
         if (self.encoder == "") is not self.generator.startswith("restyle:"):
             raise ValueError('the generator needs an encoder beside it; "restyle:FILE" holds its own, and takes none')
         if not (self.passes is None or 1 <= self.passes <= 100):
             raise ValueError("passes: between 1 and 100")
-        if not _DEVICE.fullmatch(self.device):
-            raise ValueError('device: "cpu", "cuda" or "cuda:NUMBER"')
-        if self.device != "cpu" and not (torch.device(self.device).index or 0) < torch.cuda.device_count():
-            raise ValueError(f"device: this machine has no {self.device}")
+        if told := no_device(self.device):
+            raise ValueError(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,7 @@ class Synthesised:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shelf:
+class Shelf:
     """The folder of the configuration, with what the site vouches for."""
 
     folder: Path
@@ -230,25 +242,19 @@ def read_synthesis(path: Path, name: str, vouched: frozenset[str]) -> Synthesise
         BadSite: not TOML, or with missing, unknown or senseless keys; all problems at once.
         BadWeights: a network cannot be read, or does not fit.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        raise BadSite(f"{path.name} cannot be read as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise BadSite(f"{path.name}: not TOML: {error}") from None
-    tables = Tables(raw, converter(path.resolve().parent))
-    tables.problems += [f"unknown table: {key}" for key in raw if key not in _TABLES]
+    tables = document(path, _TABLES)
+    raw = tables.raw
     if raw.get("mechanism") not in ((name,) if name else tuple(_FOREIGN)):
         tables.problems.append(f"mechanism: must be {' or '.join([name] if name else _FOREIGN)}")
-    cohort = _needed(tables, "cohort", CohortTable)
-    networks = _needed(tables, "networks", NetworksTable)
+    cohort = needed(tables, "cohort", CohortTable)
+    networks = needed(tables, "networks", NetworksTable)
     clusters = tables.table("clusters", ClustersTable) or ClustersTable()
     made = _options(tables, clusters, str(raw.get("mechanism")))
     if tables.problems or cohort is None or networks is None:
         raise BadSite(f"{path.name}: " + "; ".join(tables.problems))
     build = _ksalsa if raw["mechanism"] == KSalsa.name else _anonfaces
     try:
-        shelf = _Shelf(path.resolve().parent, vouched)
+        shelf = Shelf(path.resolve().parent, vouched)
         mechanism = build(clusters, networks, shelf, made)
         judges = tuple(shelf.recogniser(one) for one in networks.recognisers)
         for judge in judges:
@@ -282,13 +288,46 @@ def _options(tables: Tables, clusters: ClustersTable, name: str) -> dict[str, An
     return {"mixing": tables.made(mixing, Mixing, "mixing")}
 
 
-def _needed(tables: Tables, name: str, kind: type[T]) -> T | None:
+def names_files(**names: str) -> None:
+    """Refuse what names no file, by its key.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for key, name in names.items():
+        if not (name and name.isprintable()):
+            raise ValueError(
+                f"{key}: must name a file or a folder, relative to this one, in characters that are printed"
+            )
+
+
+def document(path: Path, known: Container[str]) -> Tables:
+    """A TOML file as tables, those that are not ``known`` among the problems.
+
+    Raises:
+        BadSite: it is not TOML.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadSite(f"{path.name} cannot be read: there is no such file") from None
+    except (OSError, UnicodeDecodeError):
+        raise BadSite(f"{path.name} cannot be read as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadSite(f"{path.name}: not TOML: {error}") from None
+    tables = Tables(raw, converter(path.resolve().parent))
+    tables.problems += [f"unknown table: {key}" for key in raw if key not in known]
+    return tables
+
+
+def needed(tables: Tables, name: str, kind: type[T]) -> T | None:
+    """A table that may not be left out."""
     if name not in tables.raw:
         tables.problems.append(f"{name}: missing")
     return tables.table(name, kind)
 
 
-def _ksalsa(clusters: ClustersTable, table: NetworksTable, shelf: _Shelf, made: dict[str, Any]) -> KSalsa:
+def _ksalsa(clusters: ClustersTable, table: NetworksTable, shelf: Shelf, made: dict[str, Any]) -> KSalsa:
     style, content = (shelf.features(word) for word in (table.style, table.content))
     mechanism = KSalsa(clusters.k, clusters.l_diversity, shelf.codec(table), style, content, **made)
     _tried(mechanism)
@@ -312,6 +351,6 @@ def _tried(mechanism: KSalsa) -> None:
         raise ValueError(f"these networks cannot be aligned with these settings: {told}") from None
 
 
-def _anonfaces(clusters: ClustersTable, table: NetworksTable, shelf: _Shelf, made: dict[str, Any]) -> AnonFaces:
+def _anonfaces(clusters: ClustersTable, table: NetworksTable, shelf: Shelf, made: dict[str, Any]) -> AnonFaces:
     recognisers = tuple(shelf.recogniser(name) for name in table.recognisers)
     return AnonFaces(clusters.k, clusters.l_diversity, shelf.codec(table), recognisers, **made)

@@ -6,19 +6,36 @@ conformance suite in ``tests/agent/test_mechanisms.py``, which fails until there
 """
 
 from agent.mechanisms.anonfaces import AnonFaces
+from agent.mechanisms.centroids import Centroids
 from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.mechanisms.ksalsa import KSalsa
 from agent.mechanisms.ksame import KSame
+from agent.mechanisms.privimage import PrivImage
 
 Synthesis = KSame | KSalsa | AnonFaces  # claim: k-anonymous; run(cohort, rng)
-Mechanism = Synthesis | Federated | FederatedMasked
+Private = PrivImage | Centroids  # claim: (epsilon, delta)-DP per patient; run(cohort, entropy, bench)
+Mechanism = Synthesis | Private | Federated | FederatedMasked
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "ksame": KSame,
     "ksalsa": KSalsa,
     "anonfaces": AnonFaces,
+    "privimage": PrivImage,
+    "centroids": Centroids,
     "federated": Federated,  # claim: (epsilon, delta)-DP per patient; run_round(cohort, update, entropy)
     "federated-masked": FederatedMasked,  # claim: the same of the sum alone; run_round gives one site's part of it
 }
 
-__all__ = ["MECHANISMS", "AnonFaces", "Federated", "FederatedMasked", "KSalsa", "KSame", "Mechanism", "Synthesis"]
+__all__ = [
+    "MECHANISMS",
+    "AnonFaces",
+    "Centroids",
+    "Federated",
+    "FederatedMasked",
+    "KSalsa",
+    "KSame",
+    "Mechanism",
+    "PrivImage",
+    "Private",
+    "Synthesis",
+]

@@ -21,21 +21,26 @@ from scipy import stats
 from sklearn.datasets import load_digits
 
 import agent
-from agent.mechanisms import MECHANISMS, Mechanism, anonfaces, federated, ksalsa, ksame
+from agent.mechanisms import MECHANISMS, Mechanism, anonfaces, centroids, federated, ksalsa, ksame, privimage
 from agent.mechanisms.anonfaces import AnonFaces
+from agent.mechanisms.centroids import Centroids
 from agent.mechanisms.federated import BadConfiguration, Federated, FederatedMasked, LinearSoftmax
 from agent.mechanisms.ksalsa import KSalsa
 from agent.mechanisms.ksame import KSame
 from agent.nets.features import RandomFeatures
 from agent.nouns import Cohort, CohortTooSmall, Image, Latents, Patient, SyntheticSet, Update
-from agent.stages import finetune
+from agent.stages import clipping, finetune, noise
 from agent.stages.align import Alignment
 from agent.stages.augment import Views
+from agent.stages.clipping import looped
 from agent.stages.cluster import partition
-from agent.stages.finetune import TAIL, Box, looped, noisy_part, train_privately
+from agent.stages.codebook import codebook_from, codec_digest, fitted
+from agent.stages.finetune import Box, noisy_part, train_privately
 from agent.stages.gram import Grid
 from agent.stages.invert import Basis, fit_basis
 from agent.stages.mix import Mixing
+from agent.stages.noise import TAIL
+from agent.stages.select import TooFaint
 from agent.stages.vet import RepeatsAnInput
 from deploy.demo.twin import non_private_twin
 from policies.claims import DistributedGaussian, KAnonymous, SubsampledGaussian, UnsupportedClaim
@@ -45,6 +50,7 @@ from policies.statement import Reservation
 from protos.secagg_ring import Ring
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.networks import codec, recogniser, seen_again
+from tests.support.private import tiny
 
 DATA = load_digits()
 DIGITS = (DATA.images / 16).astype(np.float32)
@@ -105,6 +111,22 @@ KSALSA = KSalsa(
 ANONFACES = AnonFaces(5, 2, codec(), (recogniser(1), recogniser(2)), Mixing(5))
 KSAME = KSame(5, 2, fit_basis(LARGE[PUBLIC], 40, "public"))
 COHORT = _cohort(PRIVATE[:120])
+CODEBOOK = codebook_from(
+    fitted(KSAME.basis.encode(LARGE[PUBLIC]), (3, 8), codec_digest(KSAME.basis), {}, np.random.default_rng(0)),
+    "public",
+)
+CENTROIDS = Centroids(KSAME.basis, CODEBOOK, tuple("0123456789"), 1.0, 0.5, k=5, margin=10.0)
+PRIVIMAGE = tiny(classes=tuple("0123456789"))
+
+
+def _eighth(cohort):
+    """The digits as they were scanned, 8 x 8."""
+    return Cohort(
+        tuple(
+            Patient(p.pseudonym, tuple(Image(i.pixels[::4, ::4].copy(), i.label) for i in p.images))
+            for p in cohort.patients
+        )
+    )
 
 
 class Case(NamedTuple):
@@ -133,6 +155,18 @@ CASES = {
         Cohort(COHORT.patients[:4]),
         (anonfaces, "mix"),
     ),
+    "privimage": Case(
+        PRIVIMAGE,
+        lambda cohort, seed: PRIVIMAGE.run(_eighth(cohort), UnsafeSeededEntropy(seed)),
+        Cohort(()),
+        (privimage, "train_privately"),
+    ),
+    "centroids": Case(
+        CENTROIDS,
+        lambda cohort, seed: CENTROIDS.run(cohort, UnsafeSeededEntropy(seed)),
+        Cohort(COHORT.patients[:4]),
+        (centroids, "noisy_sum"),
+    ),
     "federated": Case(
         FEDERATED,
         lambda cohort, seed: FEDERATED.run_round(cohort, FEDERATED.initial(), UnsafeSeededEntropy(seed)),
@@ -151,6 +185,8 @@ CASES = {
 def _bytes(release):
     if isinstance(release, Update):
         return release.vector.tobytes()
+    if isinstance(release, SyntheticSet):
+        return release.images.tobytes() + repr(release.labels).encode()
     synthetic, clusters = release
     return synthetic.images.tobytes() + repr((synthetic.labels, clusters.members)).encode()
 
@@ -183,9 +219,11 @@ class TestConformance:
 
     def test_no_output_equals_an_input(self, case):
         release = case.run(COHORT, 3)
-        if isinstance(release, tuple):
-            real = {np.rint(i.pixels * 255).tobytes() for p in COHORT.patients for i in p.images}
-            assert not any(image.astype(np.float32).tobytes() in real for image in release[0].images)
+        if isinstance(release, tuple | SyntheticSet):
+            made = release[0] if isinstance(release, tuple) else release
+            cohort = _eighth(COHORT) if made.images.shape[1:] == (8, 8) else COHORT
+            real = {np.rint(i.pixels * 255).tobytes() for p in cohort.patients for i in p.images}
+            assert not any(image.astype(np.float32).tobytes() in real for image in made.images)
         else:
             assert not np.array_equal(release.vector, case.mechanism.initial().vector)
 
@@ -195,7 +233,7 @@ class TestConformance:
         ):  # a refusal would tell whether there is a single patient
             assert np.isfinite(case.run(case.too_small, 0).vector).all()
             return
-        with pytest.raises(CohortTooSmall) as refusal:
+        with pytest.raises((CohortTooSmall, TooFaint)) as refusal:  # of differential privacy: by noisy counts alone
             case.run(case.too_small, 0)
         assert not any(character.isdigit() for character in str(refusal.value))
 
@@ -520,7 +558,7 @@ def test_the_proximal_term_leaves_each_patients_reach_at_the_clip(monkeypatch):
         model = LinearSoftmax(10)
         torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters), model.parameters())
         for i in range(0, len(batch), 5):
-            without = looped(model, torch.nn.functional.cross_entropy, batch[:i] + batch[i + 1 :], PROXIMAL.clip)
+            without = looped(model, federated.row_losses, batch[:i] + batch[i + 1 :], PROXIMAL.clip)
             moves.append(float((total - without).norm()))
     assert len(seen) == 15
     assert any(bool(parameters[0].any()) for parameters, _, _ in seen)  # away from the start, where the term acts
@@ -537,8 +575,8 @@ def test_the_first_step_is_the_same_with_and_without_the_term_and_the_others_are
 
 
 def test_each_step_is_the_noisy_gradient_and_the_pull_and_nothing_else(monkeypatch):
-    noisy, honest = [], finetune._noisy
-    monkeypatch.setattr(finetune, "_noisy", lambda total, job, e: noisy.append(honest(total, job, e)) or noisy[-1])
+    noisy, honest = [], finetune.noisy_sum
+    monkeypatch.setattr(finetune, "noisy_sum", lambda *told: noisy.append(honest(*told)) or noisy[-1])
     start = Update(np.random.default_rng(0).normal(size=650).astype(np.float32))
     vector = PROXIMAL.run_round(COHORT, start, UnsafeSeededEntropy(1)).vector
     weights, divisor = start.vector.astype(np.float64), 0.25 * 225
@@ -630,7 +668,7 @@ class _Extreme:
 def test_nothing_leaves_the_bound_whatever_the_patients_and_the_noise_are(monkeypatch, value, byte):
     # huge gradient sums are boxed before the noise; the noise's end is known; so nothing is ever cut after it
     monkeypatch.setattr(finetune, "looped", lambda model, *_: torch.full((650,), value, dtype=torch.float64))
-    assert 8.6 < np.abs(finetune.gaussians(_Extreme(0), 4)).max() <= TAIL
+    assert 8.6 < np.abs(noise.gaussians(_Extreme(0), 4)).max() <= TAIL
     vector = MASKED.run_round(COHORT, MASKED.initial(), _Extreme(byte)).vector
     assert np.abs(vector).max() <= MASKED.value_bound
     assert np.abs(vector).max() > 0.5 * MASKED.value_bound
@@ -652,7 +690,9 @@ def test_boxing_and_rounding_bring_no_neighbours_further_apart_than_the_noise_co
             parts.append(noisy_part(model, None, [], job, UnsafeSeededEntropy(seed), box) * grid)
     apart = float(np.linalg.norm(parts[0] - parts[1]))
     assert apart <= 0.1 + grid * math.sqrt(40) + 1e-12
-    assert finetune.deviation(job, 40, grid) >= job.noise_multiplier * (0.1 + grid * math.sqrt(40))
+    assert noise.deviation(job.clip, job.noise_multiplier, 40, grid) >= job.noise_multiplier * (
+        0.1 + grid * math.sqrt(40)
+    )
 
 
 def test_the_mean_of_the_parts_is_the_mean_of_plain_steps_up_to_the_rounding():
@@ -661,16 +701,16 @@ def test_the_mean_of_the_parts_is_the_mean_of_plain_steps_up_to_the_rounding():
     plain = dataclasses.replace(FEDERATED, steps_per_round=1)
     part = masked.run_round(COHORT, masked.initial(), UnsafeSeededEntropy(5)).vector
     update = plain.run_round(COHORT, plain.initial(), UnsafeSeededEntropy(5)).vector
-    covered = finetune.deviation(masked._job(), 650, masked._grid()) / (1.8 * 0.1) - 1  # a little more noise
+    covered = masked._noise() / (1.8 * 0.1) - 1  # a little more noise
     assert np.abs(part - update).max() <= 2.0**-20 + TAIL * covered * 40 * 0.18 / 56.25 + 1e-6
     assert np.abs(part).max() > 0.1
 
 
 def test_a_part_changes_no_model_and_refuses_batch_statistics():
     model, units = LinearSoftmax(10), [u for p in COHORT.patients if (u := MASKED.unit(p)) is not None]
-    noisy_part(model, torch.nn.functional.cross_entropy, units, MASKED._job(), UnsafeSeededEntropy(0), Box(1e-6, 1.0))
+    noisy_part(model, federated.row_losses, units, MASKED._job(), UnsafeSeededEntropy(0), Box(1e-6, 1.0))
     assert not any(bool(p.any()) for p in model.parameters())
-    with pytest.raises(finetune.UnsuitableModel):
+    with pytest.raises(clipping.UnsuitableModel):
         noisy_part(torch.nn.BatchNorm1d(3), None, [], MASKED._job(), UnsafeSeededEntropy(0), Box(1e-6, 1.0))
 
 

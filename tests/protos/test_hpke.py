@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from protos import hpke
 from protos.chunks import CHUNK
-from protos.hpke import BadReaderKey, BadSealed, check_form, fingerprint, make_reader, open_sealed_artifact, seal_to
+from protos.hpke import (
+    BadReaderKey,
+    BadSealed,
+    check_form,
+    fingerprint,
+    make_reader,
+    open_sealed_artifact,
+    seal_to,
+    sealed_bytes,
+)
 from protos.identity import BadKeyFile
 
 PRIVATE, PUBLIC = make_reader()
@@ -50,7 +59,7 @@ def test_what_was_sealed_opens_for_its_reader(tmp_path: Path, size: int) -> None
     source.write_bytes(body)
     for artifact in (body, source):
         seal_to(PUBLIC, artifact, there)
-        assert there.stat().st_size == HEAD + size + 16 * max(1, -(-size // CHUNK))
+        assert there.stat().st_size == HEAD + size + 16 * max(1, -(-size // CHUNK)) == sealed_bytes(size)
         open_sealed_artifact(PRIVATE, there, back)
         assert back.read_bytes() == body
         assert back.stat().st_mode & 0o777 == 0o600

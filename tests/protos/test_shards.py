@@ -23,7 +23,7 @@ from protos.blocks import BadArtifact, Held
 from protos.dicomset import pack_dicom
 from protos.niftiset import pack_nifti
 from protos.pngset import pack_png, read_png
-from protos.shards import MAX_SHARD, Contents, Dicom, Form, Nifti, Png, check_shard, pack_shard
+from protos.shards import MAX_SHARD, Contents, Dicom, Form, Nifti, Png, check_shard, pack_shard, plain, room
 
 AFFINE = (0.0, -2.0, 0.0, -5.0, 1.5, 0.0, 0.0, 12.25, 0.0, 0.0, 0.5, 1.0)
 LABELS = ("grade 2", "", "0")
@@ -217,6 +217,40 @@ def test_samples_of_different_shape_form_or_geometry_are_refused() -> None:
 @pytest.mark.parametrize("label", [b"x" * 33, b"Jane\nDoe", b"\xc3\xa9", b"\0"])
 def test_a_label_that_is_long_or_not_plain_is_refused(label: bytes) -> None:
     refused(archive_of([members(GOOD)[0], ("00000.txt", label)]), "label")
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 24), (33, 9, 3)])
+@pytest.mark.parametrize("form", [Png(), Dicom("OT", (1000, 1000))])
+@pytest.mark.parametrize("most", [0, 9_000, 40_960, 51_199, 300_000])
+def test_as_many_samples_as_there_is_room_for_fit_whatever_they_show(
+    shape: tuple[int, ...], form: Form, most: int
+) -> None:
+    if isinstance(form, Dicom) and len(shape) == 3:
+        shape = shape[:2]
+    count = room(most, shape, form)
+    samples = [RNG.integers(0, 256, shape, np.uint8) for _ in range(count + 1)]
+    assert len(pack_shard(samples, ["x" * 32] * (count + 1), form)) > most, "and no more"
+    if count:
+        assert len(pack_shard(samples[:-1], ["x" * 32] * count, form)) <= most
+
+
+def test_there_is_room_for_what_the_largest_shard_takes_and_for_no_more() -> None:
+    assert room(1 << 40, (8, 8), Png()) == 100_000
+    assert room(1 << 40, (64, 64), Png()) == room(MAX_SHARD, (64, 64), Png()) == (MAX_SHARD - 10_240) // 6_144
+    with pytest.raises(BadArtifact):
+        room(1 << 40, (8, 8), Dicom("??", (1000, 1000)))
+
+
+@pytest.mark.parametrize(
+    ("label", "fine"), [("", True), ("a" * 32, True), ("a" * 33, False), ("ö", False), ("\n", False)]
+)
+def test_a_label_is_plain_exactly_when_a_shard_takes_it(label: str, fine: bool) -> None:
+    assert plain(label) is fine
+    if fine:
+        assert pack_shard([np.zeros((8, 8), np.uint8)], [label], Png())
+    else:
+        with pytest.raises(BadArtifact):
+            pack_shard([np.zeros((8, 8), np.uint8)], [label], Png())
 
 
 def test_what_a_form_cannot_hold_is_not_packed() -> None:

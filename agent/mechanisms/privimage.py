@@ -1,0 +1,243 @@
+"""PrivImage: a generative model, pre-trained on public pictures like the patients', fine-tuned with DP-SGD.
+
+Li, Gong, Li, Zhao, Hou & Wang 2024 (USENIX Security), Algorithm 2; corrected where it leaks. The unit is the patient
+(the paper protects an image), both noises come from a cryptographic generator (the published code draws the
+histogram's right after ``manual_seed(0)``), every constant of the training is public (no N, no batch size from the
+data), and nothing is chosen by looking: no checkpoint, no stop, no figure. Two queries read patients, the semantic
+histogram and the gradients, and one claim covers both (Theorem E.2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar, Final, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agent.mechanisms.bench import Bench
+from agent.nets.pictures import to_bytes
+from agent.nets.semantics import Semantics
+from agent.nouns import Cohort, Image, Patient, SyntheticSet
+from agent.stages.adversarial import Adversarial, AdversarialConfig
+from agent.stages.clipping import Unit
+from agent.stages.diffusion import Diffusion, DiffusionConfig
+from agent.stages.finetune import PrivateSgd, best_engine, train_privately
+from agent.stages.generative import GenerativeModel
+from agent.stages.noise import Entropy
+from agent.stages.select import (
+    SHARE,
+    Query,
+    chosen,
+    histogram,
+    proportions,
+    refuse_empty,
+    refuse_faint,
+    refuse_shared,
+    selection,
+)
+from agent.training.loop import own_generator, restored, saved
+from policies.claims import Composed, SubsampledGaussian
+
+Shares = Literal["even", "noisy"]
+_MOST: Final = 100_000  # pictures of a set
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublicPictures:
+    """The public set D_p: nobody's patients."""
+
+    images: NDArray[np.uint8]  # (n, s, s) or (n, s, s, 3)
+    bins: NDArray[np.int64]  # (n,): the semantic of each, a bin of the query function
+    vouched: frozenset[str] = frozenset()  # digests that the site says are nobody's patients
+    sha256: str = ""  # of the pictures, as they are trained on; filled in
+
+    def __post_init__(self) -> None:
+        """A bin for each picture."""
+        if self.images.dtype != np.uint8 or not 0 < len(self.images) == len(self.bins):
+            raise ValueError("public pictures are uint8, with a semantic bin for each")
+        digest = hashlib.sha256(str(self.images.shape).encode())
+        digest.update(np.ascontiguousarray(self.images).tobytes())
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+    @property
+    def component(self) -> str:
+        """What a statement says of the weights that were trained on them, without noise (P6)."""
+        return "public" if self.sha256 in self.vouched else "private"
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """What is drawn at the end: post-processing, of any size."""
+
+    pictures: int = 1000
+    shares: Shares = "even"  # of the classes: a public constant; or by the noisy histogram's totals
+
+    def __post_init__(self) -> None:
+        """Refuse a set of nothing."""
+        if not 1 <= self.pictures <= _MOST or self.shares not in get_args(Shares):
+            raise ValueError(f'pictures: 1 to {_MOST}; shares: "even" or "noisy"')
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrivImage:
+    """Public configuration of one PrivImage release."""
+
+    classes: tuple[str, ...]  # labels that count; pictures of others are left out
+    model: DiffusionConfig | AdversarialConfig  # PrivImage+D, PrivImage+G
+    semantics: Semantics  # Q, trained on public pictures and frozen
+    query: Query
+    public: PublicPictures
+    pretraining_steps: int
+    sgd: PrivateSgd
+    public_patients: int  # about how many there are, as may be known to all: for the guard before anything is spent
+    share: float = SHARE  # of a class's patients that the guard takes to be in the largest bin
+    synthetic: Synthetic = field(default_factory=Synthetic)
+    pooled: str = ""  # the one class as which all of ``classes`` count and are drawn; "": each is its own
+
+    name: ClassVar[str] = "privimage"
+    places: ClassVar[tuple[str, ...]] = ("privimage/histogram", "privimage/pretraining", "privimage/finetuning")
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together, and a query that its own noise would drown."""
+        if not 1 <= len(self.classes) == len(set(self.classes)) or "" in self.classes:
+            raise ValueError("classes: at least one, distinct, none of them empty")
+        conditions, rows = self.model.architecture.classes, len(self.drawn)
+        if conditions != rows:
+            raise ValueError(f"the model has {conditions} conditions, and {rows} classes are drawn")
+        if not self.shape == tuple(self.public.images.shape[1:]) == self.semantics.shape:
+            raise ValueError("model, semantics and public pictures must be of one size, all grey or all in colour")
+        bins = len(self.semantics.bins)
+        if not 0 <= self.public.bins.min() <= self.public.bins.max() < bins:
+            raise ValueError("a public picture is of a semantic that the query function does not know")
+        without = sorted(set(range(bins)) - set(self.public.bins.tolist()))
+        if without:
+            told = ", ".join(self.semantics.bins[index] for index in without[:5])
+            raise ValueError(f"{len(without)} semantics have no public picture: {told}; what they select is nothing")
+        if not self.pretraining_steps >= 1:
+            raise ValueError("pretraining steps: at least 1")
+        refuse_faint(self.query, bins, self.public_patients / rows, rows, self.share)
+        self.claim()
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The labels of the synthetic set, and the rows of the histogram."""
+        return (self.pooled,) if self.pooled else self.classes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(s, s[, 3]) of the images that it takes and makes."""
+        return self.model.architecture.shape
+
+    @property
+    def form(self) -> str:
+        """SHA-256 of the whole configuration: an interrupted making goes on only as the same."""
+        told = {
+            "classes": [self.classes, self.pooled],
+            "model": self._model().fingerprint,
+            "semantics": self.semantics.origin.sha256,
+            "query": asdict(self.query),
+            "public": [self.public.sha256, hashlib.sha256(self.public.bins.astype("<i8").tobytes()).hexdigest()],
+            "steps": self.pretraining_steps,
+            "sgd": asdict(self.sgd),
+            "synthetic": asdict(self.synthetic),
+        }
+        return hashlib.sha256(json.dumps([self.name, told], sort_keys=True).encode()).hexdigest()
+
+    def claim(self) -> Composed:
+        """What a release promises: Theorem E.2, the histogram and all steps. Settled before an image is read."""
+        sgd = self.sgd
+        return Composed((self.query.claim(), SubsampledGaussian(sgd.sampling_rate, sgd.noise_multiplier, sgd.steps)))
+
+    def components(self) -> dict[str, str]:
+        """Where the query function and the pre-training come from (P6): the site's word on both, and no file's."""
+        return {"semantics": self.semantics.origin.component, "pretraining": self.public.component}
+
+    def run(self, cohort: Cohort, entropy: Entropy, bench: Bench | None = None) -> SyntheticSet:
+        """Query, select, pre-train, fine-tune, draw. Interrupted, it goes on from the bench's places.
+
+        No size of the cohort is refused: a set drawn from noise looks like any other, and a refusal would tell.
+
+        Returns:
+            The set, (m, s, s[, 3]), its labels classes of the configuration, in random order.
+        Raises:
+            SharedPicture: a public picture is a patient's.
+            TooFaint: by its noisy count, a class has too few patients.
+            NothingSelected: no public picture shows what was chosen.
+            Diverged: the training came to numbers that are none.
+        """
+        bench = bench or Bench()
+        patients = self._counted(cohort)
+        refuse_shared(self.public.images, patients)
+        noisy = self._histogram(patients, entropy, bench)  # Algorithm 2, lines 4-13
+        refuse_empty(noisy, self.drawn, self.query)
+        rows, labels = selection(self.public.bins, chosen(noisy, self.query))  # lines 14-21
+        model = self._model(entropy)
+        model.pretrain(  # line 22
+            self.public.images[rows],
+            labels,
+            self.pretraining_steps,
+            bench.place(self.places[1]),
+            lambda done: bench.say("pre-training", done.step, done.steps),
+        )
+        train_privately(  # line 23, Algorithm 1
+            model.task(),
+            [self._unit(patient) for patient in patients],
+            self.sgd,
+            entropy,
+            best_engine(self.model.device),
+            place=bench.place(self.places[2]),
+            run=self.form,
+            say=lambda done: bench.say("fine-tuning", done.step, done.steps),
+        )
+        return self._set(model, noisy, entropy)  # line 24
+
+    def _model(self, entropy: Entropy | None = None) -> GenerativeModel:
+        if isinstance(self.model, DiffusionConfig):
+            return Diffusion(self.model, entropy)
+        return Adversarial(self.model, entropy)
+
+    def _counted(self, cohort: Cohort) -> tuple[Patient, ...]:
+        """The patients with their pictures of the classes; who has no such picture is left out, by that record alone.
+
+        Raises:
+            ValueError: the images do not have the configured shape.
+        """
+        if any(image.pixels.shape != self.shape for patient in cohort.patients for image in patient.images):
+            raise ValueError("the images do not have the configured shape")
+        out = []
+        for patient in cohort.patients:
+            kept = [image for image in patient.images if image.label in self.classes]
+            if kept:
+                own = tuple(Image(image.pixels, self.pooled or image.label) for image in kept)
+                out.append(Patient(patient.pseudonym, own))
+        return tuple(out)
+
+    def _histogram(self, patients: tuple[Patient, ...], entropy: Entropy, bench: Bench) -> NDArray[np.float64]:
+        """The noisy counts (c, NS): asked once. What an interrupted run drew is kept, so that none is drawn again."""
+        place = bench.place(self.places[0])
+        raw = place.read()
+        if raw is not None:
+            kept: NDArray[np.float64] = restored(raw, self.form)[1]["histogram"].numpy()
+            return kept
+        noisy = histogram(patients, self.semantics, self.drawn, self.query, entropy)
+        place.write(saved(self.form, 0, {"histogram": torch.from_numpy(noisy)}))
+        return noisy
+
+    def _unit(self, patient: Patient) -> Unit:
+        """The patient's pictures (n, s, s[, 3]) uint8 and class numbers (n,)."""
+        pixels = torch.from_numpy(to_bytes(np.stack([image.pixels for image in patient.images])))
+        return Unit((pixels, torch.tensor([self.drawn.index(image.label) for image in patient.images])))
+
+    def _set(self, model: GenerativeModel, noisy: NDArray[np.float64], entropy: Entropy) -> SyntheticSet:
+        c, m = len(self.drawn), self.synthetic.pictures
+        shares = np.full(c, 1.0 / c) if self.synthetic.shares == "even" else proportions(noisy, self.query)
+        counts = np.floor(shares * m).astype(np.int64)
+        counts[np.argsort(counts - shares * m, kind="stable")[: m - counts.sum()]] += 1  # the largest remainders
+        dice = np.random.Generator(np.random.PCG64(int.from_bytes(entropy.take(16), "little")))
+        labels = dice.permutation(np.repeat(np.arange(c), counts))
+        generator = own_generator(int(dice.integers(1 << 62)))
+        return SyntheticSet(model.sample(labels, generator), tuple(self.drawn[i] for i in labels))

@@ -1,0 +1,141 @@
+"""The commands that release under differential privacy: PrivImage, and centroids."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from agent import commands
+from agent.attacks.dp_audit import AuditFailed, gate
+from agent.desk import Desk, open_desk, start_anew
+from agent.edges.centroids import read_centroids
+from agent.edges.privimage import read_privimage
+from agent.mechanisms import Centroids, Private, PrivImage
+from agent.nouns import Selection
+from agent.pipeline import Wrapping, release_private
+from agent.site import Parcel, Refused, Waiting
+from agent.stages.clipping import UnsuitableModel
+from agent.stages.finetune import best_engine
+from agent.stages.noise import SystemEntropy
+from agent.stages.select import NothingSelected, SharedPicture, TooFaint
+from agent.synthesis_commands import BadOrder, answered
+from agent.training.loop import write_whole
+from agent.unfinished import Unfinished, abandon
+from policies.accounting import NANO, epsilon_nano, tight_epsilon
+from policies.claims import Gaussian
+from policies.review import Verdict
+from protos import hpke
+from protos.shards import Dicom, Png, room
+
+EXPECTED = (AuditFailed, NothingSelected, SharedPicture, TooFaint, Unfinished, UnsuitableModel)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``release privimage`` and ``release centroids``; what they expect to go wrong becomes a sentence."""
+    return answered(release, arguments, EXPECTED)
+
+
+def release(arguments: argparse.Namespace) -> int:
+    """Make and submit a synthetic set; exit 1 when any review refuses it, or the audit does."""
+    name = arguments.mechanism
+    if arguments.out is not None and (arguments.out.exists() or not arguments.out.parent.is_dir()):
+        raise BadOrder(f"{arguments.out.name}: name a new file, in a folder that is there")
+
+    def say(step: str, detail: str) -> None:
+        commands.tell(step, detail, arguments.json)
+
+    with open_desk(arguments.home, say, arguments.project) as desk:
+        mechanism, selection, told = _read(arguments, desk, say)
+        arguments.modality = selection.modality
+        wrapping = _wrapping(arguments, desk, mechanism)
+        for line in (*told, _both(desk, mechanism)):
+            say("price", line)
+        start_anew(desk)
+        say("audit", "does this machine draw the noise that is claimed?")
+        device = mechanism.model.device if isinstance(mechanism, PrivImage) else "cpu"
+        gate(SystemEntropy(), best_engine(device), device)
+        if arguments.anew:  # after the audit: on a machine that is not fit to draw noise, nothing is given up either
+            abandon(desk.site)
+        goods: Parcel | None = None
+        try:
+            goods, verdict = release_private(desk.site, mechanism, selection, SystemEntropy(), wrapping)
+        except Refused as refusal:
+            verdict = refusal.verdict
+        except Waiting as waiting:
+            return commands.print_waiting(desk, waiting, arguments.json)
+        release = goods.release.release if goods else ""
+        desk.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
+        if arguments.out is not None and goods is not None and verdict.admitted:
+            write_whole(arguments.out, goods.clear or goods.artifact)  # it has left: here it is no secret either
+        _print(arguments, name, goods, verdict)
+        return 0 if verdict.admitted else 1
+
+
+def _read(
+    arguments: argparse.Namespace, desk: Desk, say: Callable[[str, str], None]
+) -> tuple[Private, Selection, tuple[str, ...]]:
+    read: Any = read_privimage if arguments.mechanism == PrivImage.name else read_centroids
+    made = read(arguments.config, desk.settings.public_components, say)
+    return made.mechanism, made.selection, made.told
+
+
+def _wrapping(arguments: argparse.Namespace, desk: Desk, mechanism: Private) -> Wrapping:
+    """How the set is written; what the site's policy would refuse of it, whatever it shows, is refused now.
+
+    Raises:
+        BadOrder: more pictures than an artifact may hold, or a reader whom the policy does not name.
+        BadArtifact: the form cannot hold such pictures.
+    """
+    wrapping = commands.wrapping(arguments, desk.home.root, colour=len(mechanism.shape) == 3)
+    policy = desk.site.books.policy_of(desk.site.name)
+    most = policy.max_artifact_bytes
+    if wrapping.reader:
+        if wrapping.reader not in policy.readers:
+            raise BadOrder("policy.toml does not name this reader: add the key's fingerprint to its readers")
+        most -= hpke.sealed_bytes(most) - most
+    spacing = (arguments.spacing_um, arguments.spacing_um)
+    form = Dicom(arguments.modality, spacing) if arguments.form == "dicom" else Png()
+    fitting = room(most, mechanism.shape, form)
+    if isinstance(mechanism, Centroids):
+        pictures, change = mechanism.codebook.cells, "take a codebook of so many cells"
+    else:
+        assert isinstance(mechanism, PrivImage)
+        pictures, change = mechanism.synthetic.pictures, "write so many into [synthetic] pictures"
+    if pictures > fitting:
+        told = f"{pictures} pictures of this size may take more than the policy's max_artifact_bytes"
+        raise BadOrder(f"{told}, {policy.max_artifact_bytes}: {fitting} would fit; {change}")
+    return wrapping
+
+
+def _both(desk: Desk, mechanism: Private) -> str:
+    """What the release costs, by both accountants, before anything is spent: the ledger's is the one that counts."""
+    claim = mechanism.claim()
+    opened = desk.site.books.account(desk.site.name, claim).opened
+    charged = epsilon_nano(claim, float(opened.delta), opened.order) / NANO
+    tight = tight_epsilon([claim], float(opened.delta))
+    told = f"epsilon {tight:.3g} by loss distributions; the ledger charges {charged:.3g} (order {opened.order})"
+    return f"{told}, both at its delta {opened.delta}"
+
+
+def _print(arguments: argparse.Namespace, name: str, goods: Parcel | None, verdict: Verdict) -> None:
+    """The verdict, with what was charged; and what the same claim comes to by the sharper accountant."""
+    r = goods.release if goods else None
+    if r is None or r.epsilon_nano is None or r.delta is None or not isinstance(r.claim, Gaussian):
+        commands.print_verdict(r.release if r else "", name, verdict, arguments.json)
+        return
+    charged, tight = r.epsilon_nano / NANO, tight_epsilon([r.claim], float(r.delta))
+    if arguments.json:
+        findings = [{"rule": f.rule, "detail": f.detail} for f in verdict.findings]
+        line = {"release": r.release, "mechanism": name, "admitted": verdict.admitted, "level": verdict.level}
+        more = {"epsilon": charged, "delta": r.delta, "unit": r.claim.unit, "epsilon_by_loss_distributions": tight}
+        sys.stdout.write(json.dumps({**line, **more, "findings": findings}) + "\n")
+        return
+    commands.print_verdict(r.release, name, verdict, False)
+    commands.OUT.print(
+        f"epsilon {charged:.9f} at delta {r.delta} per {r.claim.unit}, as the ledger has it; "
+        f"the same claim by loss distributions: {tight:.4f}",
+        soft_wrap=True,
+    )
