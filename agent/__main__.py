@@ -325,7 +325,7 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lazaret-agent", description=__doc__)
-    parser.add_argument("--home", type=Path, help="the site's directory; `train` and `reproduce` need none")
+    parser.add_argument("--home", type=Path, help="the site's directory; `train`, `audit` and `reproduce` need none")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(group: Any, name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from agent import site_commands
 from agent.approval import hand_over, waiting, withdraw
+from agent.attacks.dp_audit import AuditFailed, gate
 from agent.desk import Desk, close_interrupted, greet, open_desk, start_anew
 from agent.edges import home as homes
 from agent.edges.link import Link, LinkConfig
@@ -38,9 +39,9 @@ from agent.participant import Participant
 from agent.pipeline import Wrapping, release_synthetic
 from agent.released import TooManySearches
 from agent.site import Refused, Waiting
-from agent.stages.finetune import SystemEntropy
 from agent.stages.freeze import BadRecord
 from agent.stages.invert import BadBasis, Basis, load_basis
+from agent.stages.noise import SystemEntropy
 from agent.stages.vet import RepeatsAnInput
 from policies.claims import UnsupportedClaim
 from policies.review import Verdict
@@ -56,6 +57,7 @@ OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
 EXPECTED = (
     hpke.BadReaderKey,
+    AuditFailed,
     BadArtifact,
     BadBasis,
     BadRecord,
@@ -222,7 +224,9 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _take_part(desk: Desk, modality: str, stop: threading.Event) -> int:
-    """Federated rounds, until told to stop."""
+    """Federated rounds, until told to stop; none at all on a machine that does not draw the noise that is claimed."""
+    tell("audit", "does this machine draw the noise that is claimed?", False)
+    gate(SystemEntropy())  # with the engine of both federated mechanisms
     try:
         greet(desk)
     except Forked:
