@@ -7,42 +7,20 @@ sheet are representatives, never patients.
 
 from __future__ import annotations
 
-import base64
 import html
-import io
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from PIL import Image as Picture
 from scipy.cluster.hierarchy import dendrogram as laid_out
 
+from agent.edges.page import ACCENT, INK, SOFT, WARN, block, plot, sheet, table, whole
 from agent.measures.tuning import Curves, Point
 
-INK, SOFT, ACCENT, WARN, GOOD = "#14212b", "#51616e", "#0b6b73", "#a32638", "#7fb9bd"
 SHEET: Final = 24  # representatives of a contact sheet, at most
-_CSP: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_STYLE: Final = """
-:root{color-scheme:light}*{box-sizing:border-box}
-body{margin:0 auto;max-width:1000px;padding:24px 20px 48px;color:#14212b;background:#fff;
-font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,Arial,"Liberation Sans",sans-serif}
-.banner{border:3px solid #a32638;background:#fbe9eb;color:#7c1526;padding:12px 16px;border-radius:8px;font-weight:600}
-h1{font-size:1.8rem;margin:24px 0 4px}h2{font-size:1.2rem;margin:0 0 4px}p{margin:6px 0;max-width:78ch}
-.choice{font-size:1.15rem;border-left:5px solid #0b6b73;padding:6px 14px;margin:16px 0;background:#edf2f5}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:20px}
-section{break-inside:avoid;margin:22px 0 0}figure{margin:0}img{width:100%;height:auto}
-figcaption{color:#51616e;font-size:.92rem;max-width:78ch}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%;font-size:.92rem}
-th,td{border-bottom:1px solid #d7dfe5;padding:5px 8px;text-align:right;vertical-align:bottom}
-th:first-child,td:first-child{text-align:left}tr.chosen{background:#e3f3e8;font-weight:600}
-@media print{body{max-width:none;padding:0}.banner,.choice,tr.chosen{-webkit-print-color-adjust:exact;
-print-color-adjust:exact}.wide{overflow:visible}}
-"""
 
 
 def render(curves: Curves, representatives: NDArray[np.uint8] | None = None) -> bytes:
@@ -53,36 +31,13 @@ def render(curves: Curves, representatives: NDArray[np.uint8] | None = None) -> 
         representatives: (m, h, w[, 3]) of the recommended k, for a contact sheet of the first ``SHEET``; or none.
     """
     figures = [_loss(curves), _risk(curves), _silhouette(curves), _homogeneity(curves)]
-    blocks = "".join(_block(title, _svg(figure), note) for title, figure, note in figures if figure is not None)
-    tree_title, tree, tree_note = _tree(curves)
-    parts = [
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>",
-        f'<meta http-equiv="Content-Security-Policy" content="{_CSP}">',
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        "<meta name='referrer' content='no-referrer'><title>Choosing k — for this site only</title>",
-        f"<style>{_STYLE}</style></head><body>",
-        "<p class='banner' role='note'>FOR THIS SITE ONLY. This page is made from patients and is not a release: "
-        "it must not leave the hospital, in whole or in part.</p>",
-        f"<h1>Choosing k</h1>{_choice(curves)}",
-        f"<div class='plots'>{blocks}</div>",
-        _block(tree_title, _svg(tree), tree_note),
-        _sheet(representatives),
-        _table(curves),
-        _refusals(curves),
-        "</body></html>\n",
-    ]
-    return "".join(parts).encode()
-
-
-def write(path: Path, page: bytes) -> None:
-    """Write the page, readable by its owner only.
-
-    Raises:
-        FileExistsError: there is a file of this name already.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
-        stream.write(page)
+    blocks = "".join(block(title, figure, note) for title, figure, note in figures if figure is not None)
+    parts = [_choice(curves), f"<div class='plots'>{blocks}</div>", block(*_tree(curves))]
+    parts += [_sheet(representatives), _table(curves), _refusals(curves)]
+    warning = (
+        "This page is made from patients and is not a release: it must not leave the hospital, in whole or in part."
+    )
+    return whole("Choosing k", warning, parts)
 
 
 def _choice(curves: Curves) -> str:
@@ -99,18 +54,11 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + "."
 
 
-def _block(title: str, picture: str, note: str) -> str:
-    return (
-        f"<section><h2>{html.escape(title)}</h2><figure><img src='data:image/svg+xml;base64,{picture}' "
-        f'alt="{html.escape(note)}"><figcaption>{html.escape(note)}</figcaption></figure></section>'
-    )
-
-
 Drawn = tuple[str, Figure | None, str]
 
 
 def _loss(curves: Curves) -> Drawn:
-    figure, axes = _axes("k (patients in a cluster)", "information loss")
+    figure, axes = plot("k (patients in a cluster)", "information loss")
     k, loss = [p.k for p in curves.points], [p.information_loss for p in curves.points]
     axes.plot(k, loss, "o-", color=ACCENT, label="information loss")
     of = "of codes" if curves.points[0].reid is None else "of pictures, as a recogniser sees them"
@@ -131,7 +79,7 @@ def _risk(curves: Curves) -> Drawn:
     tried = [(p.k, p.reid) for p in curves.points if p.reid is not None]
     if not tried:
         return "Re-identification", None, ""
-    figure, axes = _axes("k (patients in a cluster)", "re-identification rate")
+    figure, axes = plot("k (patients in a cluster)", "re-identification rate")
     k = [key for key, _ in tried]
     rates = [rate.value for _, rate in tried]
     spans = [rate.interval for _, rate in tried]
@@ -151,7 +99,7 @@ def _risk(curves: Curves) -> Drawn:
 
 
 def _silhouette(curves: Curves) -> Drawn:
-    figure, axes = _axes("k (patients in a cluster)", "mean silhouette")
+    figure, axes = plot("k (patients in a cluster)", "mean silhouette")
     k, values = [p.k for p in curves.points], [p.silhouette for p in curves.points]
     axes.plot(k, values, "o-", color=ACCENT)
     axes.axhline(0.0, color=SOFT, linewidth=1)
@@ -164,7 +112,7 @@ def _homogeneity(curves: Curves) -> Drawn:
     names = sorted(curves.points[0].homogeneity)
     if not names:
         return "Homogeneity", None, ""
-    figure, axes = _axes("k (patients in a cluster)", "homogeneous clusters")
+    figure, axes = plot("k (patients in a cluster)", "homogeneous clusters")
     k = [p.k for p in curves.points]
     told = []
     for name, mark in zip(names, "osv^D" * len(names), strict=False):
@@ -186,7 +134,7 @@ def _joint(point: Point) -> float:
 
 def _tree(curves: Curves) -> tuple[str, Figure, str]:
     tree = curves.dendrogram
-    figure, axes = _axes("patients, without names", "distance at which they join", (10.0, 3.6))
+    figure, axes = plot("patients, without names", "distance at which they join", (10.0, 3.6))
     drawn = laid_out(tree.tree, no_plot=True)
     for x, y in zip(drawn["icoord"], drawn["dcoord"], strict=True):
         axes.plot(x, y, color=SOFT, linewidth=0.8)
@@ -201,17 +149,6 @@ def _tree(curves: Curves) -> tuple[str, Figure, str]:
     return "Tree of similar patients", figure, note
 
 
-def _axes(x: str, y: str, size: tuple[float, float] = (6.0, 3.8)) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.grid(axis="y", color="#d7dfe5", linewidth=0.6)
-    return figure, axes
-
-
 def _below(axes: Axes, curves: Curves) -> None:
     """Shade what the policy does not admit."""
     first = curves.points[0].k
@@ -223,29 +160,12 @@ def _listed(k: Sequence[int], values: Sequence[float]) -> str:
     return ", ".join(f"{a}: {b:.3g}" for a, b in zip(k, values, strict=True))
 
 
-def _svg(figure: Figure | None) -> str:
-    if figure is None:
-        return ""
-    out = io.BytesIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return base64.b64encode(out.getvalue()).decode()
-
-
 def _sheet(representatives: NDArray[np.uint8] | None) -> str:
     if representatives is None or not len(representatives):
         return ""
     shown = representatives[:SHEET]
-    wide = min(8, len(shown))
-    lines = [shown[i : i + wide] for i in range(0, len(shown), wide)]
-    blank = np.full_like(shown[0], 255)
-    sheet = np.concatenate([np.concatenate([*line, *[blank] * (wide - len(line))], axis=1) for line in lines])
-    out = io.BytesIO()
-    Picture.fromarray(sheet).save(out, format="PNG")
-    data = base64.b64encode(out.getvalue()).decode()
-    note = f"{len(shown)} representatives of the recommended k. None of them is a patient."
-    return (
-        f"<section><h2>Representatives</h2><figure><img src='data:image/png;base64,{data}' "
-        f"alt='{note}'><figcaption>{note}</figcaption></figure></section>"
+    return sheet(
+        "Representatives", shown, 8, f"{len(shown)} representatives of the recommended k. None is a patient."
     )
 
 
@@ -260,13 +180,8 @@ def _table(curves: Curves) -> str:
         cells = [str(p.k), str(p.clusters), f"{p.information_loss:.4g}", f"{p.sse_share:.3f}", f"{p.silhouette:.3f}"]
         cells += [reid, f"{1 / p.k:.1%}", *(f"{p.homogeneity[n]:.0%}" for n in names)]
         cells += ["" if p.joint is None else f"{p.joint:.0%}"]
-        marked = " class='chosen'" if p.k == curves.recommended else ""
-        rows.append(f"<tr{marked}>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
-    titles = "".join(f"<th scope='col'>{html.escape(h)}</th>" for h in head)
-    return (
-        "<section><h2>All figures</h2><div class='wide' tabindex='0' role='region' aria-label='All figures'>"
-        f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
+        rows.append(cells)
+    return table("All figures", head, rows, [p.k == curves.recommended for p in curves.points])
 
 
 def _refusals(curves: Curves) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.edges.tuning_page import render, write
+from agent.edges.page import write
+from agent.edges.tuning_page import render
 from agent.measures.tuning import Curves, Menu, tune
 from agent.nouns import Latents
 

@@ -1,0 +1,299 @@
+"""What a released image set is worth on patients of whom it knows nothing: fidelity, utility and semantics at once.
+
+PrivImage's figures (section 4.3): a Fréchet distance, the accuracy of LR, MLP and CNN trained on the set and tested
+on real pictures, and the semantic distribution similarity of Eq. 5. Each has an interval by patient, and the figure
+that it is to be held against. All are computed from patients: they are for the site's eyes. Nothing is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.measures.classifiers import LR, trainers
+from agent.measures.fidelity import Features, Fidelity, Plan, Sets, TooFew, describe, fidelity
+from agent.measures.intervals import Figure, Interval, Resampling, Units, percentile, resampled, wilson
+from agent.measures.semantics import Meaning, class_means, frequencies, similarity
+from agent.measures.utility import Examples, Recipe, tstr
+from agent.nets.features import RandomFeatures
+from agent.nets.semantics import Semantics
+from agent.nouns import Cohort, SyntheticSet
+from agent.stages.select import NothingSelected, Query, chosen, selection
+from agent.training.loop import Diverged
+
+LEAST: Final = 20  # held-out patients: figures of fewer say more of them than of the set
+_LOOKED_AT: Final = 2000  # pictures of one side of a Fréchet distance, at most
+_TAUGHT: Final = 5000  # pictures that a classifier is trained on, at most
+_STEPS: Final = 1500  # of the CNN, about
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is computed. None of it is chosen by a figure."""
+
+    recipe: Recipe | None = None  # of the CNN; None: about ``_STEPS`` steps at the pictures' own size, 64 px at most
+    seeds: tuple[int, ...] = (0, 1, 2)  # of trainings; every accuracy is the mean over them
+    draws: int = 100  # of every bootstrap
+
+
+class TooFewPatients(ValueError):
+    """Too few held-out patients to measure by. The text never says how many there are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """The public side of a query for semantics (PrivImage, sections 3.2 and 3.3)."""
+
+    semantics: Semantics
+    images: NDArray[np.uint8]  # (n, s, s[, 3]): the public pictures
+    bins: NDArray[np.int64]  # (n,)
+    query: Query
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """What is judged: a set, the labels that it may carry, and how its semantics were asked for, if they were."""
+
+    made: SyntheticSet
+    classes: tuple[str, ...]  # labels of the set
+    labels: tuple[str, ...]  # of patients' pictures that count; other than ``classes`` when those are pooled
+    asked: Asked | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a set of other labels, or of another size than what it was asked by."""
+        if not set(self.made.labels) <= set(self.classes):
+            raise ValueError("the set has labels that the configuration does not draw: it is another one's")
+        if not len(self.made.images):
+            raise ValueError("the set holds no picture")
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """One classifier, trained on the set and tested on real pictures."""
+
+    name: str
+    accuracy: Figure  # ``chance``: the commonest label for everybody
+    recalls: tuple[Figure, ...]  # of each class that the held-out pictures have
+    seeds: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """The figures of one look; a sentence where a part could not be measured."""
+
+    fidelity: Fidelity | str
+    taught: tuple[Taught, ...] | str
+    semantics: tuple[Figure, ...] | str
+    classes: tuple[str, ...]
+    patients: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Real:
+    """The held-out pictures, row by row."""
+
+    images: NDArray[np.float32]
+    labels: tuple[str, ...]
+    patients: NDArray[np.int64]  # (n,): whose each is
+    count: int
+
+
+def evaluate(
+    subject: Subject,
+    held_out: Cohort,
+    rng: np.random.Generator,
+    say: Say = lambda _told: None,
+    effort: Effort | None = None,
+) -> Evaluation:
+    """Every figure of a set, on patients of whom it knows nothing.
+
+    Args:
+        subject: what is judged.
+        held_out: the patients, their pictures of the set's size.
+        rng: of halves, samples and intervals.
+        say: told what is measured next.
+        effort: how much is computed.
+    Returns:
+        Figures, each with its interval by patient.
+    Raises:
+        TooFewPatients: fewer than ``LEAST`` have pictures that count.
+        ValueError: pictures of another size.
+    """
+    real, effort = _rows(held_out, subject), effort or Effort()
+    say("Fréchet distance: the set, and one half of the held-out patients, against the other half")
+    near = _fidelity(subject.made, real, effort, rng)
+    taught = _taught(subject, real, effort, rng, say)
+    say("semantics: of the set, and of the public pictures")
+    return Evaluation(near, taught, _similarities(subject, real, effort, rng), subject.classes, real.count)
+
+
+def _rows(held_out: Cohort, subject: Subject) -> _Real:
+    found = [
+        (number, image)
+        for number, patient in enumerate(held_out.patients)
+        for image in patient.images
+        if image.label in subject.labels
+    ]
+    patients = np.array([number for number, _ in found], np.int64)
+    count = len(np.unique(patients))
+    if not count >= LEAST:
+        raise TooFewPatients("too few held-out patients with pictures of these classes: hold a larger part out")
+    images = np.stack([image.pixels for _, image in found])
+    if images.shape[1:] != subject.made.images.shape[1:]:
+        raise ValueError("the set's pictures do not have the size of the patients', as the configuration takes them")
+    return _Real(images, tuple(image.label for _, image in found), patients, count)
+
+
+def _unit(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return images.astype(np.float32) / np.float32(255)
+
+
+def _sample(count: int, most: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """At most so many rows, rising."""
+    rows = np.arange(count) if count <= most else np.sort(rng.choice(count, most, replace=False))
+    return rows.astype(np.int64)
+
+
+def _eyes(images: NDArray[Any]) -> RandomFeatures:
+    """Random features of 224 numbers: few enough for a covariance of some hundred pictures."""
+    return RandomFeatures(width=16, depth=3, channels=3 if images.ndim == 4 else 1)
+
+
+def _fidelity(made: SyntheticSet, real: _Real, effort: Effort, rng: np.random.Generator) -> Fidelity | str:
+    """Of the set against one half of the patients, and of the other half against the same."""
+    people = rng.permutation(np.unique(real.patients))
+    first = np.isin(real.patients, people[: len(people) // 2])
+    net = _eyes(real.images)
+
+    def seen(mine: NDArray[np.bool_]) -> Features:
+        rows = np.flatnonzero(mine)
+        rows = rows[_sample(len(rows), _LOOKED_AT, rng)]
+        return describe(net, real.images[rows], real.patients[rows])
+
+    rows = _sample(len(made.images), _LOOKED_AT, rng)
+    try:
+        synthetic = describe(net, _unit(made.images[rows]), np.arange(len(rows)))
+        plan = Plan("shrunk", subsets=2, resampling=Resampling(effort.draws))
+        return fidelity(Sets(seen(first), synthetic, seen(~first)), plan, rng)
+    except TooFew:
+        return "the set has too few pictures for a distance of distributions"
+
+
+def recipe_for(pictures: int, side: int) -> Recipe:
+    """The CNN's: about ``_STEPS`` steps, whatever the size of the set."""
+    return Recipe(epochs=max(5, min(60, _STEPS * 32 // pictures)), side=max(8, min(64, side)))
+
+
+def _taught(
+    subject: Subject, real: _Real, effort: Effort, rng: np.random.Generator, say: Say
+) -> tuple[Taught, ...] | str:
+    """LR, MLP and CNN, trained on the set and tested on the held-out pictures."""
+    if subject.classes != subject.labels:
+        return "all pictures of the set are of one class: there is nothing to learn"
+    known = [subject.classes.index(label) for label in subject.made.labels]
+    if len(set(known)) < 2 or len(set(real.labels)) < 2:
+        return "the set or the held-out pictures are of one class: there is nothing to learn"
+    rows = _sample(len(known), _TAUGHT, rng)
+    number = len(subject.classes)
+    shown = Examples(_unit(subject.made.images[rows]), np.array(known, np.int64)[rows], rows, number)
+    truth = np.array([subject.classes.index(label) for label in real.labels], np.int64)
+    tested = Examples(real.images, truth, real.patients, number)
+    recipe = effort.recipe or recipe_for(len(rows), shown.images.shape[1])
+    out = []
+    for name, train in trainers(recipe).items():
+        say(f"{name}: trained on the set, tested on held-out patients")
+        seeds = effort.seeds[:1] if name == LR else effort.seeds  # a seed of LR changes nothing
+        try:
+            figures = tstr(shown, tested, train, seeds, rng, Resampling(effort.draws)).figures
+        except (Diverged, ValueError) as fault:
+            return f"{name}: {fault}"
+        recalls = zip(figures[2:], sorted(set(truth.tolist())), strict=True)
+        named = tuple(replace(figure, name=subject.classes[place]) for figure, place in recalls)
+        out.append(Taught(name, _sure(figures[0]), named, len(seeds)))
+    return tuple(out)
+
+
+def _sure(accuracy: Figure) -> Figure:
+    """The wider of the bootstrap's interval by patient and Wilson's, which does not vanish when all are right.
+
+    A patient's share of right answers varies no more than a coin of that chance, so Wilson's holds by patient too.
+    """
+    other = wilson(min(accuracy.value, 1.0) * accuracy.trials, accuracy.trials)
+    low, high = min(other.low, accuracy.interval.low), max(other.high, accuracy.interval.high)
+    return replace(accuracy, interval=Interval(low, high))
+
+
+def _similarities(
+    subject: Subject, real: _Real, effort: Effort, rng: np.random.Generator
+) -> tuple[Figure, ...] | str:
+    """SDS with the held-out patients: of the set, of the public pictures, and of a selection of these without noise.
+
+    A semantic's vector is the mean random feature of the public pictures that show it, less that of all. Eq. 5 has no
+    fixed best value: a set's similarity to itself is 1 only if all of it shows one thing, so that comes first.
+    """
+    asked = subject.asked
+    if asked is None:
+        return "the configuration asks for no semantics"
+    count = len(asked.semantics.bins)
+    rows = _sample(len(asked.bins), _LOOKED_AT, rng)
+    features = _embedded(_eyes(asked.images), asked.images[rows])
+    vectors = class_means(features, asked.bins[rows], count, features.mean(axis=0))
+    there = np.flatnonzero(np.linalg.norm(vectors, axis=1) > 0)
+    if not len(there):
+        return "the public pictures do not differ"
+    probabilities = asked.semantics.probabilities(real.images)[:, there]
+    bins = there[probabilities.argmax(axis=1)]
+    others = {"the set": there[asked.semantics.probabilities(_unit(subject.made.images))[:, there].argmax(axis=1)]}
+    others["all public pictures"] = asked.bins[np.isin(asked.bins, there)]
+    best = _selected(subject, asked, real, probabilities, there)
+    if best is not None:
+        others["those that a histogram without noise would select"] = best
+    meant = [Meaning(frequencies(found, count), vectors) for found in others.values()]
+    own = Meaning(_weighted(bins, real.patients, count), vectors)
+
+    def numbers(drawn: NDArray[np.int64]) -> Sequence[float]:
+        theirs = Meaning(_weighted(bins[drawn], real.patients[drawn], count), vectors)
+        return [similarity(one, theirs) for one in (own, *meant)]
+
+    units, how = Units(real.patients), Resampling(effort.draws)
+    values, draws = numbers(np.arange(len(bins))), resampled(numbers, units, rng, how.count)
+    return tuple(
+        Figure(name, value, percentile(draws[:, i], value, how.level), None, real.count)
+        for i, (name, value) in enumerate(zip(("the patients themselves", *others), values, strict=True))
+    )
+
+
+def _embedded(net: RandomFeatures, images: NDArray[np.uint8]) -> NDArray[np.float64]:
+    padded = np.resize(images, (max(10, len(images)), *images.shape[1:]))  # `describe` takes ten or more
+    return describe(net, _unit(padded), np.arange(len(padded))).values[: len(images)]
+
+
+def _weighted(bins: NDArray[np.int64], patients: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """How often each semantic is, all patients counting alike."""
+    _, owner, each = np.unique(patients, return_inverse=True, return_counts=True)
+    total = np.bincount(bins, weights=1.0 / each[owner], minlength=count)
+    out: NDArray[np.float64] = total / total.sum()
+    return out
+
+
+def _selected(
+    subject: Subject, asked: Asked, real: _Real, probabilities: NDArray[np.float64], there: NDArray[np.int64]
+) -> NDArray[np.int64] | None:
+    """The semantics of the public pictures that these patients' own counts, without noise, would choose."""
+    pooled = subject.classes != subject.labels
+    counts = np.zeros((1 if pooled else len(subject.classes), len(asked.semantics.bins)))
+    _, owner, each = np.unique(real.patients, return_inverse=True, return_counts=True)
+    votes = np.argsort(-probabilities, axis=1, kind="stable")[:, : asked.query.votes]
+    rows = [0 if pooled else subject.classes.index(label) for label in real.labels]
+    np.add.at(counts, (np.array(rows)[:, None], there[votes]), (1.0 / each[owner])[:, None])
+    try:
+        places, _ = selection(asked.bins, chosen(counts, asked.query))
+    except NothingSelected:
+        return None
+    found = asked.bins[places]
+    return found[np.isin(found, there)]
