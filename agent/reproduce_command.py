@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from agent.nets.features import FEATURES
-from agent.reproduce import anonfaces, ksalsa
+from agent.reproduce import anonfaces, ksalsa, privimage, sources
 from agent.reproduce.datasets import LOADERS
 from agent.reproduce.experiment import PRESETS, Official, Settings
-from agent.reproduce.tables import as_json, as_text
+from agent.reproduce.kept import Say
+from agent.reproduce.tables import Table, as_json, as_text
 from agent.synthesis_commands import ERR, BadOrder, answered, as_sentences, there
 
 _SIGNS: Final = {  # a file that only this data set has
@@ -20,6 +21,9 @@ _SIGNS: Final = {  # a file that only this data set has
     "eyepacs": ("trainLabels.csv",),
     "celeba": ("identity_CelebA.txt", "list/identity_CelebA.txt"),
     "rafd": ("Rafd*.jp*g",),
+    "cifar10": ("cifar-10-batches-bin", "batches.meta.txt"),
+    "camelyon17": ("metadata.csv",),
+    "imagenet": ("n0*", "train/n0*"),
 }
 _ROLES: Final = {"style": "VGG19", "content": "MoCo", "judge": "Inception"}  # and the paper's network for it
 
@@ -31,13 +35,52 @@ def run(arguments: argparse.Namespace) -> int:
 
 def reproduce(arguments: argparse.Namespace) -> int:
     """A paper's table again; exit 0 whatever it shows: whether an order came out is what the table says."""
+    if arguments.experiment in privimage.TABLES:
+        return _private(arguments)
     settings = _settings(arguments)
+    if arguments.data is None or arguments.layout == sources.DIGITS:
+        raise BadOrder("--data is the folder of a data set")
     layout = arguments.layout or layout_of(arguments.data)
     data = LOADERS[layout](arguments.data, settings.side, arguments.limit)
     runner = ksalsa.run if arguments.experiment in ksalsa.TABLES else anonfaces.run
-    say = lambda line: None if arguments.json else ERR.print(line, markup=False, soft_wrap=True)  # noqa: E731 - short
     with as_sentences():
-        table = runner(arguments.experiment, data, settings, arguments.out, say)
+        table = runner(arguments.experiment, data, settings, arguments.out, _say(arguments))
+    return _shown(arguments, table)
+
+
+def _private(arguments: argparse.Namespace) -> int:
+    """PrivImage's tables: from two folders, or from handwriting that comes along.
+
+    Raises:
+        BadOrder: the folders, the layout and the preset do not go together.
+    """
+    without = arguments.data is None
+    layout = arguments.layout or (sources.DIGITS if without else layout_of(arguments.data))
+    if without != (layout == sources.DIGITS):
+        raise BadOrder("--data is the folder of a data set; --layout digits needs none")
+    if without == (arguments.public is not None):
+        raise BadOrder("--public goes with --data: ImageNet's folder, pictures of nobody in the data set")
+    name = arguments.preset or sources.FOR.get(layout, "")
+    if name not in sources.PRESETS or without != (name == sources.FOR[sources.DIGITS]):
+        raise BadOrder(f"--preset for {layout}: one of {', '.join(sources.PRESETS)}; digits8 goes with digits alone")
+    settings = sources.PRESETS[name]
+    there(settings.device, "use --layout digits")
+    with as_sentences():
+        found = (
+            sources.digits()
+            if without
+            else sources.read(arguments.data, arguments.public, layout, settings, arguments.limit)
+        )
+        told = sources.fitted(settings, found)
+        table = privimage.run(arguments.experiment, found, told, arguments.out, _say(arguments))
+    return _shown(arguments, table)
+
+
+def _say(arguments: argparse.Namespace) -> Say:
+    return lambda line: None if arguments.json else ERR.print(line, markup=False, soft_wrap=True)
+
+
+def _shown(arguments: argparse.Namespace, table: Table) -> int:
     sys.stdout.write((as_json if arguments.json else as_text)(table) + "\n")
     return 0
 
@@ -48,7 +91,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     Raises:
         BadOrder: there is no such preset, or this machine or what was named does not do for it.
     """
-    settings = PRESETS.get(arguments.preset)
+    settings = PRESETS.get(arguments.preset or next(iter(PRESETS)))
     if settings is None:
         raise BadOrder(f"--preset is one of: {', '.join(PRESETS)}")
     anywhere = [name for name, preset in PRESETS.items() if preset.device == "cpu"]

@@ -21,7 +21,8 @@ from agent.attacks.recognition import naive, rank_one
 from agent.measures.information_loss import Partition, homogeneity, tightness
 from agent.nouns import Clusters
 from agent.reproduce.datasets import Dataset
-from agent.reproduce.experiment import Measure, Say, Settings, Work, filled, name_of, opened, samples_of, tabled
+from agent.reproduce.experiment import Measure, Settings, Work, filled, name_of, opened, samples_of, tabled
+from agent.reproduce.kept import Say
 from agent.reproduce.needs import Needs, ready
 from agent.reproduce.networks import content, knowledge, recogniser
 from agent.reproduce.people import MIXINGS, OURS, assignment, clustered, drawn, embedded, mixed, people, risked

@@ -1,27 +1,51 @@
 """The papers' data sets, read from a folder of somebody who has them, and the real pictures that come with packages.
 
 k-SALSA (section 4, supplement): APTOS 2019 and EyePACS, five grades, 512 x 512 RGB. AnonFACES (section 4): CelebA and
-RaFD. Lists are read at once and checked whole; a picture is read, and fitted (:mod:`agent.stages.fit`), when it is
-asked for. Errors name files of the layout, columns and numbers in a list, and nothing that stands in it.
+RaFD. PrivImage (section 4.1): CIFAR-10 and CelebA, with ImageNet as its public set, and Camelyon17, of which its
+successors tell (:mod:`agent.reproduce.photographs`). What a list must be: :mod:`agent.reproduce.listed`.
 """
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image as Pillow
 from sklearn.datasets import load_digits
 
-from agent.nouns import Cohort, Image, Patient
+from agent.reproduce.listed import (
+    BadDataset,
+    Dataset,
+    Listed,
+    columns_of,
+    dataset,
+    lines_of,
+    none_bad,
+    plain,
+    there,
+)
+from agent.reproduce.photographs import camelyon17, cifar10, imagenet
 from agent.stages.fit import field as field_of_view
 from agent.stages.fit import fit
+
+__all__ = [
+    "LOADERS",
+    "BadDataset",
+    "Dataset",
+    "RealPictures",
+    "aptos",
+    "camelyon17",
+    "celeba",
+    "cifar10",
+    "eyepacs",
+    "imagenet",
+    "rafd",
+    "real_pictures",
+]
 
 _GRADES: Final = frozenset("01234")
 _EYE: Final = re.compile(r"(?P<patient>[^/\\]+)_(?P<eye>left|right)")
@@ -29,88 +53,7 @@ _RAFD: Final = re.compile(
     r"Rafd(?P<camera>\d{3})_(?P<patient>\d{1,3})_(?P<ethnicity>[A-Za-z]+)_(?P<gender>[a-z]+)"
     r"_(?P<expression>[a-z]+)_(?P<gaze>[a-z]+)\.jpe?g"
 )
-_MOST_TOLD: Final = 5  # problems in one message
 _TILE: Final = 128  # pixels of the retina, of one crop
-
-
-class BadDataset(ValueError):
-    """A folder is not laid out as the data set is. The text says what is missing, and no content."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Dataset:
-    """Pictures in files, with whose they are and what they show. One entry for each picture."""
-
-    name: str
-    side: int  # of the pictures as they are handed out
-    paths: tuple[Path, ...] = field(repr=False)
-    patients: tuple[str, ...] = field(repr=False)
-    labels: tuple[str, ...] = field(repr=False)
-    attributes: Mapping[str, tuple[str, ...]] = field(repr=False)
-    unit_note: str  # what a "patient" is here
-
-    def __post_init__(self) -> None:
-        """As many of everything, each picture once."""
-        columns = (self.patients, self.labels, *self.attributes.values())
-        if not self.paths or any(len(column) != len(self.paths) for column in columns):
-            raise BadDataset(f"{self.name}: there are no pictures, or a column has not one entry for each")
-        if len(set(self.paths)) != len(self.paths):
-            raise BadDataset(f"{self.name}: a picture is listed twice")
-        if not self.side >= 1 or not all(self.patients):
-            raise BadDataset(f"{self.name}: the side is positive, and every picture is somebody's")
-
-    def __len__(self) -> int:
-        """How many pictures."""
-        return len(self.paths)
-
-    def image(self, index: int) -> NDArray[np.float32]:
-        """One picture, (side, side, 3) RGB in [0, 1], read from its file.
-
-        Raises:
-            BadDataset: it cannot be read, or is smaller than ``side``; it is named by its number in the list, from 1.
-        """
-        try:
-            with Pillow.open(self.paths[index]) as opened:
-                pixels = np.asarray(opened.convert("RGB"))
-        except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError):
-            raise BadDataset(f"{self.name}: picture {index + 1} of the list cannot be read") from None
-        try:
-            return fit(pixels.astype(np.float32) / np.float32(255), self.side)
-        except ValueError:
-            raise BadDataset(
-                f"{self.name}: picture {index + 1} of the list is smaller than {self.side} x {self.side}"
-            ) from None
-
-    def images(self, indices: Iterable[int] | None = None) -> NDArray[np.float32]:
-        """Several pictures, or all, (n, side, side, 3). Raises: BadDataset, see :meth:`image`."""
-        return np.stack([self.image(index) for index in (range(len(self)) if indices is None else indices)])
-
-    def rows(self) -> dict[str, tuple[int, ...]]:
-        """Which pictures each patient has, patients in order."""
-        found: dict[str, list[int]] = {}
-        for index, patient in enumerate(self.patients):
-            found.setdefault(patient, []).append(index)
-        return {patient: tuple(found[patient]) for patient in sorted(found)}
-
-    def cohort(self, patients: Iterable[str] | None = None) -> Cohort:
-        """These patients with all their pictures, or all patients. Raises: BadDataset, see :meth:`image`."""
-        rows = self.rows()
-        return Cohort(
-            tuple(
-                Patient(one, tuple(Image(self.image(index), self.labels[index]) for index in rows[one]))
-                for one in sorted(rows if patients is None else set(patients))
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Listed:
-    """A list of pictures, before its files were looked for."""
-
-    paths: Sequence[Path]
-    patients: Sequence[str]
-    labels: Sequence[str]
-    attributes: Mapping[str, Sequence[str]]
 
 
 def aptos(folder: Path, side: int = 512, limit: int | None = None) -> Dataset:
@@ -123,10 +66,10 @@ def aptos(folder: Path, side: int = 512, limit: int | None = None) -> Dataset:
     Raises:
         BadDataset: the layout is another.
     """
-    ids, grades = _columns(folder / "train.csv", ("id_code", "diagnosis"))
+    ids, grades = columns_of(folder / "train.csv", ("id_code", "diagnosis"))
     _graded("train.csv", grades)
-    listed = _Listed(
-        [folder / "train_images" / f"{_plain('train.csv', i, one)}.png" for i, one in enumerate(ids, 1)],
+    listed = Listed(
+        [folder / "train_images" / f"{plain('train.csv', i, one)}.png" for i, one in enumerate(ids, 1)],
         ids,
         grades,
         {},
@@ -135,7 +78,7 @@ def aptos(folder: Path, side: int = 512, limit: int | None = None) -> Dataset:
         "APTOS names pictures and no persons: every picture counts as a patient of its own. "
         "Two pictures of one person count as two, so k is of pictures and not shown to be of persons."
     )
-    return _dataset("aptos", side, listed, note, limit)
+    return dataset("aptos", side, listed, note, limit)
 
 
 def eyepacs(folder: Path, side: int = 512, limit: int | None = None) -> Dataset:
@@ -143,16 +86,14 @@ def eyepacs(folder: Path, side: int = 512, limit: int | None = None) -> Dataset:
 
     Args and errors: as of :func:`aptos`. The patient is the number before ``_left`` or ``_right``.
     """
-    names, levels = _columns(folder / "trainLabels.csv", ("image", "level"))
+    names, levels = columns_of(folder / "trainLabels.csv", ("image", "level"))
     _graded("trainLabels.csv", levels)
-    found = [
-        (number, _EYE.fullmatch(_plain("trainLabels.csv", number, name))) for number, name in enumerate(names, 1)
-    ]
-    _none_bad("trainLabels.csv", "image is not a number, _left or _right", [n for n, match in found if match is None])
+    found = [(number, _EYE.fullmatch(plain("trainLabels.csv", number, name))) for number, name in enumerate(names, 1)]
+    none_bad("trainLabels.csv", "image is not a number, _left or _right", [n for n, match in found if match is None])
     sides = [match for _, match in found if match is not None]
     paths = [folder / "train" / f"{name}.jpeg" for name in names]
-    listed = _Listed(paths, [m["patient"] for m in sides], levels, {"eye": [m["eye"] for m in sides]})
-    return _dataset("eyepacs", side, listed, "A patient is the number before _left or _right: both eyes.", limit)
+    listed = Listed(paths, [m["patient"] for m in sides], levels, {"eye": [m["eye"] for m in sides]})
+    return dataset("eyepacs", side, listed, "A patient is the number before _left or _right: both eyes.", limit)
 
 
 def celeba(folder: Path, side: int = 128, limit: int | None = None, label: str = "Male") -> Dataset:
@@ -169,15 +110,15 @@ def celeba(folder: Path, side: int = 128, limit: int | None = None, label: str =
     attributes, values = _celeba_attributes(_either(folder, "list_attr_celeba.txt"))
     if label not in attributes:
         raise BadDataset("list_attr_celeba.txt: it has no attribute of that name to be the label")
-    lines = [line.split() for line in _lines(_either(folder, "identity_CelebA.txt"))]
+    lines = [line.split() for line in lines_of(_either(folder, "identity_CelebA.txt"))]
     bad = [n for n, line in enumerate(lines, 1) if len(line) != 2 or line[0] not in values]
-    _none_bad("identity_CelebA.txt", "a line is not a picture with attributes and its identity", bad)
+    none_bad("identity_CelebA.txt", "a line is not a picture with attributes and its identity", bad)
     paths = [
-        folder / "img_align_celeba" / _plain("identity_CelebA.txt", n, name) for n, (name, _) in enumerate(lines, 1)
+        folder / "img_align_celeba" / plain("identity_CelebA.txt", n, name) for n, (name, _) in enumerate(lines, 1)
     ]
     columns = {one: [values[name][at] for name, _ in lines] for at, one in enumerate(attributes)}
-    listed = _Listed(paths, [who for _, who in lines], columns[label], columns)
-    return _dataset("celeba", side, listed, "A patient is an identity of identity_CelebA.txt.", limit)
+    listed = Listed(paths, [who for _, who in lines], columns[label], columns)
+    return dataset("celeba", side, listed, "A patient is an identity of identity_CelebA.txt.", limit)
 
 
 def rafd(folder: Path, side: int = 256, limit: int | None = None) -> Dataset:
@@ -185,15 +126,15 @@ def rafd(folder: Path, side: int = 256, limit: int | None = None) -> Dataset:
 
     Args and errors: as of :func:`aptos`. The patient is the second number; the first one is the camera's angle.
     """
-    paths = sorted(path for path in _folder(folder).iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
+    paths = sorted(path for path in there(folder).iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
     found = [_RAFD.fullmatch(path.name) for path in paths]
-    _none_bad(
+    none_bad(
         "rafd", "a file is not named as RaFD names them", [n for n, match in enumerate(found, 1) if match is None]
     )
     names = [match for match in found if match is not None]
     columns = {one: [name[one] for name in names] for one in ("camera", "ethnicity", "gender", "expression", "gaze")}
-    listed = _Listed(paths, [name["patient"].zfill(3) for name in names], columns["expression"], columns)
-    return _dataset("rafd", side, listed, "A patient is a model of RaFD, the number after the camera's angle.", limit)
+    listed = Listed(paths, [name["patient"].zfill(3) for name in names], columns["expression"], columns)
+    return dataset("rafd", side, listed, "A patient is a model of RaFD, the number after the camera's angle.", limit)
 
 
 LOADERS: Final[Mapping[str, Callable[[Path, int, int | None], Dataset]]] = {
@@ -201,97 +142,29 @@ LOADERS: Final[Mapping[str, Callable[[Path, int, int | None], Dataset]]] = {
     "eyepacs": eyepacs,
     "celeba": celeba,
     "rafd": rafd,
+    "cifar10": cifar10,
+    "camelyon17": camelyon17,
+    "imagenet": imagenet,
 }
-
-
-def _dataset(name: str, side: int, listed: _Listed, note: str, limit: int | None) -> Dataset:
-    kept = _limited(listed.patients, limit)
-    missing = [index + 1 for index in kept if not listed.paths[index].is_file()]
-    _none_bad(name, "the file of a picture is missing", missing)
-
-    def take(column: Sequence[str]) -> tuple[str, ...]:
-        return tuple(column[index] for index in kept)
-
-    attributes = {one: take(column) for one, column in listed.attributes.items()}
-    paths = tuple(listed.paths[index] for index in kept)
-    return Dataset(name, side, paths, take(listed.patients), take(listed.labels), attributes, note)
-
-
-def _limited(patients: Sequence[str], limit: int | None) -> list[int]:
-    """The first patients of a list with all their pictures, as long as these are not more than ``limit``."""
-    if limit is None:
-        return list(range(len(patients)))
-    if not limit >= 1:
-        raise BadDataset("a limit is one picture or more")
-    sizes: dict[str, int] = {}
-    for one in patients:
-        sizes[one] = sizes.get(one, 0) + 1
-    chosen, total = set[str](), 0
-    for one, count in sizes.items():
-        total += count
-        if total > limit:
-            break
-        chosen.add(one)
-    return [index for index, one in enumerate(patients) if one in chosen]
-
-
-def _columns(path: Path, names: tuple[str, str]) -> tuple[list[str], list[str]]:
-    """Two columns of a CSV file with a head."""
-    rows = list(csv.reader(_lines(path)))
-    head = [cell.strip() for cell in rows[0]] if rows else []
-    missing = [name for name in names if name not in head]
-    if missing:
-        raise BadDataset(f"{path.name}: missing columns: {', '.join(missing)}")
-    _none_bad(
-        path.name, "a row has not one cell for each column", [n for n, r in enumerate(rows, 1) if len(r) != len(head)]
-    )
-    first, second = (head.index(name) for name in names)
-    return [row[first].strip() for row in rows[1:]], [row[second].strip() for row in rows[1:]]
 
 
 def _celeba_attributes(path: Path) -> tuple[list[str], dict[str, list[str]]]:
     """Names of the attributes, and their values by picture: a count, the names, then a line for each picture."""
-    lines = [line.split() for line in _lines(path)]
+    lines = [line.split() for line in lines_of(path)]
     if len(lines) < 3 or len(lines[0]) != 1:
         raise BadDataset(f"{path.name}: it does not begin with a count and the names of attributes")
     names = lines[1]
     bad = [n for n, line in enumerate(lines, 1) if n > 2 and len(line) != len(names) + 1]
-    _none_bad(path.name, "a line has not one value for each attribute", bad)
+    none_bad(path.name, "a line has not one value for each attribute", bad)
     return names, {line[0]: line[1:] for line in lines[2:]}
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError):
-        raise BadDataset(f"{path.name} is missing or cannot be read") from None
 
 
 def _either(folder: Path, name: str) -> Path:
     return folder / "list" / name if (folder / "list" / name).exists() else folder / name
 
 
-def _folder(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise BadDataset("the data set's folder is missing")
-    return folder
-
-
 def _graded(file: str, grades: Sequence[str]) -> None:
-    _none_bad(file, "a grade is not 0 to 4", [n for n, grade in enumerate(grades, 1) if grade not in _GRADES])
-
-
-def _plain(file: str, number: int, name: str) -> str:
-    """A name that leads to no other folder."""
-    if not name or name.startswith(".") or re.search(r"[/\\\0]", name):
-        raise BadDataset(f"{file}: entry {number} is not the name of a picture")
-    return name
-
-
-def _none_bad(file: str, what: str, bad: Sequence[int]) -> None:
-    if bad:
-        more = " and more" if len(bad) > _MOST_TOLD else ""
-        raise BadDataset(f"{file}: {what}: number {', '.join(map(str, bad[:_MOST_TOLD]))}{more} of the list")
+    none_bad(file, "a grade is not 0 to 4", [n for n, grade in enumerate(grades, 1) if grade not in _GRADES])
 
 
 # ------------------------------------------------------------------ real pictures without a download

@@ -10,7 +10,6 @@ the same, to show what that is worth.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import re
@@ -18,11 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import safetensors
-import safetensors.numpy
 from numpy.typing import NDArray
 
 from agent.nets.pictures import to_bytes
@@ -31,9 +28,10 @@ from agent.nets.stylegan import PRESETS as GENERATORS
 from agent.nets.stylegan import Architecture
 from agent.nouns import Cohort, Image, Patient
 from agent.reproduce.datasets import Dataset
+from agent.reproduce.kept import Kept, Say, locked, sha
 from agent.reproduce.tables import Cell, Table
 from agent.stages.align import PUBLISHED, Alignment
-from agent.training.loop import Progress, write_whole
+from agent.training.loop import Progress
 
 Rows = NDArray[np.int64]
 _FREE: Final = ("seeds", "ks", "checkpoint_every", "device")  # settings on which no number depends
@@ -46,17 +44,8 @@ _MEASURED: Final = (
     "style",
     "views",
 )  # and on these no network
-Say = Callable[[str], None]
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 SMALL: Final = Architecture(32, 3, 64, 64, 2, 1024, 64)  # a quarter of a million weights: minutes on one core
-
-
-class Busy(RuntimeError):
-    """Another run works in the folder."""
-
-
-class BadCell(ValueError):
-    """A kept number cannot be read back. Delete the file to compute it anew."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,16 +232,11 @@ def opened(samples: Samples, settings: Settings, folder: Path, say: Say) -> Iter
     """
     if samples.images.shape[1] != settings.side:
         raise ValueError(f"the pictures are not {settings.side} pixels a side, as the generator draws them")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as fault:
-            raise Busy("another run works in this folder") from fault
+    with locked(folder):
         yield Work(samples, settings, folder, say)
 
 
-class Work:
+class Work(Kept):
     """The networks and numbers of one experiment, each made once and kept whole.
 
     A training that was killed goes on from its checkpoint (:mod:`agent.training.loop`); a number or a set of pictures
@@ -262,56 +246,13 @@ class Work:
 
     def __init__(self, samples: Samples, settings: Settings, folder: Path, say: Say) -> None:
         """Use :func:`opened`."""
-        self.samples, self.settings, self.folder, self.say = samples, settings, folder, say
+        self.samples, self.settings = samples, settings
         told = {k: v for k, v in asdict(settings).items() if k not in _FREE}
-        self.digest = _sha([samples.digest(), told])
-        self._held: dict[str, Any] = {}
+        super().__init__(folder, sha([samples.digest(), told]), say)
 
     def parts(self, seed: int) -> Parts:
         """The split of a seed."""
         return split(self.samples, self.settings, seed)
-
-    def rng(self, *words: object) -> np.random.Generator:
-        """A stream of its own for each purpose: results do not depend on the order in which they are computed."""
-        return np.random.Generator(np.random.Philox(int(_sha([str(w) for w in words])[:16], 16)))
-
-    def numbers(self, key: str, compute: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-        """The numbers of a key, computed once. NaN and infinity are kept as they are."""
-        path = self.folder / "numbers" / f"{_sha([self.digest, key])[:32]}.json"
-        if not path.exists():
-            self.say(key)
-            path.parent.mkdir(exist_ok=True)
-            told = {name: float(value).hex() for name, value in compute().items()}
-            write_whole(path, json.dumps({"key": key, "values": told}, indent=1).encode())
-        try:
-            kept = json.loads(path.read_bytes())
-            if kept["key"] != key:
-                raise BadCell(f"numbers/{path.name} is damaged: delete it to compute it anew")
-            return {name: float.fromhex(value) for name, value in kept["values"].items()}
-        except (KeyError, TypeError, ValueError) as fault:
-            raise BadCell(f"numbers/{path.name} is damaged: delete it to compute it anew") from fault
-
-    def arrays(
-        self, key: str, compute: Callable[[], Mapping[str, NDArray[Any]]], told: str
-    ) -> dict[str, NDArray[Any]]:
-        """The arrays of a key, computed once; ``told`` is what a person is told meanwhile."""
-        path = self.folder / "arrays" / f"{_sha([self.digest, key])[:32]}.safetensors"
-        if not path.exists():
-            self.say(told)
-            path.parent.mkdir(exist_ok=True)
-            plain = {name: np.ascontiguousarray(value) for name, value in compute().items()}
-            write_whole(path, safetensors.numpy.save(plain, {"key": key}))
-        try:
-            out: dict[str, NDArray[Any]] = safetensors.numpy.load(path.read_bytes())
-        except safetensors.SafetensorError as fault:
-            raise BadCell(f"arrays/{path.name} is damaged: delete it to compute it anew") from fault
-        return out
-
-    def held(self, key: str, make: Callable[[], Any]) -> Any:
-        """Something that is kept in memory only."""
-        if key not in self._held:
-            self._held[key] = make()
-        return self._held[key]
 
     def trained_on(self, seed: int) -> Rows:
         """Rows of the pictures that networks may learn: D0, or D where the papers are followed."""
@@ -322,7 +263,7 @@ class Work:
         """The folder of one training: of its kind, seed and pictures, and every setting that it may depend on."""
         told = {k: v for k, v in asdict(self.settings).items() if k not in (*_FREE, *_MEASURED)}
         pictures = hashlib.sha256(self.trained_on(seed).astype("<i8").tobytes()).hexdigest()
-        run = _sha([self.samples.digest(), told, pictures, seed % self.settings.net_seeds])
+        run = sha([self.samples.digest(), told, pictures, seed % self.settings.net_seeds])
         return self.folder / "networks" / f"{kind}-{run[:16]}"
 
     def told(self, kind: str) -> Callable[[Progress], None]:
@@ -357,10 +298,6 @@ def tabled(work: Work, name: str, title: str, cells: Mapping[tuple[str, str], Ce
     shared = f"{s.net_seeds} set(s) of networks for {len(s.seeds)} seed(s) of everything else"
     notes = (f"{work.samples.name}, {s.side} px; networks trained on {where}; mean ± sd; {shared}", *told)
     return Table(name, title, rows, columns, cells, (), notes)
-
-
-def _sha(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def cohort_of(samples: Samples, rows: Rows) -> Cohort:

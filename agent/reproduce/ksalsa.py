@@ -65,7 +65,8 @@ from agent.reproduce.averages import (
     representatives,
 )
 from agent.reproduce.datasets import Dataset
-from agent.reproduce.experiment import Rows, Samples, Say, Settings, Work, filled, name_of, opened, samples_of, tabled
+from agent.reproduce.experiment import Rows, Samples, Settings, Work, filled, name_of, opened, samples_of, tabled
+from agent.reproduce.kept import Say
 from agent.reproduce.needs import Needs, classes, middle, ready
 from agent.reproduce.networks import codec, features, judge, looked_with
 from agent.reproduce.tables import Cell, Relation, Table, judged, order

@@ -9,7 +9,18 @@ import pytest
 from PIL import Image
 
 from agent.phantoms import fundus
-from agent.reproduce.datasets import LOADERS, BadDataset, aptos, celeba, eyepacs, rafd, real_pictures
+from agent.reproduce.datasets import (
+    LOADERS,
+    BadDataset,
+    aptos,
+    camelyon17,
+    celeba,
+    cifar10,
+    eyepacs,
+    imagenet,
+    rafd,
+    real_pictures,
+)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +191,99 @@ def test_a_picture_that_is_none_or_too_small_is_told_by_its_number(
 
 
 def test_every_data_set_has_a_loader() -> None:
-    assert sorted(LOADERS) == ["aptos", "celeba", "eyepacs", "rafd"]
+    assert sorted(LOADERS) == ["aptos", "camelyon17", "celeba", "cifar10", "eyepacs", "imagenet", "rafd"]
+
+
+def _cifar(folder: Path, count: int = 3) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Six batches of random pictures in the binary layout; all pictures as (n, 32, 32, 3)."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6 * count, 3, 32, 32), np.uint8)
+    names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
+    for at, name in enumerate(names):
+        rows = range(at * count, (at + 1) * count)
+        (folder / name).write_bytes(b"".join(bytes([row % 2]) + pixels[row].tobytes() for row in rows))
+    (folder / "batches.meta.txt").write_text("airplane\nautomobile\n\n")
+    return pixels.transpose(0, 2, 3, 1)
+
+
+def test_cifar_is_read_from_its_binary_version(tmp_path: Path) -> None:
+    inner = tmp_path / "cifar-10-batches-bin"
+    inner.mkdir()
+    pixels = _cifar(inner)
+    found = cifar10(tmp_path, 32)
+    assert len(found) == 18
+    assert found.labels[:2] == ("airplane", "automobile")
+    assert found.attributes["part"].count("test") == 3
+    assert len(set(found.patients)) == 18
+    assert np.array_equal(np.rint(found.images() * 255).astype(np.uint8), pixels)
+    assert np.array_equal(cifar10(inner, 32, 4).images(), found.images(range(4)))
+    assert found.cohort(found.patients[:2]).patients[1].images[0].label == "automobile"
+
+
+def test_what_is_no_cifar_is_refused(tmp_path: Path) -> None:
+    _cifar(tmp_path)
+    (tmp_path / "data_batch_2.bin").write_bytes(b"\0" * 3000)
+    with pytest.raises(BadDataset, match=r"data_batch_2\.bin: it is not of records"):
+        cifar10(tmp_path)
+    (tmp_path / "data_batch_2.bin").write_bytes(b"\x09" * 3073)
+    with pytest.raises(BadDataset, match=r"data_batch_2\.bin: a label has no name"):
+        cifar10(tmp_path)
+    (tmp_path / "data_batch_2.bin").unlink()
+    with pytest.raises(BadDataset, match=r"data_batch_2\.bin is missing"):
+        cifar10(tmp_path)
+
+
+def test_a_pickled_cifar_is_refused_and_never_opened(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(BadDataset, match="pickled"):
+        cifar10(tmp_path)
+
+
+def test_the_label_of_imagenet_is_its_synset_and_a_limit_takes_of_each(tmp_path: Path) -> None:
+    for synset in ("n01440764", "n01443537"):
+        for number in (7, 12, 30):
+            _picture(tmp_path / "train" / synset / f"{synset}_{number}.JPEG", (50, 40), number)
+    (tmp_path / "train" / "notes").mkdir()
+    found = imagenet(tmp_path, 32)
+    assert found.labels == ("n01440764", "n01443537") * 3
+    assert found.image(0).shape == (32, 32, 3)
+    assert imagenet(tmp_path / "train", 32, 4).labels == found.labels[:4]
+    with pytest.raises(BadDataset, match="there are no pictures"):
+        imagenet(tmp_path / "train" / "notes")
+    with pytest.raises(BadDataset, match="folder is missing"):
+        imagenet(tmp_path / "gone")
+
+
+def _camelyon(folder: Path, rows: list[tuple[str, str, str]]) -> None:
+    lines = [",patient,node,x_coord,y_coord,tumor,slide,center,split"]
+    for number, (patient, node, tumor) in enumerate(rows):
+        lines.append(f"{number},{patient},{node},{100 + number},20,{tumor},0,3,0")
+        place = f"patient_{patient}_node_{node}"
+        if tumor in "01":
+            _picture(folder / "patches" / place / f"patch_{place}_x_{100 + number}_y_20.png", (96, 96), 9 * number)
+    folder.mkdir(exist_ok=True)
+    (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_the_patient_of_camelyon_is_the_patient_and_not_the_patch(tmp_path: Path) -> None:
+    _camelyon(tmp_path, [("004", "4", "1"), ("004", "4", "0"), ("004", "2", "1"), ("017", "1", "0")])
+    found = camelyon17(tmp_path, 32)
+    assert found.rows() == {"004": (0, 2, 3), "017": (1,)}
+    assert found.labels == ("1", "0", "0", "1")  # the first patch of every patient comes first
+    assert found.images().shape == (4, 32, 32, 3)
+    assert sorted(set(camelyon17(tmp_path, 32, 2).patients)) == ["004", "017"]
+
+
+def test_what_is_no_camelyon_is_refused(tmp_path: Path) -> None:
+    _camelyon(tmp_path, [("004", "4", "1"), ("004", "4", "7")])
+    with pytest.raises(BadDataset, match=r"tumor is not 0 or 1: number 2"):
+        camelyon17(tmp_path)
+    _camelyon(tmp_path, [("004", "../..", "1")])
+    with pytest.raises(BadDataset, match="a cell is not a whole number: number 1"):
+        camelyon17(tmp_path)
+    (tmp_path / "metadata.csv").write_text("patient,node\n1,2\n")
+    with pytest.raises(BadDataset, match="missing columns: x_coord, y_coord, tumor, center"):
+        camelyon17(tmp_path)
 
 
 def test_real_pictures_come_with_the_packages() -> None:

@@ -31,8 +31,6 @@ from agent.reproduce.averages import ORIGINAL, PIXEL, SALSA, group, released
 from agent.reproduce.datasets import aptos, eyepacs
 from agent.reproduce.experiment import (
     PRESETS,
-    BadCell,
-    Busy,
     Official,
     Samples,
     Settings,
@@ -42,6 +40,7 @@ from agent.reproduce.experiment import (
     sizes,
     split,
 )
+from agent.reproduce.kept import BadCell, Busy
 from agent.reproduce.needs import Needs, TooFewPatients, classes, ready
 from agent.reproduce.networks import codec, judge, knowledge, recogniser
 from agent.reproduce.people import clustered
@@ -141,7 +140,16 @@ def test_a_folder_in_aptos_layout_gives_table_1_with_its_verdicts(aptos_folder: 
             assert_overlap(work, table, method)
 
 
-@pytest.mark.parametrize("name", sorted(set(ksalsa.TABLES) - {"ksalsa-table1"}))
+LONG = {"ksalsa-s5", "ksalsa-table4"}  # half a minute each
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name in sorted(set(ksalsa.TABLES) - {"ksalsa-table1"})
+    ],
+)
 def test_every_table_of_ksalsa_is_filled(name: str, aptos_folder: Path, kept: Path) -> None:
     table = ksalsa.run(name, aptos(aptos_folder, 32), replace(TINY, seeds=(0,), ks=(2, 3)), kept, lambda _: None)
     assert table.cells

@@ -1,0 +1,343 @@
+"""One experiment with private synthesis: settings, the split, and every model and set of pictures of it, kept.
+
+A cohort of real patients, a public set with names for its pictures, and a test part that no mechanism sees. Methods
+differ in what they learn first (nothing, all public pictures, or a selection that the cohort was asked for) and in
+the model; they have one architecture for each model, one fine-tuning, and one pre-training where they have any.
+Noise is the operating system's, as in a release: two runs have the same networks and other noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agent.measures.utility import Recipe
+from agent.nets.diffusion import DiffusionArchitecture
+from agent.nets.semantics import Semantics, semantics_from
+from agent.reproduce.experiment import Rows, Samples, cohort_of
+from agent.reproduce.kept import Kept, Say, locked, sha
+from agent.stages.adversarial import Adversarial, AdversarialConfig
+from agent.stages.clipping import Unit, chunked
+from agent.stages.diffusion import Diffusion, DiffusionConfig
+from agent.stages.finetune import PrivateSgd, train_privately
+from agent.stages.generative import GenerativeModel
+from agent.stages.noise import SystemEntropy
+from agent.stages.select import Query, chosen, histogram, refuse_shared, selection
+from agent.training.loop import FilePlace, write_whole
+from agent.training.semantics import SemanticsConfig, suited, train_semantics
+from policies.accounting import calibrate, tight_epsilon
+from policies.claims import Gaussian, SubsampledGaussian
+
+Family = Literal["D", "G"]
+Public = Literal["none", "whole", "selected"]
+Pictures = NDArray[np.uint8]
+UNSAFE_NO_NOISE: Final = 2e-3  # of Table 3's non-private rows: the least that a claim may have; epsilon is a million
+_FREE: Final = ("seeds", "epsilons", "chunk", "device")  # settings on which no number depends
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What DP-SGD does with one family of models; the noise follows from the epsilon."""
+
+    sampling_rate: float
+    steps: int
+    clip: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateSettings:
+    """Everything that is chosen beforehand."""
+
+    diffusion: DiffusionConfig  # its seed is replaced by the experiment's
+    adversarial: AdversarialConfig
+    diffusion_job: Job
+    adversarial_job: Job
+    query: Query
+    patients: int  # a public bound of the cohort: the divisor of the sums is its share q
+    delta: float = 1e-4
+    epsilons: tuple[float, ...] = (10.0, 1.0)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    test: float = 0.22  # of the patients, where the data set has no published split
+    per_picture: bool = False  # the papers' unit: every picture counts as somebody; else the patient, all pictures
+    images_per_patient: int = 4  # in one step
+    semantics_steps: int = 600
+    diffusion_pretraining: int = 1_200  # steps
+    adversarial_pretraining: int = 1_500
+    synthetic: int = 2_000  # pictures of a release
+    recipe: Recipe = Recipe(epochs=20, side=8)  # noqa: RUF009 - frozen; of the CNN
+    keeps: tuple[int, ...] = (1, 2, 3)  # k_2 of figures 6 and 7, rising
+    widths: tuple[tuple[int, ...], ...] = ()  # of figure 7's diffusion models
+    chunk: int = 16  # patients of one vectorised backward pass
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no experiment."""
+        if not (self.seeds and self.epsilons and 0.0 < self.test < 1.0 and self.patients >= 1):
+            raise ValueError("an experiment has seeds, epsilons, a test part and a bound of the cohort")
+        if not 0.0 < self.delta * self.patients < 1.0:
+            raise ValueError("delta is below one in as many as there are patients")
+
+    @property
+    def unit(self) -> str:
+        """Of every epsilon."""
+        return "image" if self.per_picture else "patient"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of Table 2."""
+
+    name: str
+    family: Family
+    public: Public
+    private: bool = True  # Table 3 has rows without noise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sources:
+    """The two data sets."""
+
+    sensitive: Samples
+    public: Samples  # a label is a semantic
+
+    def __post_init__(self) -> None:
+        """Pictures of one size and colour, and none in both."""
+        if self.sensitive.images.shape[1:] != self.public.images.shape[1:]:
+            raise ValueError("sensitive and public pictures must be of one size, all grey or all in colour")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Halves:
+    """Rows of the sensitive pictures: nobody is in both."""
+
+    cohort: Rows
+    test: Rows
+
+
+class PrivateWork(Kept):
+    """The networks, releases and numbers of one experiment, each made once."""
+
+    def __init__(self, sources: Sources, settings: PrivateSettings, folder: Path, say: Say) -> None:
+        """Use :func:`opened`."""
+        told = {name: value for name, value in asdict(settings).items() if name not in _FREE}
+        super().__init__(folder, sha([sources.sensitive.digest(), sources.public.digest(), told]), say)
+        self.sensitive, self.public, self.settings = sources.sensitive, sources.public, settings
+        self.classes = tuple(sorted(set(self.sensitive.labels)))
+        self.bins = tuple(sorted(set(self.public.labels)))
+        self.public_bins = np.array([self.bins.index(label) for label in self.public.labels], np.int64)
+        self.grades = np.array([self.classes.index(label) for label in self.sensitive.labels], np.int64)
+        count = len(self.grades)
+        self.owners = np.arange(count, dtype=np.int64) if settings.per_picture else self.sensitive.owners
+
+    def halves(self, seed: int) -> Halves:
+        """The published split where there is one, else one by owner, of the seed."""
+        parts = self.sensitive.attributes.get("part")
+        if parts:
+            test = np.array([part == "test" for part in parts])
+        else:
+            # by the patient also where the unit is the picture: a test on the same people would flatter
+            people = np.unique(self.sensitive.owners)
+            order = np.random.Generator(np.random.Philox(2_000 + seed)).permutation(people)
+            test = np.isin(self.sensitive.owners, order[: round(self.settings.test * len(people))])
+        return Halves(np.flatnonzero(~test).astype(np.int64), np.flatnonzero(test).astype(np.int64))
+
+    def place(self, key: str) -> FilePlace:
+        """Of a training's checkpoint."""
+        return FilePlace(self.folder / "networks" / f"{sha([self.digest, key])[:32]}.checkpoint")
+
+
+@contextmanager
+def opened(sources: Sources, settings: PrivateSettings, folder: Path, say: Say) -> Iterator[PrivateWork]:
+    """Work in a folder that nobody else works in meanwhile.
+
+    Raises:
+        Busy: somebody does.
+        SharedPicture: a public picture is a sensitive one.
+    """
+    with locked(folder):
+        work = PrivateWork(sources, settings, folder, say)
+        refuse_shared(work.public.images, cohort_of(work.sensitive, np.arange(len(work.grades))).patients)
+        yield work
+
+
+def semantics(work: PrivateWork) -> Semantics:
+    """The query function, trained on the public set."""
+    path = work.folder / "networks" / f"semantics-{sha([work.digest])[:16]}.safetensors"
+
+    def made() -> Semantics:
+        if not path.exists():
+            work.say("semantics")
+            side, channels = work.public.images.shape[1], 3 if work.public.images.ndim == 4 else 1
+            config = SemanticsConfig(
+                "semantics", suited(side, channels), work.bins, steps=work.settings.semantics_steps
+            )
+            place = work.place("semantics")
+            write_whole(path, train_semantics(work.public.images, work.public_bins, config, place).file)
+            place.path.unlink(missing_ok=True)
+        return semantics_from(path.read_bytes(), "public")
+
+    out: Semantics = work.held("semantics", made)
+    return out
+
+
+def asked(work: PrivateWork, seed: int, private: bool = True) -> NDArray[np.float64]:
+    """The histogram (c, NS): one draw, which all releases of a seed use; each of their epsilons pays for it."""
+    query = work.settings.query if private else replace(work.settings.query, noise=1e-2)
+    key = f"histogram, seed {seed}, {'noisy' if private else 'no noise'}"
+
+    def compute() -> Mapping[str, NDArray[np.float64]]:
+        patients = cohort_of(_owned(work), work.halves(seed).cohort).patients
+        return {"counts": histogram(patients, semantics(work), work.classes, query, SystemEntropy())}
+
+    counts: NDArray[np.float64] = work.arrays(key, compute, key)["counts"]
+    return counts
+
+
+def selected(work: PrivateWork, seed: int, keep: int, private: bool = True) -> tuple[Rows, NDArray[np.int64]]:
+    """Public pictures of the chosen semantics, and the class that each was chosen for."""
+    query = replace(work.settings.query, keep=keep)
+    return selection(work.public_bins, chosen(asked(work, seed, private), query))
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Which pictures are meant."""
+
+    method: Method
+    seed: int
+    epsilon: float = 10.0
+    keep: int = 0  # k_2; 0: the settings'
+    widths: tuple[int, ...] = ()  # of the diffusion model; (): the settings'
+    tuned: bool = True  # False: as pre-trained
+
+    def learnt(self, settings: PrivateSettings) -> str:
+        """All that its pre-training depends on, in words."""
+        m = self.method
+        keep = f", k2 {self.keep or settings.query.keep}, {'noisy' if m.private else 'no noise'}"
+        return f"{m.family} {m.public}{keep if m.public == 'selected' else ''}{self._sized()}, seed {self.seed}"
+
+    def key(self, settings: PrivateSettings) -> str:
+        """All that its pictures depend on."""
+        how = f"epsilon {self.epsilon:g}" if self.method.private else "no noise"
+        return f"{self.learnt(settings)}, {how}" if self.tuned else f"{self.learnt(settings)}, as pre-trained"
+
+    def _sized(self) -> str:
+        return f", widths {'-'.join(map(str, self.widths))}" if self.widths else ""
+
+
+def price(work: PrivateWork, release: Release) -> tuple[SubsampledGaussian, tuple[Gaussian, ...], float]:
+    """The job's claim, all claims of the release, and their epsilon by PLD."""
+    s = work.settings
+    job = s.diffusion_job if release.method.family == "D" else s.adversarial_job
+    also: tuple[Gaussian, ...] = ()
+    if release.method.public == "selected":
+        also = (replace(s.query.claim(), unit=s.unit),)
+    q, steps = job.sampling_rate, job.steps
+    if not release.method.private:
+        return SubsampledGaussian(q, UNSAFE_NO_NOISE, steps, s.unit), (), float("inf")
+
+    def compute() -> dict[str, float]:
+        claim = calibrate(release.epsilon, s.delta, q, steps, also, s.unit)
+        return {"sigma": claim.noise_multiplier, "epsilon": tight_epsilon([claim, *also], s.delta)}
+
+    what = f"{'query and ' if also else ''}{steps} steps at rate {q:g}, epsilon {release.epsilon:g}"
+    found = work.numbers(f"noise of {what}", compute)
+    claim = SubsampledGaussian(q, found["sigma"], steps, s.unit)
+    return claim, (claim, *also), found["epsilon"]
+
+
+def released(work: PrivateWork, release: Release) -> tuple[Pictures, NDArray[np.int64]]:
+    """A release: pictures and their classes, as many of each."""
+    s, count = work.settings, len(work.classes)
+    labels = np.repeat(np.arange(count, dtype=np.int64), -(-s.synthetic // count))
+
+    def compute() -> Mapping[str, Pictures]:
+        model = _tuned(work, release) if release.tuned else _learnt(work, release)
+        return {"images": model.sample(labels, torch.Generator().manual_seed(release.seed))}
+
+    key = f"pictures, {release.key(s)}"
+    images: Pictures = work.arrays(key, compute, f"{release.method.name}: {key}")["images"]
+    return images, labels
+
+
+def _learnt(work: PrivateWork, release: Release) -> GenerativeModel:
+    """The model with what it learned from public pictures."""
+    s, m = work.settings, release.method
+    if m.public == "none":
+        return _built(work, release)
+    key = f"pre-trained, {release.learnt(s)}"
+
+    def compute() -> Mapping[str, NDArray[np.float32]]:
+        if m.public == "selected":
+            rows, labels = selected(work, release.seed, release.keep or s.query.keep, m.private)
+        else:
+            rows = np.arange(len(work.public_bins), dtype=np.int64)
+            labels = np.full(len(rows), -1, np.int64)  # a public name is no class of the cohort
+        model, place = _built(work, release), work.place(key)
+        steps = s.diffusion_pretraining if m.family == "D" else s.adversarial_pretraining
+        model.pretrain(work.public.images[rows], labels, steps, place)
+        place.path.unlink(missing_ok=True)
+        return {name: tensor.numpy() for name, tensor in model.state().items()}
+
+    state = work.arrays(key, compute, key)
+    model = _built(work, release)
+    model.restore({name: torch.from_numpy(array) for name, array in state.items()})
+    return model
+
+
+def _tuned(work: PrivateWork, release: Release) -> GenerativeModel:
+    """Fine-tuned on the cohort."""
+    s = work.settings
+    model, (claim, _, _) = _learnt(work, release), price(work, release)
+    job = s.diffusion_job if release.method.family == "D" else s.adversarial_job
+    sgd = PrivateSgd(
+        claim.sampling_rate,
+        claim.noise_multiplier,
+        claim.steps,
+        job.clip,
+        s.images_per_patient,
+        claim.sampling_rate * s.patients,
+    )
+    place = work.place(release.key(s))
+    run = sha([work.digest, release.key(s)])
+    units = _units(work, release.seed)
+    train_privately(model.task(), units, sgd, SystemEntropy(), chunked(s.chunk), place=place, run=run)
+    place.path.unlink(missing_ok=True)
+    return model
+
+
+def _built(work: PrivateWork, release: Release) -> GenerativeModel:
+    s = work.settings
+    if release.method.family == "G":
+        return Adversarial(replace(s.adversarial, seed=release.seed, device=s.device))
+    architecture = s.diffusion.architecture
+    if release.widths:
+        architecture = widened(architecture, release.widths)
+    return Diffusion(replace(s.diffusion, architecture=architecture, seed=release.seed, device=s.device))
+
+
+def widened(architecture: DiffusionArchitecture, widths: tuple[int, ...]) -> DiffusionArchitecture:
+    """The same model, narrower or wider; a head of attention is as wide as a width that holds it."""
+    head = min(architecture.head_channels, *widths)
+    return replace(architecture, widths=widths, head_channels=head)
+
+
+def _units(work: PrivateWork, seed: int) -> list[Unit]:
+    rows = work.halves(seed).cohort
+    images, grades = torch.from_numpy(work.sensitive.images), torch.from_numpy(work.grades)
+    mine: dict[int, list[int]] = {}
+    for row in rows:
+        mine.setdefault(int(work.owners[row]), []).append(int(row))
+    return [Unit((images[mine[owner]], grades[mine[owner]])) for owner in sorted(mine)]
+
+
+def _owned(work: PrivateWork) -> Samples:
+    """The sensitive pictures, each with the unit that it counts for."""
+    return replace(work.sensitive, owners=work.owners)
