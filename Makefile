@@ -14,11 +14,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## three hospitals, one coordinator, four mechanisms, end to end; results in demo-out/
+demo: $(STAMP)  ## three hospitals, one coordinator, five mechanisms, end to end; results in demo-out/
 	$(BIN)/python -m deploy.demo --out demo-out
 
+# --no-loadscope-reorder: the longest files first, as tests/conftest.py sorts them; else those with the most tests are
 test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one process, which shares what they set up
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## the long forms
 	$(BIN)/python -m pytest -m slow
@@ -35,6 +36,8 @@ bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks ksalsa
 	$(BIN)/python -m tests.benchmarks attacks
 	$(BIN)/python -m tests.benchmarks dp_engine
+	$(BIN)/python -m tests.benchmarks dp_audit
+	$(BIN)/python -m tests.benchmarks privimage
 	$(BIN)/python -m tests.benchmarks ledger
 	$(BIN)/python -m tests.benchmarks transport
 	$(BIN)/python -m tests.benchmarks rounds

@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +31,11 @@ from rich.table import Column
 from agent import commands
 from agent.desk import open_desk, start_anew
 from agent.edges.home import BadSite
+from agent.edges.page import write
 from agent.edges.pictures import BadPictures, read_identities, read_pictures
+from agent.edges.semantics import SemanticsOrder, in_words
 from agent.edges.synthesis import read_synthesis
-from agent.edges.tuning_page import render, write
+from agent.edges.tuning_page import render
 from agent.measures.tuning import Menu
 from agent.nets.features import RandomFeatures
 from agent.nets.official import load_official
@@ -43,7 +45,7 @@ from agent.nets.trunk import TrunkArchitecture
 from agent.nets.weights import BadWeights
 from agent.pipeline import release_synthetic
 from agent.reproduce.datasets import BadDataset
-from agent.reproduce.experiment import BadCell, Busy
+from agent.reproduce.kept import BadCell, Busy
 from agent.searching import search
 from agent.site import Refused, Waiting
 from agent.stages.align import NotFinite
@@ -71,7 +73,7 @@ EXPECTED: Final = (
 )
 _SMALL: Final = 64  # pixels: up to it, an encoder learns in thousands of steps, at a higher rate
 _BATCH: Final = 64  # pictures from which features are learned at once, if there are so many
-_STEPS: Final = {"generator": 25_000, "encoder": 20_000, "features": 2_000, "recogniser": 2_000}
+_STEPS: Final = {"generator": 25_000, "encoder": 20_000, "features": 2_000, "recogniser": 2_000, "semantics": 2_000}
 
 
 def release(arguments: argparse.Namespace) -> int:
@@ -158,7 +160,7 @@ def train(arguments: argparse.Namespace) -> int:
     generator = _asked(arguments)
     steps = arguments.steps or _STEPS[arguments.network]
     found, began = 0, list[int]()
-    with _shown(arguments.json) as bar:
+    with shown(arguments.json) as bar:
         reading = bar.add_task("reading", total=None, told="")
 
         def count(done: int, every: int) -> None:
@@ -200,7 +202,7 @@ def _asked(arguments: argparse.Namespace) -> Generator | None:
         arguments.side, arguments.grey = side, grey
         return generator
     try:
-        _architecture(arguments) if arguments.network == "generator" else _trunk(arguments)
+        _CHECKS.get(arguments.network, _trunk)(arguments)
     except ValueError as error:
         raise BadOrder(f"{error}") from None
     return None
@@ -215,7 +217,7 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
         return 0
     if more["passed_over"]:
         told = f"{more['passed_over']} passed over: not readable, or smaller than {arguments.side} pixels a side"
-        OUT.print(told, soft_wrap=True)
+        OUT.print(f"{told} once their dark border is cut", soft_wrap=True)
     done = "trained" if more["trained"] else "there was nothing left to do: trained before"
     OUT.print(
         f"{path}: {done}, on {more['pictures']} pictures in {more['steps']} steps", markup=False, soft_wrap=True
@@ -225,6 +227,8 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
         rank = f"rank-1 {first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"
         rates = f"true matches {true['value']:.3f}, false matches {false['value']:.4f}"
         OUT.print(f"on people it never saw: {rank}, {rates}", markup=False, soft_wrap=True)
+    if "semantics" in more:
+        OUT.print(in_words(more), markup=False, soft_wrap=True)
     OUT.print("if nobody of the cohort is on them, vouch for it in site.toml's public_components:", soft_wrap=True)
     OUT.print(digest)
     return 0
@@ -294,6 +298,14 @@ def _features(arguments: argparse.Namespace, public: _Public, _generator: Genera
     return path, {}
 
 
+def _order(arguments: argparse.Namespace) -> SemanticsOrder:
+    return SemanticsOrder(**{one.name: getattr(arguments, one.name) for one in fields(SemanticsOrder)})
+
+
+def _semantics(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+    return _order(arguments).make(public.images, public.names, public.steps, arguments.out, public.say)
+
+
 def _recogniser(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
     places, whose = read_identities(arguments.identities, public.names)
     name, rate = f"recogniser-{arguments.seed}", arguments.false_match_rate
@@ -329,10 +341,17 @@ _TRAINERS: Final[dict[str, Callable[[argparse.Namespace, _Public, Generator | No
     "encoder": _encoder,
     "features": _features,
     "recogniser": _recogniser,
+    "semantics": _semantics,
 }
 
 
-def _shown(silent: bool) -> Progress:
+_CHECKS: Final[dict[str, Callable[[argparse.Namespace], object]]] = {
+    "generator": _architecture,
+    "semantics": _order,
+}
+
+
+def shown(silent: bool) -> Progress:
     """Name, bar, counts, clocks; the losses take the room that is left, and are cut where there is none."""
     fixed = Column(no_wrap=True)
     columns = (
@@ -358,10 +377,15 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     return answered(COMMANDS[name], arguments)
 
 
-def answered(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+def answered(
+    command: Callable[[argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    more: tuple[type[Exception], ...] = (),
+) -> int:
     """Run a command; what it expects to go wrong becomes a sentence and exit status 1."""
+    expected: tuple[type[Exception], ...] = (*more, *EXPECTED, *commands.EXPECTED)
     try:
         return command(arguments)
-    except (*EXPECTED, *commands.EXPECTED) as error:
+    except expected as error:
         ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
         return 1

@@ -11,15 +11,17 @@ from typing import Any, Final
 from agent.edges import home as homes
 
 Add = Callable[..., argparse.ArgumentParser]
-NETWORKS: Final = ("generator", "encoder", "features", "recogniser")
+NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
 EXPERIMENTS: Final = (
     *("ksalsa-table1", "ksalsa-table2", "ksalsa-table3", "ksalsa-table4", "ksalsa-s5", "ksalsa-s6", "ksalsa-s8"),
     *("anonfaces-fig2", "anonfaces-fig3", "anonfaces-fig9", "anonfaces-fig10", "anonfaces-fig13"),
     *("anonfaces-table1", "anonfaces-fig14", "anonfaces-fig15", "anonfaces-fig16"),
+    *("privimage-table2", "privimage-table3", "privimage-fig6", "privimage-fig7"),
 )
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 KINDS: Final = ("learned", "vgg19", "vgg19-unnormalised", "moco", "resnet18", "resnet34", "resnet50", "inception")
-LAYOUTS: Final = ("aptos", "eyepacs", "celeba", "rafd")
+LAYOUTS: Final = ("aptos", "eyepacs", "celeba", "rafd", "cifar10", "camelyon17", "imagenet")
+DIGITS: Final = "digits"  # a layout of no folder: handwriting that comes along
 
 
 def _act(name: str) -> Callable[[argparse.Namespace], int]:
@@ -33,6 +35,27 @@ def _act(name: str) -> Callable[[argparse.Namespace], int]:
     return act
 
 
+def _codebook(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.codebook_command`."""
+    from agent import codebook_command  # noqa: PLC0415 - torch takes two seconds
+
+    return codebook_command.run(arguments)
+
+
+def _private(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.private_commands`."""
+    from agent import private_commands  # noqa: PLC0415 - torch takes two seconds
+
+    return private_commands.run(arguments)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.evaluate_command`."""
+    from agent import evaluate_command  # noqa: PLC0415 - torch takes two seconds
+
+    return evaluate_command.run(arguments)
+
+
 def _reproduce(arguments: argparse.Namespace) -> int:
     """As :func:`_act`, of :mod:`agent.reproduce_command`."""
     from agent import reproduce_command  # noqa: PLC0415 - torch takes two seconds
@@ -40,15 +63,29 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     return reproduce_command.run(arguments)
 
 
+def _audit(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.audit_command`."""
+    from agent import audit_command  # noqa: PLC0415 - torch takes two seconds
+
+    return audit_command.run(arguments)
+
+
 def add_release(release: Any, add: Add) -> None:
-    """``release ksalsa`` and ``release anonfaces``."""
-    for name, text in (
-        ("ksalsa", "a k-anonymous synthetic set by local style alignment (k-SALSA)"),
-        ("anonfaces", "a k-anonymous synthetic set by identity mixing, tested by recognisers (AnonFACES)"),
+    """``release`` of ksalsa, anonfaces, privimage and centroids."""
+    for name, act, text, told in (
+        ("ksalsa", _act("release"), "by local style alignment (k-SALSA)", "cohort, clusters, networks"),
+        ("anonfaces", _act("release"), "by identity mixing, tested by recognisers (AnonFACES)", "as of ksalsa"),
+        ("privimage", _private, "by a model fine-tuned with DP-SGD (PrivImage)", "cohort, privacy, model"),
+        ("centroids", _private, "by noisy averages of a public codebook's cells", "cohort, privacy, cells"),
     ):
-        command = add(release, name, _act("release"), text)
+        kind = "differentially private" if act is _private else "k-anonymous"
+        command = add(release, name, act, f"a {kind} synthetic set {text}")
         command.set_defaults(mechanism=name)
-        command.add_argument("--config", type=Path, required=True, help="TOML: cohort, clusters, networks")
+        command.add_argument("--config", type=Path, required=True, help=f"TOML: {told}")
+        if act is _private:
+            anew = "give up what was interrupted, whatever it was: its budget stays spent"
+            command.add_argument("--anew", action="store_true", help=anew)
+            command.add_argument("--out", type=Path, help="write what was admitted here too: a new file")
         command.add_argument("--form", choices=("png", "dicom"), default="png", help="how the images are written")
         command.add_argument("--spacing-um", type=int, default=1000, help="of DICOM: a pixel's side in micrometres")
         command.add_argument("--reader", type=Path, help="seal it to this reader's public key")
@@ -56,26 +93,49 @@ def add_release(release: Any, add: Add) -> None:
 
 
 def add_commands(commands: Any, add: Add) -> None:
-    """``tune``, ``train`` and ``reproduce``."""
+    """``tune``, ``evaluate``, ``train``, ``audit`` and ``reproduce``."""
     tune = add(commands, "tune", _act("tune"), "try several k on the cohort, and show the site what each would cost")
     tune.add_argument("--config", type=Path, required=True, help="as for `release`")
     tune.add_argument("--menu", type=_menu, required=True, help="every k to try, fixed beforehand: 11,15,20")
     tune.add_argument("--out", type=Path, required=True, help="the page, for this site only")
     _common(tune)
+    _add_evaluate(add(commands, "evaluate", _evaluate, "judge a private release's set by held-out patients"))
     train = commands.add_parser("train", help="train networks on public pictures").add_subparsers(
         required=True, metavar="NETWORK"
     )
     for name in NETWORKS:
         told = f"train the {name} on public pictures; again: go on where it stopped"
         _add_training(add(train, name, _act("train"), told), name)
+    told = "make a codebook of public pictures, the cells of `release centroids`"
+    _add_codebook(add(train, "codebook", _codebook, told))
+    audit = add(commands, "audit", _audit, "is the noise that is claimed the noise that this machine draws?")
+    audit.add_argument("--full", action="store_true", help="also break the training in every known way, and look")
+    audit.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    audit.add_argument("--json", action="store_true")
+    audit.set_defaults(homeless=True)
     _add_reproduce(add(commands, "reproduce", _reproduce, "a paper's table again, on its data set or on phantoms"))
+
+
+def _add_evaluate(judge: argparse.ArgumentParser) -> None:
+    judge.add_argument("--config", type=Path, required=True, help="that the set was made with; it has a split")
+    judge.add_argument("--set", type=Path, required=True, help="what `release ... --out` wrote")
+    judge.add_argument("--part", required=True, help="of the split: patients who are in no release of it")
+    judge.add_argument("--out", type=Path, required=True, help="the page, for this site only")
+    _common(judge)
 
 
 def _add_reproduce(again: argparse.ArgumentParser) -> None:
     again.add_argument("experiment", choices=EXPERIMENTS, metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
-    again.add_argument("--data", type=Path, required=True, help="the data set's folder, as it is published")
-    again.add_argument("--layout", choices=LAYOUTS, help="else the one that the folder has")
-    again.add_argument("--preset", default="cpu32", help="cpu32, cpu64 or paper512, which needs an accelerator")
+    again.add_argument("--data", type=Path, help="the data set's folder, as it is published; not for --layout digits")
+    again.add_argument("--public", type=Path, help="of privimage: ImageNet's folder, the public set")
+    again.add_argument("--layout", choices=(*LAYOUTS, DIGITS), help="else the one that the folder has")
+    presets = (
+        "cpu32 (else this), cpu64 or paper512, which needs an accelerator; of privimage: digits8, which goes with "
+    )
+    more = (
+        "--layout digits, or cifar32, celeba32, celeba64, camelyon32, which need an accelerator; else by the layout"
+    )
+    again.add_argument("--preset", default="", help=presets + more)
     again.add_argument("--out", type=Path, required=True, help="what is trained and computed, kept; again: go on")
     for role, told in (
         ("style", "that aligns styles, as VGG19 did: vgg19-unnormalised"),
@@ -110,10 +170,29 @@ def _add_training(command: argparse.ArgumentParser, network: str) -> None:
     command.add_argument("--grey", action="store_true", help="one channel instead of three")
     if network == "generator":
         command.add_argument("--preset", default="", help=f"{', '.join(SIZES)}; else the first for --side")
+    if network == "semantics":
+        which = command.add_mutually_exclusive_group(required=True)
+        which.add_argument("--labels", help='CSV: file,label; or "folders": a picture\'s folder names its label')
+        which.add_argument("--clusters", type=_count, help="without labels: so many clusters of features")
+        command.add_argument("--features", type=Path, help="of --clusters: a file of `train features`; else random")
     if network == "recogniser":
         command.add_argument("--identities", type=Path, required=True, help="CSV: file,identity")
         rate = "at which the threshold is set; a smaller one needs more people"
         command.add_argument("--false-match-rate", type=_rate, default=0.01, help=rate)
+
+
+def _add_codebook(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(homeless=True)
+    command.add_argument("--pictures", type=Path, required=True, help="a folder of PNG or JPEG; nobody's patients")
+    command.add_argument("--generator", required=True, help="a file of `train generator`; or KIND:FILE")
+    command.add_argument("--encoder", default="", help="a file of `train encoder`; none beside restyle:FILE")
+    command.add_argument("--sha256", default="", help="of a published generator, as its authors tell it")
+    command.add_argument("--cells", type=_count, required=True, help="a cell needs a hundred patients or so")
+    command.add_argument("--dims", type=_count, default=16, help="of the subspace: 32 at most")
+    command.add_argument("--out", type=Path, required=True, help="the codebook's folder")
+    command.add_argument("--seed", type=_seed, default=0)
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command.add_argument("--json", action="store_true")
 
 
 def _menu(text: str) -> tuple[int, ...]:

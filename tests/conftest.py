@@ -1,5 +1,8 @@
 """What pytest should know of the tree: ``support`` holds helpers and programs that tests start, and no tests."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 collect_ignore_glob = ["support/*"]
@@ -10,3 +13,22 @@ settings.load_profile("untimed")
 
 # Programs that tests and benchmarks start: they read their settings when they are imported.
 collect_ignore = ["benchmarks/roles.py", "scale/agents.py", "scale/simulated.py"]
+
+# A file is one worker's (`--dist loadfile`). Those that take a minute or more begin first, the longest before all, so
+# that no worker is left alone with one when the others have nothing more to do.
+LONGEST = (
+    "e2e/test_demo.py",
+    "agent/test_reproduce.py",
+    "test_readme.py",
+    "e2e/test_crash.py",
+    "test_no_network.py",
+    "test_install.py",
+    "policies/test_kill.py",
+    "policies/test_accounting.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, everything else in its order."""
+    place = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))

@@ -19,6 +19,7 @@ from agent.participant import read_mechanism
 from agent.phantoms import scanners
 from coordinator.plan import Job
 from policies.policy import parse, preset
+from tests.conftest import LONGEST
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -71,7 +72,7 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
     assert (work / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("document", ["README.md", "deploy/docs/synthesis.md"])
+@pytest.mark.parametrize("document", ["README.md", "deploy/docs/synthesis.md", "deploy/docs/private.md"])
 def test_every_command_of_the_agent_that_a_document_shows_is_one(document: str) -> None:
     blocks = re.findall(r"```(?:sh)?\n(.*?)```", (ROOT / document).read_text(), flags=re.S)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("lazaret-agent ")]
@@ -97,6 +98,10 @@ def test_every_file_and_folder_that_the_documents_name_exists() -> None:
             r"`((?:agent|coordinator|policies|protos|tests|deploy)/[\w/.-]+)`", document.read_text()
         ):
             assert (ROOT / name).exists(), f"{document.name}: {name}"
+
+
+def test_the_files_whose_tests_begin_first_exist() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_every_test_that_the_table_of_pitfalls_names_exists() -> None:

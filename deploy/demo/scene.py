@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from agent.mechanisms.federated import Federated
 from agent.nouns import Cohort, Image, Patient
 from agent.phantoms import digits, scanners
-from deploy.demo import eyes, pacs
+from deploy.demo import eyes, letters, pacs
 from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
@@ -125,13 +125,14 @@ class Scene:
         """The steps, in order: a title and what to do."""
         yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
         if self.scale.training:
-            yield "networks learn from public pictures of eyes: generator, encoder, two recognisers", self.networks
+            yield "networks learn from public pictures: of eyes, and of printed letters", self.networks
         yield "keys are born where they are used; two persons may approve; the ledger begins", self.found
         yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
         yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
         yield "k-anonymous synthetic sets: price, cluster, average, seal, verdict", self.synthetic
         if self.scale.training:
             yield "an eye clinic: k-SALSA and AnonFACES, from DICOM to a verdict", self.eyes
+            yield "a set under differential privacy: PrivImage, from price to a verdict", self.private
         yield "federated rounds with patient-level DP-SGD", self.federate
         yield "accuracy on held-out digits, beside the non-private twin", self.evaluate
         yield "report, ledger export, offline verification", self.report
@@ -226,7 +227,10 @@ class Scene:
         """Train what the eye clinic's releases are made with, on pictures of other people."""
         self.vouched = eyes.train(self.work, self.scale.training, self.run, say)
         steps = f"{self.scale.training} steps or so each"
-        return f"{len(self.vouched)} networks, {steps}, on phantoms of {eyes.PUBLIC} people"
+        told = f"{len(self.vouched)} networks, {steps}, on phantoms of {eyes.PUBLIC} people"
+        say("what printed letters look like")
+        self.vouched += letters.train(self.work, self.agent, self.run)
+        return f"{told}\n{letters.CLUSTERS} clusters of printed letters, for the semantic query"
 
     def eyes(self, say: Say) -> str:
         """One k-anonymous set by each of the two papers; no patient is in both."""
@@ -240,6 +244,20 @@ class Scene:
             said = f"admitted, level {answer['level']}" if answer["admitted"] else f"refused: {rules}"
             lines.append(f"{mechanism}: {said}")
         return "\n".join(lines)
+
+    def private(self, say: Say) -> str:
+        """One set of all digits as one class: a histogram and DP-SGD under one price."""
+        say("histogram, selection, pre-training, fine-tuning")
+        config = letters.configure(self.work, max(PUBLIC_PATIENTS, self.scale.patients), self.scale.training)
+        words = ["release", "privimage", "--config", str(config), "--json"]
+        answer = json.loads(self.run(self.agent(letters.SITE, *words), may_refuse=True))
+        rules = ", ".join(finding["rule"] for finding in answer["findings"])
+        if not answer["admitted"]:
+            return f"refused: {rules}"
+        return (
+            f"admitted, level {answer['level']}: epsilon {answer['epsilon']:.2f} at delta {answer['delta']} in the "
+            f"ledger, per patient; {answer['epsilon_by_loss_distributions']:.2f} by loss distributions"
+        )
 
     def found(self, say: Say) -> str:
         """Make the coordinator's and the sites' directories, and appoint the two who approve."""
@@ -461,6 +479,7 @@ class Scene:
         """``summary.json``: sites, counts, releases with verdicts, accuracy, seconds."""
         ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
         asked = {"federated": claim_json(self.mechanism.claim())}
+        asked["privimage"] = claim_json(letters.claim(self.scale.training))
         asked |= dict.fromkeys(("ksame", "ksalsa", "anonfaces"), claim_json(KAnonymous(K, L, 1)))
         orders = {a["account"]: (a["order"], a["delta"]) for a in ledger["accounts"]}
         return {

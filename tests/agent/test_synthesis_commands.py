@@ -31,20 +31,23 @@ from agent.deidentify.record import Record
 from agent.edges import projects
 from agent.edges.vault import Vault
 from agent.mechanisms import AnonFaces, KSalsa
-from agent.nets.features import FEATURES, RandomFeatures, features_from
+from agent.nets.features import FEATURES, RandomFeatures, features_bytes, features_from
 from agent.nets.restyle import encoder_from, fingerprint
+from agent.nets.semantics import semantics_from
 from agent.nets.siamese import recogniser_from
 from agent.nets.stylegan import PRESETS, generator_from
+from agent.nets.trunk import Trunk, TrunkArchitecture
 from agent.nouns import CohortTooSmall, Selection
 from agent.nouns import Image as Picture
 from agent.phantoms.fundus import fundus_patients, write_aptos, write_eyepacs
 from agent.pipeline import release_synthetic
-from agent.reproduce import anonfaces, ksalsa
+from agent.reproduce import anonfaces, ksalsa, privimage, sources
 from agent.reproduce.datasets import LOADERS
 from agent.reproduce.experiment import PRESETS as EXPERIMENTS
 from agent.reproduce.experiment import Settings
 from agent.stages.align import Alignment
 from agent.stages.mix import Mixing
+from agent.training.loop import seeded
 from policies.entries import Admitted
 from policies.statement import PAYLOAD_TYPE, Release, parse
 from protos.artifact import unpack_images
@@ -223,9 +226,12 @@ def test_pictures_that_cannot_be_used_are_counted_and_said(typed: Typed, eyes: P
     for path in sorted((eyes / "pictures").iterdir())[:4]:
         (tmp_path / "pictures" / path.name).write_bytes(path.read_bytes())
     Image.new("RGB", (31, 99)).save(tmp_path / "pictures" / "small.png")
+    y, x = np.mgrid[:40, :40] - 19.5  # a bright disc of 20 pixels in a dark picture of 40
+    Image.fromarray((255 * (x**2 + y**2 < 100)).astype(np.uint8)).save(tmp_path / "pictures" / "spot.png")
     (tmp_path / "pictures" / "broken.png").write_bytes(b"x")
     said = typed(*words("features", tmp_path, tmp_path / "f", "--steps", 1))
-    assert "2 passed over: not readable, or smaller than 32 pixels a side" in said.out
+    told = "3 passed over: not readable, or smaller than 32 pixels a side once their dark border is cut"
+    assert told in said.out
     assert "on 4 pictures" in said.out
 
 
@@ -315,6 +321,86 @@ def test_an_encoder_of_a_published_generator_needs_the_digest_that_its_authors_t
     assert (missing.status, "gone.safetensors" in missing.err) == (1, True)
     wrong = typed(*order[:-1], eyes / "who.csv")
     assert (wrong.status, "not safetensors" in wrong.err) == (1, True)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty pictures of bright and of dark noise, in two folders, and the list of what each is."""
+    folder, rng = tmp_path_factory.mktemp("shapes"), np.random.default_rng(0)
+    rows = [("file", "label")]
+    for number in range(60):
+        name = ("dark", "bright")[number % 2]
+        (folder / "pictures" / name).mkdir(parents=True, exist_ok=True)
+        pixels = (rng.random((8, 8)) * 90 + 150 * (number % 2)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "pictures" / name / f"{number}.png")
+        rows.append((f"{name}/{number}.png", name))
+    with (folder / "labels.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows(rows)
+    return folder
+
+
+def queried(folder: Path, out: Path, *more: object) -> list[object]:
+    return [*words("semantics", folder, out), "--side", 8, "--grey", *more]
+
+
+def test_semantics_are_learned_from_a_list_or_from_folders_and_what_they_reach_is_said(
+    typed: Typed, shapes: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "semantics.safetensors"
+    said = typed(*queried(shapes, tmp_path, "--labels", shapes / "labels.csv", "--steps", 40))
+    assert said.status == 0, said.err
+    assert f"{file}: trained, on 60 pictures in 40 steps" in said.out
+    told = (
+        r"of pictures it never saw it names 1.000 \[0.\d+, 1.000\] rightly, of 2 labels; the commonest label alone "
+    )
+    assert re.search(told, said.out), said.out
+    assert digest(file) in said.out.splitlines()
+    found = semantics_from(file.read_bytes())
+    assert (found.bins, found.shape) == (("bright", "dark"), (8, 8))
+    said = typed(*queried(shapes, tmp_path, "--labels", "folders", "--steps", 40, "--json"))
+    assert (said.status, said.line["trained"], said.line["sha256"]) == (0, False, digest(file))
+    assert said.line["accuracy"]["value"] == 1.0
+
+
+def test_semantics_that_learned_nothing_are_said_to_guess(typed: Typed, shapes: Path, tmp_path: Path) -> None:
+    rows = ["file,label", *(f"{('dark', 'bright')[n % 2]}/{n}.png,{'abc'[n % 7 % 3]}" for n in range(60))]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    said = typed(*queried(shapes, tmp_path / "out", "--labels", tmp_path / "labels.csv", "--steps", 1))
+    assert (said.status, "no more than guessing" in said.out) == (0, True), said.out + said.err
+
+
+def test_without_labels_semantics_are_clusters_of_features(typed: Typed, shapes: Path, tmp_path: Path) -> None:
+    said = typed(*queried(shapes, tmp_path / "random", "--clusters", 2, "--json"))
+    assert said.status == 0, said.err
+    assert (sum(said.line["sizes"]), min(said.line["sizes"]) > 20, said.line["trained"]) == (60, True, True)
+    with seeded(0):
+        raw = features_bytes("made", Trunk(TrunkArchitecture(16, 1, 8, 2)), {})
+    (tmp_path / "features.safetensors").write_bytes(raw)
+    more = ("--clusters", 3, "--features", tmp_path / "features.safetensors")
+    said = typed(*queried(shapes, tmp_path / "learned", *more))
+    assert said.status == 0, said.err
+    assert re.search(r"3 clusters of \d+ to \d+ pictures", said.out)
+    assert semantics_from((tmp_path / "learned" / "semantics.safetensors").read_bytes()).bins[2] == "cluster-2"
+
+
+def test_an_order_for_semantics_that_cannot_be_done_is_a_sentence(typed: Typed, shapes: Path, tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("file,label\ndark/0.png,a\nbright/1.png,b\ndark/2.png,b\n")
+    for more, told in (
+        (("--labels", "folders", "--features", "x"), "--features are for --clusters"),
+        (("--clusters", 1), "--clusters: 2 or more"),
+        (("--clusters", 61), "do not make 61 clusters"),
+        (("--clusters", 2, "--features", shapes / "labels.csv"), "not safetensors"),
+        (("--clusters", 2, "--features", shapes / "q"), "--features: there is no such file: q"),
+        (("--labels", tmp_path / "labels.csv"), "1 have fewer: a"),
+        (("--labels", tmp_path / "gone.csv"), "gone.csv cannot be read"),
+    ):
+        said = typed(*queried(shapes, tmp_path / "out", *more, "--steps", 1))
+        assert (said.status, told in said.err) == (1, True), said.err
+        assert not list(tmp_path.rglob("semantics.safetensors"))
+    for wrong in ((), ("--labels", "folders", "--clusters", "2"), ("--clusters", "0")):
+        with pytest.raises(SystemExit) as caught:
+            main([str(word) for word in queried(shapes, tmp_path, *wrong)])
+        assert caught.value.code == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
@@ -423,8 +509,11 @@ def test_every_layout_is_known_by_its_own_list(tmp_path: Path) -> None:
     people = fundus_patients(2, np.random.default_rng(0), 32)
     write_aptos(tmp_path / "aptos", people)
     write_eyepacs(tmp_path / "eyepacs", people)
-    for name in ("celeba", "celeba/list", "celeba2", "rafd"):
+    for name in ("celeba", "celeba/list", "celeba2", "rafd", "cifar10", "camelyon17", "imagenet"):
         (tmp_path / name).mkdir()
+    (tmp_path / "cifar10" / "cifar-10-batches-bin").mkdir()
+    (tmp_path / "camelyon17" / "metadata.csv").write_text("")
+    (tmp_path / "imagenet" / "n01440764").mkdir()
     (tmp_path / "celeba" / "list" / "identity_CelebA.txt").write_text("")
     (tmp_path / "celeba2" / "identity_CelebA.txt").write_text("")
     (tmp_path / "rafd" / "Rafd090_01_Caucasian_female_angry_frontal.jpg").write_bytes(b"")
@@ -434,8 +523,9 @@ def test_every_layout_is_known_by_its_own_list(tmp_path: Path) -> None:
 
 def test_what_the_parser_offers_is_what_there_is() -> None:
     """The parser needs no torch, so it has the names twice."""
-    assert set(synthesis_parser.EXPERIMENTS) == {*ksalsa.TABLES, *anonfaces.TABLES}
+    assert set(synthesis_parser.EXPERIMENTS) == {*ksalsa.TABLES, *anonfaces.TABLES, *privimage.TABLES}
     assert tuple(LOADERS) == synthesis_parser.LAYOUTS
+    assert sources.DIGITS == synthesis_parser.DIGITS
     assert tuple(PRESETS) == synthesis_parser.SIZES
     assert {*synthesis_parser.KINDS, "random"} == set(FEATURES)
     assert set(synthesis_parser.NETWORKS) == set(synthesis_commands._TRAINERS)

@@ -69,6 +69,20 @@ def test_three_sets_and_every_round_are_admitted_and_the_poor_site_is_refused(de
     assert (refused["site"], refused["mechanism"], refused["findings"]) == ("site-c", "federated", ["budget"])
 
 
+def test_a_set_under_differential_privacy_goes_from_the_cohort_to_a_verdict_at_level_a(demo: Demo) -> None:
+    (release,) = [r for r in summary(demo)["releases"] if r["mechanism"] == "privimage"]
+    assert (release["site"], release["verdict"], release["claim_level"]) == ("site-a", "admitted", "A")
+    kinds = [part["kind"] for part in release["claim"]["parts"]]
+    assert kinds == ["gaussian-query", "subsampled-gaussian"]
+    statement = json.loads(
+        base64.b64decode(json.loads((demo.out / "releases" / release["id"] / "envelope.json").read_text())["payload"])
+    )
+    declared = statement["predicate"]["epsilon_nano"] / 1e9
+    assert 0 < release["epsilon"] == pytest.approx(declared, rel=1e-6), "one number, declared and recomputed"
+    images, labels = unpack_images((demo.out / "releases" / release["id"] / "images.tar").read_bytes())
+    assert (images.shape, set(labels)) == ((200, 8, 8), {"digit"})
+
+
 def test_the_books_balance_and_the_poor_site_spent_nothing(demo: Demo) -> None:
     accounts = {a["account"]: a for a in summary(demo)["ledger"]["accounts"]}
     for site in ("site-a", "site-b"):

@@ -1,0 +1,90 @@
+"""The first hospital's set under differential privacy: PrivImage, with rendered letters as its public pictures.
+
+The letters were written by fonts, not by persons, so nobody's patient is among them. The hospital has few patients:
+its ten classes are pooled into one, since the noise of a histogram with ten rows would drown each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from PIL import Image
+
+from agent.edges.pictures import read_pictures
+from agent.mechanisms.privimage import PublicPictures
+from agent.phantoms import writing
+from policies.claims import Composed, GaussianQuery, SubsampledGaussian
+
+SITE: Final = "site-a"
+SIDE: Final = 8  # the digits were scanned at 8 x 8
+EACH: Final = 40  # pictures of each character
+CLUSTERS: Final = 6  # semantics: no label is asked for
+NOISE: Final = 2.0  # on each bin, in votes
+RATE: Final = 0.25
+MULTIPLIER: Final = 3.5  # for up to 60 steps
+CONFIG: Final = """mechanism = "privimage"
+classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+pooled = "digit"
+
+[cohort]
+modality = "OT"
+
+[privacy]
+noise_multiplier = {multiplier}   # with the histogram's below, epsilon 3.5 or less by loss distributions
+steps = {steps}
+sampling_rate = {rate}
+public_patients = {patients}
+images_per_patient = 2
+
+[semantics]
+file = "semantics.safetensors"
+keep = 2
+noise = {noise}
+
+[public]
+pictures = "../letters"
+
+[model]
+preset = "tiny8"
+pretraining_steps = {pretraining}
+
+[synthetic]
+pictures = 200
+"""
+
+
+def train(work: Path, agent: Callable[..., list[str]], run: Callable[[list[str]], str]) -> tuple[str, str]:
+    """Write the public pictures, and cluster them; the two SHA-256 for which the site vouches."""
+    folder = work / "letters"
+    folder.mkdir(parents=True)
+    images, _, _ = writing.glyphs(EACH, SIDE, np.random.default_rng(1))
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(folder / f"{number:05d}.png")
+    out = work / "networks" / "semantics"
+    words = ["train", "semantics", "--pictures", str(folder), "--clusters", str(CLUSTERS), "--side", str(SIDE)]
+    told = json.loads(run(agent(SITE, *words, "--grey", "--out", str(out), "--json")))
+    (work / "networks" / "semantics.safetensors").write_bytes((out / told["file"]).read_bytes())
+    pictures, _ = read_pictures(folder, SIDE, grey=True)
+    return str(told["sha256"]), PublicPictures(pictures, np.zeros(len(pictures), np.int64)).sha256
+
+
+def claim(steps: int) -> Composed:
+    """What the release promises."""
+    return Composed((GaussianQuery(NOISE, 1, 1), SubsampledGaussian(RATE, MULTIPLIER, _private(steps))))
+
+
+def configure(work: Path, patients: int, steps: int) -> Path:
+    """The release's configuration, beside its query function; ``steps`` are those of the pre-training."""
+    path = work / "networks" / "privimage.toml"
+    numbers = {"multiplier": MULTIPLIER, "rate": RATE, "noise": NOISE, "steps": _private(steps)}
+    path.write_text(CONFIG.format(patients=patients, pretraining=steps, **numbers))
+    return path
+
+
+def _private(steps: int) -> int:
+    """Noisy steps beside so many public ones."""
+    return min(60, max(12, steps // 5))
