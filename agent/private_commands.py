@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from agent import commands
@@ -68,9 +69,9 @@ def release(arguments: argparse.Namespace) -> int:
             return commands.print_waiting(desk, waiting, arguments.json)
         release = goods.release.release if goods else ""
         desk.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
-        if arguments.out is not None and goods is not None and verdict.admitted:
-            write_whole(arguments.out, goods.clear or goods.artifact)  # it has left: here it is no secret either
         _print(arguments, name, goods, verdict)
+        if arguments.out is not None and goods is not None and verdict.admitted:
+            _write(arguments.out, goods.clear or goods.artifact)
         return 0 if verdict.admitted else 1
 
 
@@ -108,6 +109,18 @@ def _wrapping(arguments: argparse.Namespace, desk: Desk, mechanism: Private) -> 
         told = f"{pictures} pictures of this size may take more than the policy's max_artifact_bytes"
         raise BadOrder(f"{told}, {policy.max_artifact_bytes}: {fitting} would fit; {change}")
     return wrapping
+
+
+def _write(path: Path, data: bytes) -> None:
+    """What has left is no secret here either. The verdict was told before: it stands, whatever the disk does.
+
+    Raises:
+        BadOrder: the disk does not take it.
+    """
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise BadOrder(f"{path.name}: {error.strerror}; the set has left all the same") from None
 
 
 def _both(desk: Desk, mechanism: Private) -> str:

@@ -286,8 +286,7 @@ def _public(
     side, grey = config.architecture.side, config.architecture.channels == 1
     images, names = read_pictures(shelf.folder / table.pictures, side, grey)
     if not table.labels:
-        unit = images.astype(np.float32) / np.float32(255)
-        return PublicPictures(images, semantics.probabilities(unit).argmax(axis=1).astype(np.int64), shelf.vouched)
+        return PublicPictures(images, semantics.most_probable(images), shelf.vouched)
     where = shelf.folder / table.labels if table.labels != "folders" else None
     places, labels = read_labels(where, names)
     unknown = sorted(set(labels) - set(semantics.bins))

@@ -30,7 +30,7 @@ from agent.stages.finetune import PrivateSgd, train_privately
 from agent.stages.generative import GenerativeModel
 from agent.stages.noise import SystemEntropy
 from agent.stages.select import Query, chosen, histogram, refuse_shared, selection
-from agent.training.loop import FilePlace, write_whole
+from agent.training.loop import FilePlace, own_generator, write_whole
 from agent.training.semantics import SemanticsConfig, suited, train_semantics
 from policies.accounting import calibrate, tight_epsilon
 from policies.claims import Gaussian, SubsampledGaussian
@@ -260,7 +260,7 @@ def released(work: PrivateWork, release: Release) -> tuple[Pictures, NDArray[np.
 
     def compute() -> Mapping[str, Pictures]:
         model = _tuned(work, release) if release.tuned else _learnt(work, release)
-        return {"images": model.sample(labels, torch.Generator().manual_seed(release.seed))}
+        return {"images": model.sample(labels, own_generator(release.seed))}
 
     key = f"pictures, {release.key(s)}"
     images: Pictures = work.arrays(key, compute, f"{release.method.name}: {key}")["images"]

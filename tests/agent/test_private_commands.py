@@ -382,3 +382,17 @@ def test_patients_who_may_have_been_trained_on_are_not_looked_at(
     assert not (tmp_path / "page.html").exists()
     with closing(projects.open_vault(ward.home, "main")) as vault:
         assert vault.note("looks") is None, "nobody was looked at"
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_disk_that_does_not_take_the_set_hides_no_verdict(
+    typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(private_commands, "write_whole", full)
+    said = released(typed, ward, tmp_path, "--out", tmp_path / "set.tar")
+    assert (said.status, "admitted at level A" in said.out) == (1, True)
+    assert "the set has left all the same" in " ".join(said.err.split())
+    assert not (tmp_path / "set.tar").exists()
