@@ -28,7 +28,7 @@ class Policy:
     delta: float  # must stay below 1 / patients
     k_min: int  # smallest cluster, in distinct patients
     l_diversity: int  # distinct labels in each released cluster
-    max_releases_per_patient: int  # k-anonymous releases that one patient may be part of, ever (P5)
+    max_releases_per_patient: int  # releases without an epsilon that a patient may be part of, ever (P5)
     max_artifact_bytes: int
     max_reid_rate: float  # largest share of synthetic images that vetting may re-identify, upper confidence bound
     mechanisms: frozenset[str]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final
 
 from policies.accounts import Account, Grant
@@ -17,13 +16,11 @@ from policies.claims import (
     RELATION,
     UNIT,
     Claim,
-    Composed,
     DistributedGaussian,
     Gaussian,
     KAnonymous,
     NoClaim,
     Stepwise,
-    SubsampledGaussian,
     UnsupportedClaim,
     assumption,
 )
@@ -41,6 +38,13 @@ from policies.statement import (
     menu_of,
     release_id,
 )
+from policies.terms import ARTIFACT_TYPES, TERMS, Terms
+
+__all__ = ["ARTIFACT_TYPES", "TERMS", "Terms"]
+# Of planted near-duplicates, the share that the vetting of a release of level C must at least have caught: nothing
+# else stands behind such a release, and a low rate of re-identification says little where vetting misses copies. It
+# is a lower bound: 35 planted copies suffice if all of them are caught (Wilson's 95 % interval then begins at 0.901).
+LEAST_POWER: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,40 +70,6 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What the law knows of a mechanism: the claim it must make, what it releases, which components it names."""
-
-    claim: type[KAnonymous] | type[Gaussian]
-    artifact_type: str  # one of ``ARTIFACT_TYPES``
-    components: frozenset[str]
-    rounds: bool  # made in the rounds of a run, or at once and alone
-
-    @property
-    def kind(self) -> str:
-        """The kind of account that pays for it: ``rdp`` or ``k``; kinds never add (P4)."""
-        return "k" if self.claim is KAnonymous else "rdp"
-
-
-ARTIFACT_TYPES: Final = frozenset({"image-set", "volume-set", "update", "masked-update", "model"})
-TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
-    {
-        "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
-        "ksalsa": Terms(
-            KAnonymous, "image-set", frozenset({"encoder", "generator", "style", "content"}), rounds=False
-        ),
-        "anonfaces": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator", "recogniser"}), rounds=False),
-        "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
-        "federated-masked": Terms(
-            DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
-        ),
-        # a noisy histogram chooses what is pre-trained on, and training with noise follows; or noisy counts and sums
-        "privimage": Terms(Composed, "image-set", frozenset({"semantics", "pretraining"}), rounds=False),
-        "centroids": Terms(Composed, "image-set", frozenset({"encoder", "generator", "codebook"}), rounds=False),
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Standing:
     """What the books say of the one thing under review."""
 
@@ -114,12 +84,12 @@ _BARRED: Final = Finding("revoked", "the site was revoked; it must be enrolled a
 
 
 def price(claim: Claim, account: Account) -> int:
-    """What a claim takes from an account: nano-nats at its order, or one release per patient.
+    """What a claim takes from an account: nano-nats at its order, or, without an epsilon, one release per patient.
 
     Raises:
         UnsupportedClaim: the claim cannot be priced in an account of that kind.
     """
-    if isinstance(claim, KAnonymous) and account.opened.order == 0:
+    if isinstance(claim, KAnonymous | NoClaim) and account.opened.order == 0:
         return 1
     return cost(claim, account.opened.order)
 
@@ -175,8 +145,7 @@ def review_reservation(reservation: Reservation, standing: Standing, policy: Pol
         return Verdict((Finding("malformed", wrong),))
     findings = [*_terms(reservation.mechanism, reservation.claim, policy), *_scope(reservation, policy)]
     findings += [*_provenance(reservation, policy), *_place(reservation)]
-    if assumption(reservation.claim) and "A*" not in policy.levels:
-        findings.append(Finding("level", f"the policy {policy.name} does not admit releases of level A*"))
+    findings += _attainable(reservation.claim, policy)
     account = standing.account
     if standing.grant is not None:
         findings.append(Finding("grant_exists", "a grant of that name was given before"))
@@ -196,6 +165,17 @@ def review_reservation(reservation: Reservation, standing: Standing, policy: Pol
     return Verdict(tuple(findings), amount=amount)
 
 
+def _attainable(claim: Claim, policy: Policy) -> Iterator[Finding]:
+    """A level that follows from the claim alone is asked for before anything is made."""
+    level = "C" if isinstance(claim, NoClaim) else "A*" if assumption(claim) else ""
+    if level and level not in policy.levels:
+        yield _too_weak(level, policy)
+
+
+def _too_weak(level: str, policy: Policy) -> Finding:
+    return Finding("level", f"the policy {policy.name} does not admit releases of level {level}")
+
+
 def account_name(site: str, mechanism: str) -> str:
     """The account that pays for a mechanism; an unknown mechanism has none."""
     terms = TERMS.get(mechanism)
@@ -213,12 +193,12 @@ def review_together(
         left: :func:`room` of every account that they touch, by name.
         least: those that are refused are left out, if so many are granted; fewer, and none is. None: all or none.
     """
-    names = [account_name(r.site, r.mechanism) for r in asked]
+    each = [(account_name(r.site, r.mechanism), r, said) for r, said in zip(asked, alone, strict=True)]
     total, taken, grants = Counter[str](), Counter[str](), set[str]()
-    for name, verdict in zip(names, alone, strict=True):
+    for name, _, verdict in each:
         total[name] += verdict.amount
     out: list[Verdict] = []
-    for name, r, verdict in zip(names, asked, alone, strict=True):
+    for name, r, verdict in each:
         wanted, said = total[name] if least is None else taken[name] + verdict.amount, verdict
         if said.admitted and r.grant in grants:
             said = Verdict((Finding("grant_exists", "the same request names that grant twice"),))
@@ -261,7 +241,7 @@ def _ceiling(account: Account, policy: Policy) -> int:
 
 def _shortage(claim: Claim, account: Account) -> str:
     opened = account.opened
-    if isinstance(claim, KAnonymous):
+    if opened.order == 0:
         return f"every patient may be in {account.limit} release(s), and that is used up"
     share = max(0.0, 100 * account.left / account.limit) if account.limit else 0.0
     wanted = epsilon_nano(claim, float(opened.delta), opened.order) / 1e9
@@ -288,15 +268,16 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
         yield Finding("grant_of_another", "the grant was given for another site, mechanism or run")
         return
     granted, claim = _granted(held.claim), release.claim
-    if isinstance(granted, Stepwise) and isinstance(claim, Stepwise):
+    rounds = TERMS[release.mechanism].rounds  # the review has ended before this if it is unknown
+    if rounds and isinstance(granted, Stepwise) and isinstance(claim, Stepwise):
         covered = replace(granted, steps=claim.steps) == claim and claim.steps <= granted.steps
-    else:  # all of it or nothing: a part of a composed claim is another claim
+    else:  # all of it or nothing: fewer steps, or a part of a composed claim, are another claim
         covered = canonical(claim_json(claim)) == held.claim
     if not covered:
         yield Finding("claim_not_granted", "the claim is not covered by the one that was granted")
     elif not price(claim, account) <= held.amount:
         yield Finding("claim_not_granted", "the claim costs more than was granted")
-    elif not isinstance(claim, Stepwise):
+    elif not rounds:
         if grant.used:
             yield Finding("grant_used", "the grant's one release was made before")
     elif not price(claim, account) > grant.used or not release.round > grant.last_round:
@@ -304,10 +285,10 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
 
 
 def _epsilon(release: Release, account: Account, policy: Policy) -> Iterator[Finding]:
-    """Declared equals recomputed (P11); k-anonymity has no epsilon at all (P4)."""
+    """Declared equals recomputed (P11); k-anonymity and no claim have no epsilon at all (P4)."""
     if not isinstance(release.claim, Gaussian):
         if release.epsilon_nano is not None or release.delta is not None:
-            yield Finding("epsilon_of_k", "a k-anonymous release has no epsilon, and none may be declared")
+            yield Finding("epsilon_of_k", "such a release has no epsilon, and none may be declared")
         return
     if release.delta != account.opened.delta or not float(account.opened.delta) <= policy.delta:
         yield Finding("delta", f"delta must be the account's {account.opened.delta}")
@@ -326,13 +307,16 @@ def _provenance(statement: Reservation | Release, policy: Policy) -> Iterator[Fi
     for component, provenance in sorted(statement.components.items()):
         if provenance not in policy.components:
             yield Finding("provenance", f"the {component} is {provenance}; the policy does not admit that")
+        elif terms is not None and terms.vetted and provenance != "public" and component not in terms.stays:
+            # a policy that admits a teacher, which stays here, admits nothing private that leaves with the rest
+            yield Finding("provenance", f"the {component} of {statement.mechanism} must be public (P6)")
 
 
 def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
     """What the artifact is, and what it was made with."""
     terms = TERMS.get(release.mechanism)
-    if terms is not None and release.artifact_type != terms.artifact_type:
-        yield Finding("artifact_type", f"{release.mechanism} releases {terms.artifact_type}")
+    if terms is not None and release.artifact_type not in terms.artifact_types:
+        yield Finding("artifact_type", f"{release.mechanism} releases {' or '.join(terms.artifact_types)}")
     if release.artifact_type not in policy.artifact_types & ARTIFACT_TYPES:
         yield Finding("artifact_type_not_allowed", f"the policy does not admit {release.artifact_type}")
     if not 0 < release.artifact_bytes <= policy.max_artifact_bytes:
@@ -340,6 +324,8 @@ def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
     yield from _provenance(release, policy)
     if release.vetted_against not in ("nothing", "public", "private"):
         yield Finding("vetting", "vetted_against must be nothing, public or private")
+    elif terms is not None and terms.vetted and release.vetted_against != terms.vetted:
+        yield Finding("vetting", f"{release.mechanism} is vetted against {terms.vetted} images (P7)")
     if release.reader and release.reader not in policy.readers:
         yield Finding("reader", "the policy does not name the reader that the artifact is encrypted to")
     yield from _searched(release)
@@ -355,17 +341,31 @@ def _searched(release: Release) -> Iterator[Finding]:
 
 
 def _vetted(release: Release, level: str, policy: Policy) -> Iterator[Finding]:
-    """A measured re-identification rate is bounded; level C, which promises nothing else, must have one."""
-    if release.reid_rate is None:
-        if level == "C":
-            yield Finding("reid_rate", "a release of level C rests on a measured re-identification rate")
-        return
-    try:
-        rate = decimal(release.reid_rate)
-    except UnsupportedClaim:
-        rate = float("nan")
-    if not 0 <= rate <= policy.max_reid_rate or release.vetted_against == "nothing":
+    """What was measured is bounded; level C, which promises nothing else, must have been measured, at good power."""
+    alone = level == "C"  # nothing else stands behind it
+    least = LEAST_POWER if alone else 0.0
+    rate, power = _figure(release.reid_rate), _figure(release.vetting_power)
+    terms = TERMS.get(release.mechanism)
+    if alone and release.vetted_against == "public" and not (terms and terms.vetted):  # else it was said already
+        yield Finding("vetting", "level C rests on figures of patients: it is vetted against private images")
+    nothing = release.vetted_against == "nothing"
+    if release.reid_rate is None and alone:
+        yield Finding("reid_rate", "a release of level C rests on a measured re-identification rate")
+    elif release.reid_rate is not None and (nothing or not 0 <= rate <= policy.max_reid_rate):
         yield Finding("reid_rate", f"the rate must be measured, and at most {policy.max_reid_rate}")
+    if release.vetting_power is None and alone:
+        yield Finding("vetting_power", "a release of level C states how many of planted copies its vetting caught")
+    elif release.vetting_power is not None and (nothing or not least <= power <= 1):
+        yield Finding("vetting_power", f"the power of the vetting must be measured, and lie in [{least}, 1]")
+
+
+def _figure(text: str | None) -> float:
+    """A number that a site states; NaN when it is none, or below zero, which no comparison lets pass."""
+    try:
+        number = decimal(text)
+        return number if not str(text).startswith("-") else float("nan")
+    except UnsupportedClaim:
+        return float("nan")
 
 
 def level_of(release: Release) -> str:
@@ -391,7 +391,7 @@ def review(release: Release, standing: Standing, policy: Policy) -> Verdict:
     level = level_of(release)
     findings += _vetted(release, level, policy)
     if level not in policy.levels:
-        findings.append(Finding("level", f"the policy {policy.name} does not admit releases of level {level}"))
+        findings.append(_too_weak(level, policy))
     if standing.revoked:
         findings.append(_BARRED)
     if standing.reviewed_before:

@@ -32,6 +32,8 @@ _IDENTIFIERS: Final = frozenset(
 _LINES: Final = re.compile(r"[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*")  # tabs and line ends, as in TOML and PEM
 MENU: Final = re.compile(r"([1-9][0-9]{0,5}(,[1-9][0-9]{0,5}){0,63})?")
 MODALITY: Final = re.compile(r"[A-Z0-9]{1,16}")  # a code string of DICOM PS3.3 C.7.3.1.1.1
+# Fields that statements of before do not have: left out where nothing is said, so that those keep their bytes.
+_LATER: Final = frozenset({"vetting_power"})
 JsonValue = None | bool | int | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -82,12 +84,13 @@ class Release:
     components: Mapping[str, str]  # component -> provenance (P6)
     modality: str
     vetted_against: str  # "nothing" | "public" | "private" (P7)
-    reid_rate: str | None  # decimal text: upper bound on the share re-identified when vetted; None: not measured
+    reid_rate: str | None  # decimal text: upper bound on the share that a verifier which did not vet re-identified
     approvals: Mapping[str, str]  # role -> SHA-256 of the person's sealed approval of this artifact
     reader: (
         str  # SHA-256 of the HPKE public key that the artifact is encrypted to; "": the coordinator may look inside
     )
     menu: str = ""  # every k that was tried on the cohort before one was chosen, "5,8,11"; "": chosen unseen
+    vetting_power: str | None = None  # decimal text: lower bound on the share of planted copies that vetting caught
 
 
 def menu_of(text: str) -> tuple[int, ...]:
@@ -237,6 +240,8 @@ def _predicate(statement: Statement) -> dict[str, JsonValue]:
     out: dict[str, JsonValue] = {}
     for f in fields(statement):
         value = getattr(statement, f.name)
+        if f.name in _LATER and value is None:
+            continue
         if f.name == "claim":
             value = claim_json(value)
         elif isinstance(value, Mapping):
@@ -348,7 +353,7 @@ def parse(raw: bytes) -> Statement:
     if cls is None or not isinstance(predicate, dict):
         raise MalformedStatement("unknown predicate")
     wanted = {f.name: str(f.type) for f in fields(cls)}
-    if set(predicate) != set(wanted):
+    if not set(predicate) <= set(wanted) or not set(wanted) - set(predicate) <= _LATER:
         raise MalformedStatement("predicate: missing or unknown fields")
     statement: Statement = cls(**{name: _field(name, wanted[name], value) for name, value in predicate.items()})
     if encode(statement) != raw:

@@ -115,7 +115,7 @@ def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for
         return f"key {entry.sign_key.hex()[:12]}, policy {entry.policy.hex()[:12]}{by}"
     if isinstance(entry, Opened):
         budget = f"epsilon {entry.epsilon} at delta {entry.delta}, order {entry.order}" if entry.order else ""
-        return budget or f"{entry.limit} k-anonymous release(s) for each patient"
+        return budget or f"{entry.limit} release(s) without an epsilon for each patient"
     if isinstance(entry, Reserved):
         return f"{entry.mechanism}: {_share(entry.amount, entry.account, state)} of {entry.account} held"
     if isinstance(entry, Refused):

@@ -1,9 +1,8 @@
 """``python -m tests.mutation [--module NAME ...] [--list | --sample N] [--json] [--jobs N] [--tests FILE ...]``.
 
-Changes ``policies/accounts.py``, ``ledger.py`` and ``review.py`` one small thing at a time, and demands that the
-tests notice every change, but for the equivalents that are listed with their reason. Exit 0 all killed, 1 a survivor
-or a stale
-equivalent, 2 usage, or tests that fail on the modules as they are.
+Changes ``policies/accounts.py``, ``ledger.py``, ``review.py`` and ``terms.py`` one small thing at a time, and demands
+that the tests notice every change, but for the equivalents that are listed with their reason. Exit 0 all killed, 1 a
+survivor or a stale equivalent, 2 usage, or tests that fail on the modules as they are.
 
 A tool of our own, because the two that exist leave out what matters here. mutmut 3.8 runs on this layout (1,201
 mutants of both modules, 12 a second on two idle cores), but skips every decorated function, so that the formula of
@@ -38,7 +37,12 @@ from tests.mutation.run import ROOT, Outcome, outcomes, prepare, source_of
 TESTS: Final = {  # pure, and the ones that speak of the module first
     "policies.accounts": ("tests/policies/test_fold.py", "tests/policies/test_review_rules.py"),
     "policies.ledger": ("tests/policies/test_fold.py", "tests/policies/test_review_rules.py"),
-    "policies.review": ("tests/policies/test_review_rules.py", "tests/policies/test_review.py"),
+    "policies.review": (
+        "tests/policies/test_distilled.py",
+        "tests/policies/test_review_rules.py",
+        "tests/policies/test_review.py",
+    ),
+    "policies.terms": ("tests/policies/test_distilled.py", "tests/policies/test_review_rules.py"),
 }
 _COPIED: Final = ("policies", "protos", "tests", "pyproject.toml")
 

@@ -21,7 +21,12 @@ EQUIVALENT: Final[Mapping[str, str]] = {
     "statement.round) -> assumption(claim) and (not claim.steps <= statement.round)": (
         "no other claim takes anything for granted; the words are for the type checker"
     ),
+    "review _covered: rounds and isinstance(granted, Stepwise) and isinstance(claim, Stepwise) -> "
+    "rounds and isinstance(granted, Stepwise)": (
+        "what is made in rounds claims nothing else, or the review has ended; the words are for the type checker"
+    ),
     "review _payable: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
+    "review _shortage: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
     "review _ceiling: account.opened.order == 0 -> account.opened.order <= 0": _NEGATIVE,
     "review _payable: sane = False -> pass": "it is false already: the order here is at least 2, not 0",
     "review _granted: return None -> pass": "the same at the end of a function",

@@ -1,6 +1,7 @@
 """The mutation run over the law, in short: a sample is killed, and without the law's tests nothing is.
 
-The long form is ``python -m tests.mutation``: every mutant of ``accounts.py``, ``ledger.py`` and ``review.py``.
+The long form is ``python -m tests.mutation``: every mutant of ``accounts.py``, ``ledger.py``, ``review.py`` and
+``terms.py``.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def test_the_honest_releases_are_admitted() -> None:
         ("unit", {"claim": KAnonymous(5, 2, 1, unit="image")}),
         ("modality", {"modality": "SC"}),
         ("reid_rate", {"vetted_against": "private", "reid_rate": "0.2"}),
+        ("vetting_power", {"vetted_against": "private", "vetting_power": "nan"}),
         ("reid_rate", {"vetted_against": "private", "reid_rate": "nan"}),
         ("reid_rate", {"vetted_against": "private", "reid_rate": "-0.1"}),
         ("reid_rate", {"vetted_against": "nothing", "reid_rate": "0.01"}),

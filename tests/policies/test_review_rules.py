@@ -140,32 +140,40 @@ def test_a_verdict_admits_only_without_a_finding_and_says_nothing_unasked() -> N
 
 def test_the_terms_of_the_mechanisms_are_these() -> None:
     """Design section 4: what a mechanism must claim, may release and has to declare."""
+    images, either, whole = ("image-set",), ("image-set", "model"), {"rounds": False}
+    parts = frozenset({"encoder", "generator"})
+    judges = frozenset({"autoencoder", "verifier", "aligner"})
+    kept = frozenset({"teacher", "verifier", "aligner"})
+    ends = frozenset({"centre", "initial"})
     assert dict(TERMS) == {
-        "ksame": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator"}), rounds=False),
-        "ksalsa": Terms(
-            KAnonymous, "image-set", frozenset({"encoder", "generator", "style", "content"}), rounds=False
-        ),
-        "anonfaces": Terms(KAnonymous, "image-set", frozenset({"encoder", "generator", "recogniser"}), rounds=False),
-        "federated": Terms(SubsampledGaussian, "update", frozenset({"centre", "initial"}), rounds=True),
-        "federated-masked": Terms(
-            DistributedGaussian, "masked-update", frozenset({"centre", "initial"}), rounds=True
-        ),
-        "privimage": Terms(Composed, "image-set", frozenset({"semantics", "pretraining"}), rounds=False),
-        "centroids": Terms(Composed, "image-set", frozenset({"encoder", "generator", "codebook"}), rounds=False),
+        "ksame": Terms(KAnonymous, images, parts, **whole),
+        "ksalsa": Terms(KAnonymous, images, parts | {"style", "content"}, **whole),
+        "anonfaces": Terms(KAnonymous, images, parts | {"recogniser"}, **whole),
+        "federated": Terms(SubsampledGaussian, ("update",), ends, rounds=True),
+        "federated-masked": Terms(DistributedGaussian, ("masked-update",), ends, rounds=True),
+        "privimage": Terms(Composed, images, frozenset({"semantics", "pretraining"}), **whole),
+        "centroids": Terms(Composed, images, parts | {"codebook"}, **whole),
+        "distill": Terms(NoClaim, either, judges | {"teacher"}, vetted="private", stays=kept, **whole),
+        "distill-dp": Terms(SubsampledGaussian, either, judges | {"pretraining"}, vetted="public", **whole),
     }
-    kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces"), "k")
-    kinds |= dict.fromkeys(("federated", "federated-masked", "privimage", "centroids"), "rdp")
+    kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces", "distill"), "k")
+    kinds |= dict.fromkeys(("federated", "federated-masked", "privimage", "centroids", "distill-dp"), "rdp")
     assert {name: terms.kind for name, terms in TERMS.items()} == kinds
     assert {"image-set", "volume-set", "update", "masked-update", "model"} == ARTIFACT_TYPES
     assert [account_name("m", name) for name in ("ksame", "federated-masked", "magic")] == ["m/k", "m/rdp", ""]
-    assert Terms(GaussianQuery, "update", frozenset(), rounds=False).kind == "rdp"
+    assert Terms(GaussianQuery, ("update",), frozenset(), rounds=False).kind == "rdp"
+    assert {name for name, terms in TERMS.items() if not {*terms.artifact_types} <= ARTIFACT_TYPES} == set()
+    assert TERMS["distill"].artifact_type == "image-set", "the usual one is named first"
+    with pytest.raises(FrozenInstanceError):
+        TERMS["ksame"].rounds = True  # type: ignore[misc]
 
 
 def test_a_claim_is_priced_only_in_an_account_of_its_kind() -> None:
     assert price(K5, shelf()) == 1
     assert price(ROUND, purse()) == cost(ROUND, ORDER)
     assert price(QUERY, purse(order=7)) == cost(QUERY, 7)
-    for claim, account in ((K5, purse()), (K5, purse(order=-1)), (NoClaim(), purse()), (NoClaim(), shelf())):
+    assert price(NoClaim(), shelf()) == 1
+    for claim, account in ((K5, purse()), (K5, purse(order=-1)), (NoClaim(), purse()), (NoClaim(), purse(order=-1))):
         with pytest.raises(UnsupportedClaim):
             price(claim, account)
     for claim in (ROUND, QUERY):
@@ -425,13 +433,13 @@ def test_a_synthetic_set_under_another_policy(policy: Policy, found: list[str]) 
         (["epsilon_of_k"], {"epsilon_nano": 0}),
         (["epsilon_of_k"], {"delta": DELTA}),
         (["epsilon_of_k"], {"epsilon_nano": 7, "delta": DELTA}),
-        (["claim_kind", "reid_rate", "level"], {"claim": NoClaim()}),
+        (["claim_kind", "reid_rate", "vetting_power", "level"], {"claim": NoClaim()}),
         (["unit"], {"claim": replace(K5, unit="image")}),
         (["claim_not_granted"], {"claim": replace(K5, k=6)}),
         (["claim_not_granted"], {"claim": replace(K5, k=10)}),
         (["components"], {"components": {"encoder": "public"}}),
         (["components"], {"components": {**K_PARTS, "more": "public"}}),
-        (["components", "provenance", "reid_rate", "level"], {"components": {"decoder": "dp"}}),
+        (["components", "provenance", "reid_rate", "vetting_power", "level"], {"components": {"decoder": "dp"}}),
         (["unknown_mechanism", "account_kind"], {"mechanism": "magic"}),
         (["unknown_mechanism", "run", "account_kind"], {"mechanism": "magic", "run": "run-m"}),
     ],
@@ -456,7 +464,7 @@ def test_a_synthetic_set_with_one_change_has_these_findings_and_no_others(
         (["round"], {"round": 0, "release": release_id("site-m", "g", 0)}),
         ([], {"round": 2, "release": release_id("site-m", "g", 2)}),
         (["run"], {"run": ""}),
-        (["reid_rate", "level"], {"vetted_against": "private"}),
+        (["reid_rate", "vetting_power", "level"], {"vetted_against": "private"}),
         ([], {"vetted_against": "public"}),
         (["claim_kind", "unit"], {"claim": replace(QUERY, unit="image")}),
         (["claim_kind"], {"claim": QUERY}),
@@ -510,6 +518,7 @@ def test_a_finding_says_what_is_asked_and_what_was_found() -> None:
         "components": "the components to declare are encoder, generator",
         "provenance": "the encoder is private; the policy does not admit that",
         "reid_rate": "a release of level C rests on a measured re-identification rate",
+        "vetting_power": "a release of level C states how many of planted copies its vetting caught",
         "level": "the policy internal does not admit releases of level C",
     }
     none = replace(POLICY, mechanisms=frozenset())
@@ -570,9 +579,11 @@ C_PARTS = {"encoder": "private", "generator": "public"}
 
 
 def test_level_c_must_have_been_measured() -> None:
-    assert judged(policy=C_TOO, components=C_PARTS) == ["reid_rate"]
-    assert judged(policy=C_TOO, components=C_PARTS, vetted_against="private", reid_rate="0.1") == []
-    made = replace(MADE, components=C_PARTS, vetted_against="private", reid_rate="0.1")
+    assert judged(policy=C_TOO, components=C_PARTS) == ["reid_rate", "vetting_power"]
+    seen = {"components": C_PARTS, "vetted_against": "private"}
+    assert judged(policy=C_TOO, reid_rate="0.1", **seen) == ["vetting_power"]
+    assert judged(policy=C_TOO, vetting_power="0.9", **seen) == ["reid_rate"]
+    made = replace(MADE, reid_rate="0.1", vetting_power="0.9", **seen)
     assert review(made, STANDING, C_TOO) == Verdict((), "C", 1)
     assert judged(policy=C_TOO) == []  # level B promises k patients instead
 
@@ -715,12 +726,16 @@ def test_several_claims_of_one_release_are_priced_and_admitted_as_one() -> None:
         (["epsilon"], {"epsilon_nano": epsilon_nano(BOTH.parts[1], 4e-6, ORDER)}),
         (["epsilon"], {"epsilon_nano": None}),
         (["delta"], {"delta": None}),
-        (["reid_rate", "level"], {"vetted_against": "private"}),  # P7: compared with patients it is no level A
-        (["level"], {"vetted_against": "private", "reid_rate": "0.01"}),
+        # P7: compared with patients it is no level A
+        (["reid_rate", "vetting_power", "level"], {"vetted_against": "private"}),
+        (["level"], {"vetted_against": "private", "reid_rate": "0.01", "vetting_power": "0.9"}),
         ([], {"vetted_against": "public"}),
-        (["provenance", "reid_rate", "level"], {"components": {"semantics": "public", "pretraining": "dp"}}),
+        (
+            ["provenance", "reid_rate", "vetting_power", "level"],
+            {"components": {"semantics": "public", "pretraining": "dp"}},
+        ),
         (["components"], {"components": {"semantics": "public"}}),
-        (["components", "reid_rate", "level"], {"components": {}}),
+        (["components", "reid_rate", "vetting_power", "level"], {"components": {}}),
         (["artifact_type"], {"artifact_type": "update"}),
         (["run"], {"run": "run-m"}),
         (["round", "release_id"], {"round": 1}),
@@ -784,6 +799,9 @@ def test_several_reservations_are_all_granted_or_none() -> None:
     assert together(10, 4, 6, 8, sites="mnn") == ["together", "budget", "budget"]
     assert together(10, 10, 10, sites="mn") == ["+", "+"]
     assert together(10) == together(10, least=0) == []
+    for least in (None, 0):
+        with pytest.raises(ValueError, match="zip"):
+            review_together([ASKED_DP], [], {"m/rdp": 10}, least)
 
 
 def test_several_reservations_are_granted_without_those_that_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -32,6 +33,7 @@ STATEMENTS = [
     SITE.release("g", run="run-1", round=2, claim=DP, epsilon_nano=6_511_125_604, delta="4e-06"),
     SITE.release("g", reader="1f" * 32),
     SITE.release("g", menu="5,8,11"),
+    SITE.release("g", mechanism="distill", claim=NoClaim(), reid_rate="0.02", vetting_power="0.95"),
     SITE.reservation("grant-3", DistributedGaussian(0.25, 1.8, 3, 4, 3), "federated-masked", "run-1"),
     SITE.reservation("grant-4", BOTH, "privimage"),
     SITE.release("g", mechanism="privimage", claim=BOTH, epsilon_nano=1, delta="4e-06"),
@@ -81,6 +83,7 @@ def _changed(**fields: object) -> bytes:
         {"site": "../etc"}, {"site": ""}, {"release": "A B"}, {"epsilon_nano": "0"}, {"round": None},
         {"components": {"x": 1}}, {"components": []}, {"artifact_sha256": "zz"}, {"extra": 1}, {"vetted_against": 7},
         {"reader": None}, {"reader": "1f"}, {"reader": "1F" * 32}, {"reader": "1f" * 33},
+        {"vetting_power": None}, {"vetting_power": 1}, {"vetting_power": ["0.9"]}, {"vetting_power": "0.9\x00"},
     ],
 )  # fmt: skip
 def test_ill_typed_fields_are_refused(fields: dict[str, object]) -> None:
@@ -132,3 +135,35 @@ def test_a_menu_is_rising_whole_numbers_in_their_shortest_form_and_no_message(me
 def test_a_menu_reads_back() -> None:
     assert menu_of("") == ()
     assert menu_of("5,8,11") == (5, 8, 11)
+
+
+# the form of a release as it was before ``vetting_power``: written down, not encoded here
+BEFORE = (
+    b'{"_type":"https://in-toto.io/Statement/v1","predicate":{"approvals":{},"artifact_bytes":100,"artifact_sha256":"'
+    + b"ab" * 32
+    + b'","artifact_type":"image-set","claim":{"k":5,"kind":"k-anonymous","l_diversity":2,"relation":'
+    b'"add-or-remove-one","releases_per_patient":1,"unit":"patient"},"components":{"encoder":"public","generator":'
+    b'"public"},"delta":null,"epsilon_nano":null,"grant":"grant-1","mechanism":"ksame","menu":"","modality":"OT",'
+    b'"reader":"","reid_rate":null,"release":"release-2e79d9e2","round":0,"run":"","site":"site-a",'
+    b'"vetted_against":"nothing"},"predicateType":"https://lazaret.invalid/attestation/release/v1","subject":'
+    b'[{"digest":{"sha256":"' + b"ab" * 32 + b'"},"name":"artifact"}]}'
+)
+
+
+def test_a_statement_of_before_a_field_was_added_keeps_its_bytes_and_its_meaning() -> None:
+    """Signatures are over bytes: a ledger of yesterday must verify tomorrow."""
+    said = parse(BEFORE)
+    assert encode(said) == BEFORE
+    assert said == replace(SITE.release("grant-1"), release="release-2e79d9e2")  # type: ignore[type-var]
+    assert said.vetting_power is None  # type: ignore[union-attr]
+
+
+def test_a_field_that_says_nothing_is_left_out_and_not_written_as_nothing() -> None:
+    """Else one statement would have two forms."""
+    written = BEFORE.replace(b'"vetted_against":"nothing"}', b'"vetted_against":"nothing","vetting_power":null}')
+    assert written != BEFORE
+    with pytest.raises(MalformedStatement, match="canonical"):
+        parse(written)
+    for field in (b'"menu":"",', b'"reid_rate":null,'):
+        with pytest.raises(MalformedStatement, match="missing"):
+            parse(BEFORE.replace(field, b""))

@@ -25,6 +25,8 @@ COMPONENTS = {
     "federated-masked": {"initial": "public", "centre": "public"},
     "privimage": {"semantics": "public", "pretraining": "public"},
     "centroids": {"encoder": "public", "generator": "public", "codebook": "public"},
+    "distill": {"teacher": "private", "autoencoder": "public", "verifier": "public", "aligner": "public"},
+    "distill-dp": dict.fromkeys(("pretraining", "autoencoder", "verifier", "aligner"), "public"),
 }
 DP = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=1.8, steps=60)
 HISTOGRAM = GaussianQuery(noise=60.0, contribution=1, votes=4)

@@ -1,0 +1,73 @@
+"""What the law knows of each mechanism: what it must claim, may release, has to name and is vetted against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from policies.claims import Composed, DistributedGaussian, Gaussian, KAnonymous, NoClaim, SubsampledGaussian
+
+ARTIFACT_TYPES: Final = frozenset({"image-set", "volume-set", "update", "masked-update", "model"})
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The claim that a mechanism must make, what it releases, which components it names, what it is vetted with."""
+
+    claim: type[KAnonymous] | type[NoClaim] | type[Gaussian]
+    artifact_types: tuple[str, ...]  # of ``ARTIFACT_TYPES``: any one of them; the first is the usual one
+    components: frozenset[str]
+    rounds: bool  # made in the rounds of a run, step by step; or at once and alone, and then granted and used whole
+    vetted: str = ""  # what it must have been vetted against: "public" | "private"; "": whatever it says
+    stays: frozenset[str] = frozenset()  # components of which nothing is in the artifact: a policy may admit them
+
+    @property
+    def artifact_type(self) -> str:
+        """What it usually releases."""
+        return self.artifact_types[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of account that pays for it: ``rdp``, or ``k`` for what has no epsilon; kinds never add (P4).
+
+        What claims nothing has no epsilon either, so it is one release of every patient, like a k-anonymous one: a
+        policy's ``max_releases_per_patient`` caps both together. Neither composes (P5), and two purses would let a
+        patient be in twice as many releases.
+        """
+        return "k" if self.claim in (KAnonymous, NoClaim) else "rdp"
+
+
+_IMAGES: Final = ("image-set",)
+_EITHER: Final = ("image-set", "model")
+_ROUND: Final = frozenset({"centre", "initial"})
+TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
+    {
+        "ksame": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator"}), rounds=False),
+        "ksalsa": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator", "style", "content"}), rounds=False),
+        "anonfaces": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator", "recogniser"}), rounds=False),
+        "federated": Terms(SubsampledGaussian, ("update",), _ROUND, rounds=True),
+        "federated-masked": Terms(DistributedGaussian, ("masked-update",), _ROUND, rounds=True),
+        # a noisy histogram chooses what is pre-trained on, and training with noise follows; or noisy counts and sums
+        "privimage": Terms(Composed, _IMAGES, frozenset({"semantics", "pretraining"}), rounds=False),
+        "centroids": Terms(Composed, _IMAGES, frozenset({"encoder", "generator", "codebook"}), rounds=False),
+        # the teacher saw the patients without noise, and samples that look like one of them were dropped: level C
+        "distill": Terms(
+            NoClaim,
+            _EITHER,
+            frozenset({"teacher", "autoencoder", "verifier", "aligner"}),
+            rounds=False,
+            vetted="private",
+            stays=frozenset({"teacher", "verifier", "aligner"}),
+        ),
+        # the teacher learned with noise, and what follows is post-processing: a look at patients would end that (P7)
+        "distill-dp": Terms(
+            SubsampledGaussian,
+            _EITHER,
+            frozenset({"pretraining", "autoencoder", "verifier", "aligner"}),
+            rounds=False,
+            vetted="public",
+        ),
+    }
+)
