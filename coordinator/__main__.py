@@ -190,10 +190,13 @@ def _add_pool(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> Non
     listing = add(pool, "list", _pool("list"), "what lies on the shelf, and what of it a pool can hold")
     export = add(pool, "export", _pool("export"), "WebDataset shards, a Croissant description and a datasheet")
     average = add(pool, "average", _pool("average"), "merge the models of finished runs")
+    shape = add(pool, "architecture", _pool("architecture"), "show a model file's architecture, and approve it")
     for one in (export, average):
         one.add_argument("out", type=Path, help="a directory that does not exist yet")
-    for one in (listing, export, average):
+    for one in (listing, export, average, shape):
         one.add_argument("--json", action="store_true")
+    shape.add_argument("file", type=Path, help="a model (.safetensors), or an architecture that a site sent (.json)")
+    shape.add_argument("--approve", default="", metavar="NAME", help="admit models of exactly this architecture")
     for name in ("site", "mechanism", "modality", "without"):
         export.add_argument(f"--{name}", action="append", default=[], help="may be repeated")
     export.add_argument("--level", choices=("A", "A*", "B", "C"), default="C", help="the weakest one that is let in")

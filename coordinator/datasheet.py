@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.pool import Budget, Cost, LeftOut, PoolRefused, Source, Worst
-from coordinator.promises import promise
+from coordinator.promises import crowded, evidence, others, promise
 from coordinator.wording import LEVELS, MECHANISMS, count, rounded_up, utc
 from policies.claims import RELATION, UNIT
 from policies.statement import claim_json
@@ -224,7 +224,9 @@ def size_of(shape: tuple[int, ...]) -> str:
 
 def as_plain(value: Source) -> dict[str, Any]:
     """What a sample's JSON says of one of its sources."""
+    weak = {"reid_rate": value.reid_rate, "vetting_power": value.vetting_power} if value.level == "C" else {}
     return {
+        **weak,
         "claim": claim_json(value.claim),
         "k": value.k,
         "level": value.level,
@@ -248,7 +250,8 @@ def readme(report: PoolReport, card: Card) -> str:
         f"{', '.join(map(size_of, report.shapes))}. The weakest claim level is "
         f"**{report.level}**: nothing stronger may be said of the pool as a whole.",
         "",
-        "No image shows a patient; each was made by a mechanism named below, and every promise is the mechanism's.",
+        f"No image {'is meant to show' if report.level == 'C' else 'shows'} a patient; each was made by a mechanism "
+        "named below, and every promise is the mechanism's.",
         "",
         "## Labels",
         "",
@@ -280,6 +283,8 @@ def _part(part: Part) -> list[str]:
         f"- level **{source.level}**, {title}: {meaning}. {plain}",
         f"- claim: {promise(claim_json(source.claim))}",
     ]
+    if source.level == "C":
+        lines.append(f"- {evidence(source.reid_rate, source.vetting_power)}")
     if source.epsilon is not None:
         lines.append(
             f"- epsilon {rounded_up(source.epsilon, 4):g} at delta {source.delta:g} for this release alone, "
@@ -293,6 +298,9 @@ def _part(part: Part) -> list[str]:
 def _words(report: PoolReport) -> list[str]:
     """What the figures mean, for the kinds that are there."""
     kinds = {part.source.kind for part in report.parts}
+    of = sum(part.source.kind == "rdp" for part in report.parts)
+    crowds = sum(crowded(part.source.level, claim_json(part.source.claim)) for part in report.parts)
+    nothing = len(report.parts) - of - crowds
     lines = ["## What the figures mean", ""]
     if "k" in kinds:
         lines += [
@@ -304,10 +312,10 @@ def _words(report: PoolReport) -> list[str]:
             "- **epsilon, delta**: whatever is learned from the release is at most e^epsilon times as likely with a "
             "patient as without, but for a chance of delta. Smaller is stronger; releases add up.",
         ]
-    if "none" in kinds:
-        lines += ["- Some releases promise nothing: attacks were tried, and there is no bound."]
-    of = sum(part.source.kind == "rdp" for part in report.parts)
-    return [*lines, f"- epsilon covers {of} of {len(report.parts)} releases; kinds are never added up.", ""]
+    if nothing:
+        lines += ["- Some releases promise nothing: what was tested stands with each of them, and there is no bound."]
+    covers = f"- epsilon covers {of} of {len(report.parts)} releases"
+    return [*lines, "; ".join(filter(None, (covers, others(crowds, nothing), "kinds are never added up."))), ""]
 
 
 def _budget(budget: Budget) -> list[str]:

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from policies.claims import UNIT, Claim, Gaussian, KAnonymous, NoClaim, UnsupportedClaim
@@ -63,6 +63,8 @@ class Source:
     artifact: str  # SHA-256, hexadecimal
     envelope: str  # likewise
     reader: str  # SHA-256 of the one key that can open it; "": it is not encrypted
+    reid_rate: str | None = None  # decimal texts of its statement, where they were measured: at most so many were
+    vetting_power: str | None = None  # re-identified; so many of planted copies, or more, were caught
 
     @property
     def k(self) -> int | None:
@@ -111,7 +113,8 @@ def source_of(books: Books, release: str, envelope: bytes) -> Source:
         raise PoolRefused(f"{release}: its statement is about something else")
     if said.artifact_sha256 != entry.artifact.hex():
         raise PoolRefused(f"{release}: its statement is about another artifact")
-    return _priced(books, entry, said.modality, said.artifact_type)
+    source = _priced(books, entry, said.modality, said.artifact_type)
+    return replace(source, reid_rate=said.reid_rate, vetting_power=said.vetting_power)
 
 
 def update_of(books: Books, entry: Admitted) -> Source:

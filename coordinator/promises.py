@@ -1,14 +1,59 @@
-"""What a claim promises, in one sentence for a compliance officer; of an unknown one, that nothing is promised."""
+"""What a claim promises, in one sentence for a compliance officer, and what was tested where nothing is promised."""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from coordinator.wording import rounded_down, rounded_up
 from policies.claims import UnsupportedClaim, assumption
-from policies.statement import claim_from
+from policies.statement import Release, claim_from, decimal, menu_of, parse
 
 UNKNOWN: Final = "no promise that this report knows"
+NOTHING: Final = "nothing is promised: what was tested is all that stands behind it"
+UNTESTED: Final = "empirical only: the statement does not say what was measured"
+
+
+def evidence(reid_rate: object, vetting_power: object) -> str:
+    """What stands behind a release of level C: the figures of its statement, rounded to its disadvantage."""
+    try:
+        rate, power = decimal(reid_rate), decimal(vetting_power)
+    except UnsupportedClaim:
+        return UNTESTED
+    if not (0 <= rate <= 1 and 0 <= power <= 1):
+        return UNTESTED
+    return (
+        f"empirical only: at most {rounded_up(100 * rate, 1):g} % (upper end of a 95 % interval) re-identified by an "
+        f"unseen verifier; {rounded_down(100 * power, 1):g} % or more (lower end of one) of planted copies caught"
+    )
+
+
+def crowded(level: str, claim: object) -> bool:
+    """Whether a release is k-anonymous: at level C such a claim is without a guarantee, as everything there."""
+    return level == "B" and isinstance(claim, Mapping) and claim.get("kind") == "k-anonymous"
+
+
+def others(crowds: int, nothing: int) -> str:
+    """The releases without an epsilon, k-anonymous ones and those that promise nothing apart; "" without any."""
+    told = [f"{crowds} {'is' if crowds == 1 else 'are'} k-anonymous"] if crowds else []
+    told += [f"{nothing} {'promises' if nothing == 1 else 'promise'} nothing"] if nothing else []
+    return "; ".join(told)
+
+
+def release_in(envelope: bytes) -> Release | None:
+    """The statement in a sealed envelope, whose signature was verified when it was admitted; None if it has none."""
+    said = parse(base64.b64decode(json.loads(envelope)["payload"])) if envelope else None
+    return said if isinstance(said, Release) else None
+
+
+def figures(said: Release | None) -> dict[str, Any]:
+    """What a statement says beside its claim: every k that was tried, the figures of its vetting; else nothing."""
+    if said is None:
+        return {}
+    facts = {"k_tried": list(menu_of(said.menu)), "reid_rate": said.reid_rate, "vetting_power": said.vetting_power}
+    return {name: fact for name, fact in facts.items() if fact}
 
 
 def promise(claim: object) -> str:
@@ -28,6 +73,8 @@ def promise(claim: object) -> str:
             f"one set of counts, each with Gaussian noise of {claim.get('noise')} votes; a {_unit(claim)} counts as "
             f"at most {claim.get('contribution')} image(s), and an image has at most {claim.get('votes')} vote(s)"
         )
+    if claim == {"kind": "no-claim"}:
+        return NOTHING
     return _composed(claim) if claim.get("kind") == "composed" else UNKNOWN
 
 

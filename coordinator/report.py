@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from coordinator.promises import promise
+from coordinator.promises import crowded, evidence, figures, others, promise, release_in
 from coordinator.wording import (
     KINDS,
     LEVELS,
@@ -102,11 +102,22 @@ def _pictures(archive: Path) -> tuple[NDArray[np.uint8] | None, tuple[str, ...]]
         return None, ()
 
 
+def _as_stated(sealed: Path, facts: _JsonMap) -> bool:
+    """Are the figures of a vetting in a certificate those of the statement whose digest it bears? Or has it none?"""
+    names = ("reid_rate", "vetting_power")
+    if not any(name in facts for name in names):
+        return True
+    if not sealed.exists() or _sha256(sealed) != facts.get("statement_sha256"):
+        return False
+    said = figures(release_in(sealed.read_bytes()))
+    return all(facts.get(name) == said.get(name) for name in names)
+
+
 def views(shelf: Path) -> list[ReleaseView]:
     """The releases in a shelf's directory, by name.
 
     Raises:
-        UnsoundReport: an artifact on disk is not the one in its certificate.
+        UnsoundReport: an artifact on disk is not the one in its certificate, or its figures are not its statement's.
         OSError, ValueError: a certificate or an artifact cannot be read.
     """
     out = []
@@ -115,6 +126,8 @@ def views(shelf: Path) -> list[ReleaseView]:
         there = [path.with_name(name) for name in ARTIFACTS if path.with_name(name).exists()]
         if len(there) != 1 or _sha256(there[0]) != facts["artifact_sha256"]:
             raise UnsoundReport(f"release {path.parent.name}: the artifact is not the one in its certificate")
+        if not _as_stated(path.with_name("envelope.json"), facts):
+            raise UnsoundReport(f"release {path.parent.name}: its certificate has other figures than its statement")
         shown = there[0].name == ARTIFACTS[0]  # not those that are encrypted, nor volumes, nor models
         images, labels = _pictures(there[0]) if shown else (None, ())
         out.append(ReleaseView(path.parent.name, facts, images, labels))
@@ -244,6 +257,7 @@ def _release(view: ReleaseView, ledger: _JsonMap) -> dict[str, Any]:
         "level_title": title,
         "meaning": meaning,
         "level_plain": plain,
+        "tested": evidence(facts.get("reid_rate"), facts.get("vetting_power")) if level == "C" else "",
         "method": MECHANISMS.get(method := str(facts.get("mechanism", "")), method),
         "promise": promise(facts.get("claim")),
         "tried": ", ".join(str(k) for k in facts.get("k_tried") or () if type(k) is int),
@@ -359,6 +373,8 @@ def _headline(ledger: _JsonMap, refusals: Sequence[_JsonMap]) -> dict[str, Any]:
     admitted = [e for e in ledger["entries"] if e["type"] == "admitted"]
     sites = sum(e["type"] == "enrolled" for e in ledger["entries"])
     with_epsilon = sum(e["level"] in ("A", "A*") for e in admitted)  # at another level a Gaussian claim is void (P7)
+    crowds = sum(crowded(e["level"], e["claim"]) for e in admitted)
+    nothing = len(admitted) - with_epsilon - crowds
     refused = sum(not r["given_up"] for r in refusals)
     sentence = f"{count(len(admitted), 'release')} admitted, {refused} refused, {count(sites, 'hospital')}."
     return {
@@ -370,6 +386,9 @@ def _headline(ledger: _JsonMap, refusals: Sequence[_JsonMap]) -> dict[str, Any]:
         "given_up": len(refusals) - refused,
         "sites": sites,
         "with_epsilon": with_epsilon,
+        "crowds": crowds,
+        "nothing": nothing,
+        "others": others(crowds, nothing),
         "open": sum(g["state"] == "held" for g in ledger["grants"]),
     }
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 # What to do, by who has to do it.
 _POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
 _LARGER: Final = "Choose larger groups (or a larger cohort) and ask again; nothing was read for this request."
-_BUDGET: Final = "For training, ask for fewer steps or more noise. Image sets per patient, once used up, stay used."
+_BUDGET: Final = "For training, ask for fewer steps or more noise. Releases per patient, once used up, stay used."
 _AGENT: Final = "Bring the site's agent to the coordinator's version, then make the release again under a new grant."
 _AGAIN: Final = "Ask for a new grant. What the old one held stays spent, and that is on purpose."
 _INQUIRE: Final = "Call the site. If nobody there did this on purpose, treat it as an attack on the link or the key."
@@ -92,8 +92,8 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "Plan one step a round, or let every hospital add the whole noise (honest = 1).",
         ),
         "architecture": (
-            "The model's tensors are not the ones of the approved network: names, shapes, kinds or order.",
-            _AGENT,
+            "The model is not of a network that the coordinator's operator has approved.",
+            "Have its architecture approved (`pool architecture`), then make the release again under a new grant.",
         ),
         "sandbox": (
             "The file could not be examined: its reader was stopped at its limits of time or memory.",
@@ -109,10 +109,17 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "components": ("The list of networks and data that made the release is not complete.", _AGENT),
         "provenance": ("A part that made the release was trained on private data.", "Use a publicly trained part."),
-        "vetting": ("The statement does not say what the release was tested against.", _AGENT),
+        "vetting": (
+            "The release was not tested against the images that its method must be tested against, or does not say.",
+            _AGENT,
+        ),
         "reid_rate": (
             "Too many synthetic images can be matched to a patient, or how many was not measured.",
             "Vet again with stricter settings, or choose larger groups.",
+        ),
+        "vetting_power": (
+            "Too few planted copies of patients' images were caught, or how many was not measured.",
+            "Have a better verifier trained, or one for this kind of image; then make the release again.",
         ),
         "menu": (
             "The group size is none of those that were searched.",
@@ -217,7 +224,8 @@ LEVELS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
         "C": (
             "Tested only",
             "empirical only: tested by attacks, without a guarantee",
-            "The known attacks were tried, at the power stated. Nothing is promised against others.",
+            "One search for likeness to patients, by a second network, and a test of the vetting by planted copies. "
+            "No other attack is asked for, and nothing is promised.",
         ),
     }
 )
@@ -229,6 +237,14 @@ MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
         "anonfaces": "Synthetic images, each mixed from a group of patients and tested by recognisers (AnonFACES)",
         "privimage": "Synthetic images from a generator that was trained on patients with noise (PrivImage)",
         "centroids": "Synthetic images of averages over patients, taken with noise",
+        "distill": (
+            "A model, or its images, that learned from a secret one's images, of which those like a patient's were "
+            "dropped (Privacy Distillation)"
+        ),
+        "distill-dp": (
+            "A model, or its images, that learned from the images of one that was trained on patients with noise "
+            "(Privacy Distillation)"
+        ),
         "federated": "Federated training with noise",
         "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",
     }
@@ -313,6 +329,11 @@ def rounded_up(value: float, places: int) -> float:
     return math.ceil(value * 10.0**places - 1e-6) / 10.0**places
 
 
+def rounded_down(value: float, places: int) -> float:
+    """Rounded down, so that nothing promised looks larger than it is."""
+    return math.floor(value * 10.0**places + 1e-6) / 10.0**places
+
+
 def count(number: int, one: str, many: str = "") -> str:
     """A number with its noun."""
     return f"{number:,} {one if number == 1 else many or one + 's'}".replace(",", " ")
@@ -327,14 +348,14 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
     if account is not None and account["kind"] == "rdp":
         price = f"{rounded_up(100 * hold['amount'] / account['limit'], 1)} % of the epsilon budget"
     elif account is not None:
-        price = f"{count(hold['amount'], 'image set')} per patient"
+        price = f"{count(hold['amount'], 'release')} per patient"
     if kind == "enrolled":
         by = f", approved as {e['serial']}" if e["serial"] else ""
         return site, f"signing key {e['sign_key'][:12]}…, own policy {e['policy'][:12]}…{by}"
     if kind == "opened" and e["order"]:
         return site, f"epsilon {float(e['epsilon']):g} at delta {float(e['delta']):g} per patient, order {e['order']}"
     if kind == "opened":
-        return site, f"{count(e['limit'], 'image set')} per patient, ever"
+        return site, f"{count(e['limit'], 'release')} without an epsilon per patient, ever"
     if kind == "refused":
         return site, f"{' '.join((e['mechanism'] or 'call', e['stage']))}: {', '.join(e['findings'])}"
     if kind in _TOLD:

@@ -1,10 +1,11 @@
 """The strict safetensors profile: a file of tensors whose every byte but the values is known before it is read.
 
-An approved :class:`Architecture` fixes names, types and shapes, and with them the header byte for byte, as
-safetensors' own writer makes it (tensors by falling alignment, then by name; no metadata; padded to 8 bytes). A file
-is accepted when its header is that one, its length is the one that follows, and every real number in it is finite.
-So ``save(load(x)) == x`` holds without a second parser's opinion: duplicate keys, metadata, renamed or additional
-tensors, holes, overlaps and trailing bytes have no place to be. What is parsed of a wrong header serves the reason.
+An approved :class:`Architecture` fixes names, types and shapes, and what the file says of itself
+(:mod:`protos.told`), and with them the header byte for byte, as safetensors' own writer makes it (metadata, then
+tensors by falling alignment and by name; padded to 8 bytes). A file is accepted when its header is that one, its
+length is the one that follows, and every real number in it is finite. So ``save(load(x)) == x`` holds without a
+second parser's opinion: duplicate keys, other metadata, renamed or additional tensors, holes, overlaps and trailing
+bytes have no place to be. What is parsed of a wrong header serves the reason.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos.blocks import BadArtifact, Held, Source, blocks
+from protos.told import KEY, canonical, check_told
 
 # In the order of the format's own type list, which its writer uses for alignment; bytes for each element.
 WIDTHS: Final = {
@@ -93,10 +95,11 @@ class Architecture:
     """What a model's file must hold: these tensors and nothing else, sorted by name.
 
     Raises:
-        BadArtifact: no tensor, too many, two of one name, or too large.
+        BadArtifact: no tensor, too many, two of one name, or too large; or what it says of itself has another form.
     """
 
     tensors: tuple[Tensor, ...]
+    told: str = ""  # what the file says of itself; "": no metadata at all
 
     def __post_init__(self) -> None:
         """Check what the tensors are together."""
@@ -105,11 +108,34 @@ class Architecture:
             raise BadArtifact("an architecture has 1 to 20000 tensors, sorted by name, each once")
         if not self.nbytes <= MAX_BYTES:
             raise BadArtifact("an architecture has at most 2^40 bytes")
+        if self.told:
+            check_told(self.told)
 
     @staticmethod
-    def of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Architecture:
+    def of(tensors: Mapping[str, tuple[str, tuple[int, ...]]], told: str = "") -> Architecture:
         """From name -> (type, shape)."""
-        return Architecture(tuple(sorted(Tensor(name, *tensor) for name, tensor in tensors.items())))
+        return Architecture(tuple(sorted(Tensor(name, *tensor) for name, tensor in tensors.items())), told)
+
+    @staticmethod
+    def shown_by(source: Source) -> Architecture:
+        """The architecture that a file's header shows; whether it is in its one form is :func:`check_weights`'.
+
+        Raises:
+            BadArtifact: the header is not one of plain tensors, or has other metadata.
+        """
+        head = _head(source)[8:]
+        try:
+            listed = json.loads(head, object_pairs_hook=_once)
+            metadata = listed.pop("__metadata__", None)
+            shaped = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in listed.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise BadArtifact("the header is not one of plain tensors") from None
+        if metadata is None:
+            return Architecture.of(shaped)
+        if not isinstance(metadata, dict) or set(metadata) != {KEY}:
+            raise BadArtifact(f"of metadata the header may carry the one text {KEY!r}")
+        check_told(metadata[KEY])
+        return Architecture.of(shaped, metadata[KEY])
 
     @staticmethod
     def parse(raw: bytes | str) -> Architecture:
@@ -121,7 +147,7 @@ class Architecture:
         try:
             value = json.loads(raw)
             shaped = {name: (dtype, tuple(shape)) for name, (dtype, shape) in value["tensors"].items()}
-            found = Architecture.of(shaped)
+            found = Architecture.of(shaped, canonical(value["told"]) if "told" in value else "")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise BadArtifact("not an architecture") from None
         if found.encode() != (raw.encode() if isinstance(raw, str) else raw):
@@ -129,9 +155,10 @@ class Architecture:
         return found
 
     def encode(self) -> bytes:
-        """Canonical JSON: ``{"tensors":{name:[dtype,[shape]],...}}``, sorted, without spaces."""
+        """Canonical JSON: ``{"tensors":{name:[dtype,[shape]],...},"told":{...}}``, the latter where there is any."""
         listed = {t.name: [t.dtype, list(t.shape)] for t in self.tensors}
-        return json.dumps({"tensors": listed}, sort_keys=True, separators=(",", ":")).encode()
+        told = {"told": json.loads(self.told)} if self.told else {}
+        return canonical({"tensors": listed, **told}).encode()
 
     def digest(self) -> str:
         """SHA-256 of :meth:`encode`, hexadecimal: what an approval or a statement names."""
@@ -156,7 +183,8 @@ class Architecture:
             t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
             for t, at in self.placed()
         }
-        text = json.dumps(listed, separators=(",", ":")).encode()
+        metadata = {"__metadata__": {KEY: self.told}} if self.told else {}
+        text = json.dumps({**metadata, **listed}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
@@ -314,8 +342,11 @@ def _difference(text: bytes, architecture: Architecture) -> str:
         return "the header is not JSON"
     if not isinstance(found, dict):
         return "the header is not a JSON object"
-    if "__metadata__" in found:
+    metadata = found.pop("__metadata__", None)
+    if metadata is not None and not architecture.told:
         return "the header carries metadata"
+    if architecture.told and metadata != {KEY: architecture.told}:
+        return "the file says of itself something else than what was approved: kind, config or notes"
     return _other_names(set(found), architecture) or _other_entry(found, architecture)
 
 

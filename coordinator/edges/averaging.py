@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,10 @@ from coordinator.edges.building import building, write
 from coordinator.edges.home import Home
 from coordinator.edges.pooling import as_json, envelope_of
 from coordinator.pool import Books, Budget, PoolRefused, Source, budget, source_of, update_of, weakest
+from coordinator.promises import evidence
 from coordinator.wording import LEVELS
 from protos.blocks import BLOCK, BadArtifact, Opened
-from protos.weights import MAX_HEADER, WIDTHS, Architecture, Tensor, check_weights
+from protos.weights import WIDTHS, Architecture, Tensor, check_weights
 
 MOST: Final = 0.75  # of the weights, for one source
 _MODEL: Final = "model.safetensors"
@@ -45,6 +46,7 @@ class Ingredient:
     sha256: str
     level: str
     sites: tuple[str, ...]
+    tested: str = ""  # at level C: what was measured of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ def average_runs(
         sources, digest = _behind(home, books, name)
         paid += sources
         level, sites = weakest(s.level for s in sources), tuple(sorted({s.site for s in sources}))
-        ingredients.append(Ingredient(name, shares[name], digest, level, sites))
+        measured = evidence(sources[0].reid_rate, sources[0].vetting_power) if level == "C" else ""
+        ingredients.append(Ingredient(name, shares[name], digest, level, sites, measured))
     paths = [home.releases / i.name / _MODEL for i in ingredients]
     if lost := [path.parent.name for path in paths if not path.is_file()]:
         raise PoolRefused(f"{lost[0]}: {_MODEL} is not on the shelf")
@@ -105,7 +108,8 @@ def average_runs(
 def _report(out: Path, done: Averaged, ingredients: Sequence[Ingredient], cost: Budget) -> MergeReport:
     level = weakest(i.level for i in ingredients)
     facts = (done.sha256, done.size, done.tensors, done.architecture)
-    return MergeReport(out.name, *facts, level, LEVELS[level][1], tuple(ingredients), cost, OVERLAP)
+    meaning = LEVELS[level][1] + ("; the merged model itself was not tested" if level == "C" else "")
+    return MergeReport(out.name, *facts, level, meaning, tuple(ingredients), cost, OVERLAP)
 
 
 def shares_of(names: Sequence[str], weights: Sequence[float] | None) -> dict[str, float]:
@@ -173,7 +177,8 @@ def average_models(
     """
     with ExitStack() as stack:
         files = [Opened.of(stack.enter_context(path.open("rb")).fileno()) for path in paths]
-        architecture = _architecture(files[0], paths[0].parent.name)
+        with _named(paths[0].parent.name):
+            architecture = Architecture.shown_by(files[0])
         for done, (path, file) in enumerate(zip(paths, files, strict=True)):
             progress("check", done, len(files))
             with _named(path.parent.name):
@@ -209,20 +214,6 @@ def _named(name: str) -> Iterator[None]:
         yield
     except BadArtifact as error:
         raise PoolRefused(f"{name}: {error}") from None
-
-
-def _architecture(file: Opened, name: str) -> Architecture:
-    """The architecture that the first file shows; whether the file is in its one form is checked with the others."""
-    with _named(name):
-        length = int.from_bytes(file.read(0, 8), "little")
-        if not 2 <= length <= MAX_HEADER:
-            raise BadArtifact("the header's length is out of bounds")
-        try:
-            listed: Any = json.loads(file.read(8, length))
-            shaped = {tensor: (entry["dtype"], tuple(entry["shape"])) for tensor, entry in listed.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise BadArtifact("the header is not one of plain tensors") from None
-        return Architecture.of(shaped)
 
 
 def _side_by_side(files: Sequence[Opened], start: int, count: int) -> Iterator[list[bytes]]:

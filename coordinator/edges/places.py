@@ -43,7 +43,7 @@ class Patience:
 
     def __init__(self) -> None:
         """Nothing is looked after yet."""
-        self._mutex, self._ends = threading.Lock(), dict[Call, float]()
+        self._mutex, self._ends, self._ended = threading.Lock(), dict[Call, float](), set[Call]()
         threading.Thread(target=self._watch, name="patience", daemon=True).start()
 
     @contextlib.contextmanager
@@ -60,6 +60,12 @@ class Patience:
         finally:
             with self._mutex:
                 self._ends.pop(call, None)
+                self._ended.discard(call)
+
+    def ended(self, call: Call) -> bool:
+        """Was it ended here? To its method the stream then looks like one that the peer has finished."""
+        with self._mutex:
+            return call in self._ended
 
     def _watch(self) -> None:
         while True:
@@ -67,5 +73,6 @@ class Patience:
             now = time.monotonic()
             with self._mutex:
                 late = [call for call, end in self._ends.items() if not now < end]
+                self._ended.update(late)
             for call in late:
                 call.cancel()

@@ -1,10 +1,11 @@
-"""What an operator types about pools: list what was admitted, export it for training, merge models."""
+"""What an operator types about pools: list what was admitted, export it, merge models, approve architectures."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,12 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from coordinator.datasheet import Card
+from coordinator.edges.architectures import approve_architecture, architecture_of
 from coordinator.edges.averaging import average_runs
 from coordinator.edges.home import Home
 from coordinator.edges.pooling import Options, as_json, export_pool, list_releases, read_books
 from coordinator.pool import PoolRefused, Wanted
+from coordinator.wording import count
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -86,6 +89,27 @@ def _average(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _architecture(arguments: argparse.Namespace) -> int:
+    """Show the architecture of a model file, or of an architecture's own; and approve it, if that was asked."""
+    a = arguments
+    shown = architecture_of(a.file)
+    if a.json:
+        sys.stdout.write(shown.encode().decode() + "\n")
+    else:
+        told = json.loads(shown.told) if shown.told else {}
+        OUT.print(f"kind: {told.get('kind', 'the file says nothing of itself')}", markup=False)
+        OUT.print(f"configuration: {json.dumps(told.get('config', {}), indent=2)}", markup=False, soft_wrap=True)
+        numbers = count(sum(math.prod(t.shape) for t in shown.tensors), "number")
+        OUT.print(f"{count(len(shown.tensors), 'tensor')}, {numbers}, {count(shown.nbytes, 'byte')}")
+        OUT.print(f"sha256 of the architecture: {shown.digest()}")
+    if not a.approve:
+        ERR.print("nothing was approved; with --approve NAME models of exactly this architecture are admitted")
+        return 0
+    written = approve_architecture(Home(a.home), a.approve, shown)
+    ERR.print(f"approved: {written.name}; to take it back, remove that file", markup=False)
+    return 0
+
+
 def _tell(report: dict[str, Any], as_lines: bool, out: Path) -> None:
     if as_lines:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -98,7 +122,12 @@ def _tell(report: dict[str, Any], as_lines: bool, out: Path) -> None:
         OUT.print(f"  without {left['release']}: {left['why']}", markup=False)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"list": _list, "export": _export, "average": _average}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "export": _export,
+    "average": _average,
+    "architecture": _architecture,
+}
 
 
 def run(name: str, arguments: argparse.Namespace) -> int:

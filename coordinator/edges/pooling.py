@@ -45,7 +45,7 @@ _OTHERS: Final[Mapping[str, tuple[str, str]]] = {
     "artifact.hpke": ("encrypted", "it is encrypted to a reader who is not the coordinator: that reader can pool it"),
     "volumes.tar": ("volumes", "it holds volumes; a pool holds images"),
     "artifact": ("other", "it is neither images nor a model"),
-    "model.safetensors": ("model", "it is a model: see `pool average`"),
+    "model.safetensors": ("model", "it is a model, which stays on the shelf as it is; `pool average` merges several"),
 }
 
 

@@ -7,6 +7,7 @@ Who may call is :class:`coordinator.edges.guard.Guard`'s business, what they dec
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from coordinator.edges.uploads import UploadRefused
 from coordinator.intake import RolledBack, Unwelcome
 from policies.review import Finding, Verdict
 from policies.statement import ID, Release
+from protos.blocks import BadArtifact
 from protos.chunks import CHUNK
 from protos.hpke import BadSealed, check_form
 from protos.v1 import gateway_pb2 as pb
@@ -151,6 +153,8 @@ class Service(GatewayServicer):
         site, accepted = call.peer.site, 0
         with self._places.take(site), self._patience.over(call, UPLOAD_S) as go_on:
             first = next(parts, None)
+            if first is None and self._patience.ended(call):
+                return pb.UploadReply()  # to nobody: a slow line is no offence
             if first is None or first.WhichOneof("part") != "upload":
                 raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the first part names the upload", "bad_upload")
             try:
@@ -338,21 +342,47 @@ class Staged:
 def looked_into(path: Path, release: Release, architectures: Path) -> list[Finding]:
     """What a sandboxed reader says of an artifact; of one for a reader, only whether it has the form of sealed bytes.
 
-    A model is one of the architectures that the operator has put into that folder, each as
-    :meth:`protos.weights.Architecture.encode` writes it: names, shapes and types are theirs, or it is refused.
+    A model is one of the architectures that the operator has put into that folder (`pool architecture`), each as
+    :meth:`protos.weights.Architecture.encode` writes it: names, shapes, types and what the file says of itself are
+    theirs, or it is refused.
     """
     if release.reader:
         return _sealed_form(path, release.reader)
-    expected: list[dict[str, object]] = [{}]
     if release.artifact_type == "model":
-        approved = [Architecture.parse(known.read_bytes()) for known in sorted(architectures.glob("*.json"))]
-        size = path.stat().st_size
-        fitting = [a for a in approved if len(a.header()) + a.nbytes == size]
-        if not fitting:
-            return [Finding("architecture", "no approved architecture has this size")]
-        expected = [{"architecture": a.encode().decode()} for a in fitting]
-    found = [inspect(path, release.artifact_type, one) for one in expected]
-    return [] if any(one.ok for one in found) else [Finding(found[0].rule, found[0].reason)]
+        return _network(path, architectures)
+    found = inspect(path, release.artifact_type, {})
+    return [] if found.ok else [Finding(found.rule, found.reason)]
+
+
+def _network(path: Path, architectures: Path) -> list[Finding]:
+    """A network's file is of an approved architecture, whose header it has byte for byte, and sound."""
+    fitting, unread = _fitting(path.stat().st_size, architectures)
+    if not fitting:
+        damaged = f"; {unread} of the coordinator's files cannot be read" if unread else ""
+        return [Finding("architecture", f"no approved architecture has this size: {_APPROVE}{damaged}")]
+    with path.open("rb") as raw:
+        approved = next((a for a in fitting if os.pread(raw.fileno(), len(a.header()), 0) == a.header()), None)
+    found = inspect(path, "model", {"architecture": (approved or fitting[0]).encode().decode()})
+    if approved is None and found.rule != "sandbox":  # the reason is a difference to one of this size
+        return [Finding("architecture", f"{found.reason}; {_APPROVE}")]
+    return [] if found.ok else [Finding(found.rule, found.reason)]
+
+
+_APPROVE: Final = "the coordinator's operator approves one with `pool architecture`, before a release is made"
+
+
+def _fitting(size: int, architectures: Path) -> tuple[list[Architecture], int]:
+    """The approved architectures whose files have so many bytes; and how many files of the folder are none."""
+    fitting, unread = [], 0
+    for known in sorted(architectures.glob("*.json")):
+        try:
+            approved = Architecture.parse(known.read_bytes().removesuffix(b"\n"))
+        except (BadArtifact, OSError):
+            unread += 1  # what cannot be read approves nothing
+            continue
+        if len(approved.header()) + approved.nbytes == size:
+            fitting.append(approved)
+    return fitting, unread
 
 
 def _sealed_form(path: Path, reader: str) -> list[Finding]:

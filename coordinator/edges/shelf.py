@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -17,12 +16,13 @@ from typing import Any, Final
 from coordinator.edges.disk import flush_directory
 from coordinator.edges.home import write_durably
 from coordinator.edges.uploads import is_open, ready
+from coordinator.promises import evidence, figures, release_in
 from coordinator.wording import LEVELS
 from policies.claims import RELATION, UNIT, assumption
 from policies.entries import Admitted, Opened
 from policies.rdp import NANO, epsilon_nano
 from policies.review import TERMS, Verdict
-from policies.statement import Release, claim_from, load_json, menu_of, parse
+from policies.statement import Release, claim_from, load_json
 from policies.store import Store
 from protos.chunks import CHUNK
 
@@ -76,7 +76,8 @@ class Shelf:
         staged.unlink(missing_ok=True)
 
     def _place(self, staged: Path, entry: Admitted, envelope: bytes) -> None:
-        folder, name = self.root / entry.release, _name(entry)
+        said = release_in(envelope)
+        folder, name = self.root / entry.release, _name(entry, said)
         if _is(folder / name, entry.artifact):  # placed before
             return
         source = self._source(staged, entry)
@@ -89,7 +90,7 @@ class Shelf:
         if name == _NAMES["image-set"]:
             _unfold(part / name, part / "images")
         write_durably(part / "envelope.json", envelope)
-        facts = {**certificate(entry, self.account(entry)), **_searched(envelope)}
+        facts = {**certificate(entry, self.account(entry)), **_measured(entry, said)}
         write_durably(part / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
         if folder.exists():  # not this release, or cut short by a crash: moved aside, never removed
             folder.rename(self.root / f".{entry.release}.{secrets.token_hex(4)}.aside")
@@ -99,7 +100,8 @@ class Shelf:
     def _source(self, staged: Path, entry: Admitted) -> Path | None:
         """The entry's bytes: staged, or on the shelf where the same were released under two grants."""
         twins = self._admitted(entry.site, entry.artifact)
-        places = [staged, *(self.root / twin.release / _name(twin) for twin in twins)]
+        said = {twin.release: release_in(self.store.envelope(twin.envelope) or b"") for twin in twins}
+        places = [staged, *(self.root / twin.release / _name(twin, said[twin.release]) for twin in twins)]
         return next((path for path in places if _is(path, entry.artifact)), None)
 
     def account(self, entry: Admitted) -> Opened:
@@ -133,12 +135,13 @@ class Shelf:
         write_durably(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _name(entry: Admitted) -> str:
-    """What a release's artifact is called on the shelf; its type is its mechanism's, by the law."""
+def _name(entry: Admitted, said: Release | None) -> str:
+    """What a release's artifact is called on the shelf: by its type, which its statement says within the law."""
     if entry.reader:
         return SEALED
     terms = TERMS.get(entry.mechanism)
-    return _NAMES.get(terms.artifact_type, "artifact") if terms else "artifact"
+    kind = said.artifact_type if said else terms.artifact_type if terms else ""
+    return _NAMES.get(kind, "artifact")
 
 
 def _is(path: Path, digest: bytes) -> bool:
@@ -179,13 +182,11 @@ def _unfold(archive: Path, into: Path) -> None:
     os.sync()  # once, where a flush for each image would take a disk's time for each
 
 
-def _searched(envelope: bytes) -> dict[str, Any]:
-    """Which k were tried on the patients before one was chosen, as the site's sealed statement says; else nothing."""
-    if not envelope:
-        return {}
-    statement = parse(base64.b64decode(json.loads(envelope)["payload"]))  # it was verified when it was admitted
-    tried = menu_of(statement.menu) if isinstance(statement, Release) else ()
-    return {"k_tried": list(tried)} if tried else {}
+def _measured(entry: Admitted, said: Release | None) -> dict[str, Any]:
+    """What the site's sealed statement says that its entry does not; at level C both figures in a sentence."""
+    facts = figures(said)
+    weak = {"tested": evidence(facts.get("reid_rate"), facts.get("vetting_power"))} if entry.level == "C" else {}
+    return {**facts, **weak}
 
 
 def certificate(entry: Admitted, opened: Opened) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.promises import UNKNOWN, promise
+from coordinator.promises import NOTHING, UNKNOWN, promise
 from coordinator.wording import MECHANISMS
 from policies.claims import KINDS, Composed, DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
 from policies.review import TERMS
@@ -23,7 +23,8 @@ def test_every_kind_of_claim_but_none_at_all_has_a_sentence_of_its_own() -> None
     assert {type(claim) for claim in claims} == set(KINDS.values()) - {NoClaim}
     told = [promise(claim_json(claim)) for claim in claims]
     assert len({*told, UNKNOWN}) == len(claims) + 1
-    assert promise(claim_json(NoClaim())) == UNKNOWN
+    assert promise(claim_json(NoClaim())) == NOTHING
+    assert promise({"kind": "no-claim", "more": 1}) == UNKNOWN
 
 
 def test_every_mechanism_of_the_law_has_its_words() -> None:

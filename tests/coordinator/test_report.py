@@ -195,7 +195,9 @@ MEASURED: dict[str, Any] = {
 def test_the_headline_counts_what_the_ledger_holds(world: World) -> None:
     page = Page(render(world.ledger(), views(world.shelf.root), MEASURED))
     assert "4 releases admitted, 4 refused, 2 hospitals." in page.text
-    assert "ε covers 3 of 4 releases." in page.text
+    assert "ε covers 3 of 4 releases. Of the others, 1 is k-anonymous." in page.text
+    assert "promise nothing" not in page.text
+    assert "promises nothing" not in page.text
     assert "1 release of one hospital, 3 training updates" in page.text
 
 
@@ -225,6 +227,7 @@ def test_a_budget_is_printed_with_unit_relation_and_order_and_never_looks_fuller
 def test_an_empty_ledger_and_missing_measurements_are_said_to_be_so(tmp_path: Path) -> None:
     page = Page(render(as_json("lazaret/test", []), (), None))
     assert "0 releases admitted, 0 refused, 0 hospitals." in page.text
+    assert "0 of 0 covered by ε no release is without one" in page.text
     for what in ("Accuracy was", "Files were", "Times were"):
         assert f"{what} not measured for this report." in page.text
     assert not list(page.all("polyline"))
