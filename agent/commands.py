@@ -134,6 +134,10 @@ def inspect(arguments: argparse.Namespace) -> int:
         OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
         if draft.menu:
             OUT.print(f"k was chosen from {draft.menu.replace(',', ', ')}, which were tried on the patients")
+        if draft.reid_rate is not None:
+            OUT.print(f"at most {draft.reid_rate} of it were taken for a patient by an unseen verifier")
+        if draft.vetting_power is not None:
+            OUT.print(f"of planted copies, the vetting found {draft.vetting_power} or more")
         OUT.print(
             f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}"
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from agent.measures.evaluation import Asked, Effort, Evaluation, Subject, evaluate
-from agent.mechanisms import Private, PrivImage
+from agent.mechanisms import Centroids, PrivImage
 from agent.nouns import Selection, SyntheticSet
 from agent.site import Site
 
@@ -35,7 +35,7 @@ def held_out(selection: Selection, part: str) -> Selection:
     return replace(selection, part=part)
 
 
-def subject_of(mechanism: Private, made: SyntheticSet) -> Subject:
+def subject_of(mechanism: PrivImage | Centroids, made: SyntheticSet) -> Subject:
     """What is judged, by the configuration that it was made with.
 
     Raises:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
@@ -15,15 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.grants import give_up, if_reachable, price
-from agent.mechanisms import Mechanism, Private, Synthesis
+from agent.mechanisms import Mechanism, Resumable, Synthesis
 from agent.mechanisms.bench import Bench
 from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet, Unreachable
-from agent.released import freeze, kept_clusters, remember, rule_of, searched, together
+from agent.released import freeze, kept_clusters, remember, remember_persons, rule_of, searched, together
 from agent.site import Parcel, Refused, Site, Waiting
 from agent.stages.average import majority
 from agent.stages.cluster import possible
+from agent.stages.distil import Distilled, Review
 from agent.stages.noise import Entropy
-from agent.unfinished import begin, end, going_on, place_of
+from agent.training.loop import OtherRun
+from agent.unfinished import Unfinished, begin, end, going_on, place_of
 from policies.accounting import epsilon_nano
 from policies.claims import Claim, Gaussian
 from policies.entries import InvalidEntry
@@ -59,7 +62,11 @@ def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
 
 def wrapped(site: Site, draft: Release, synthetic: SyntheticSet, wrapping: Wrapping) -> Parcel:
     """A synthetic set as a parcel, sealed to its reader if there is one."""
-    clear = wrapping.pack(synthetic.images, synthetic.labels)
+    return enclosed(site, draft, wrapping.pack(synthetic.images, synthetic.labels), wrapping)
+
+
+def enclosed(site: Site, draft: Release, clear: bytes, wrapping: Wrapping) -> Parcel:
+    """An artifact as a parcel, sealed to its reader if there is one."""
     if wrapping.seal is None:
         return parcel(site, draft, clear)
     return replace(parcel(site, replace(draft, reader=wrapping.reader), wrapping.seal(clear)), clear=clear)
@@ -67,6 +74,7 @@ def wrapped(site: Site, draft: Release, synthetic: SyntheticSet, wrapping: Wrapp
 
 def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim: Claim) -> Release:
     """All but the artifact's digest and the epsilon, which :func:`parcel` fills in."""
+    terms = TERMS[mechanism.name]
     return Release(
         release=release_id(site.name, grant, 0),
         grant=grant,
@@ -74,7 +82,7 @@ def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim:
         run="",
         round=0,
         mechanism=mechanism.name,
-        artifact_type=TERMS[mechanism.name].artifact_type,
+        artifact_type=terms.artifact_type,
         artifact_sha256="0" * 64,
         artifact_bytes=0,
         claim=claim,
@@ -82,7 +90,7 @@ def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim:
         delta=None,
         components=mechanism.components(),
         # synthesis compares every representative with the patients' images, and refuses a copy (P7)
-        vetted_against="private" if isinstance(mechanism, Synthesis) else "nothing",
+        vetted_against=terms.vetted or ("private" if isinstance(mechanism, Synthesis) else "nothing"),
         modality=modality,
         reid_rate=None,
         approvals={},
@@ -184,35 +192,50 @@ def release_synthetic(
         raise
 
 
-def release_private(
-    site: Site, mechanism: Private, selection: Selection, entropy: Entropy, wrapping: Wrapping | None = None
+def release_resumable(
+    site: Site,
+    mechanism: Resumable,
+    selection: Selection,
+    entropy: Entropy,
+    wrapping: Wrapping | None = None,
+    shown: Callable[[Review], None] = lambda _: None,
 ) -> tuple[Parcel, Verdict]:
-    """A synthetic set under differential privacy, from price to verdict.
+    """What takes long to make, from price to verdict: sets under differential privacy, and distillation.
 
     Killed in the middle, or stopped by a full disk, it goes on under the grant that it had (:mod:`agent.unfinished`);
     nothing is spent twice.
-    The set is compared with no patient (P7), and nothing but the set leaves: no loss, figure or size of the cohort.
+    A set with an epsilon is compared with no patient (P7), and nothing but the set leaves: no loss, figure or size of
+    the cohort. What was distilled is ``shown`` to the site's reviewer first; what has no epsilon says how much of it
+    an unseen verifier takes for a patient, and of which power the vetting was.
 
     Raises:
         Refused: the price, or somebody who takes part has opted out since it was begun.
-        Unfinished: another making was interrupted.
+        Unfinished: another making was interrupted; or the pictures of this one's patients have changed meanwhile.
         NotKept: the vault failed; say it again when it can be written.
         Unreachable: no verdict yet.
     """
-    begun = going_on(site, form := private_form(mechanism, selection))
+    begun = going_on(site, form := resumed_as(mechanism, selection))
     grant = begun[0] if begun else price(site, mechanism, selection.modality)
     places = [place_of(name, grant.grant) for name in mechanism.places]
     try:
         site.say("read", "the eligible patients, from the vault")
         cohort = site.vault.cohort(selection)
-        persons = frozenset(patient.pseudonym for patient in cohort.patients) | (begun[1] if begun else frozenset())
+        if begun:  # who came meanwhile is in the next one
+            cohort = Cohort(tuple(patient for patient in cohort.patients if patient.pseudonym in begun[1]))
+        persons = begun[1] if begun else frozenset(patient.pseudonym for patient in cohort.patients)
         still_in(site, persons)  # who opts out of half a training is in the other half for ever
         begin(site, grant.grant, form, persons, places)
         site.say("make", f"{mechanism.name}: {'go on where it was interrupted' if begun else 'from the start'}")
         bench = Bench(lambda name: site.vault.place(place_of(name, grant.grant)), _told(site))
         made = mechanism.run(cohort, entropy, bench)
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
-        goods = wrapped(site, draft, made, wrapping or Wrapping())
+        if isinstance(made, Distilled):
+            shown(made.review)
+            goods = distilled(site, draft, made, wrapping or Wrapping())
+            if goods.release.epsilon_nano is None:
+                remember_persons(site, goods.release.release, persons)
+        else:
+            goods = wrapped(site, draft, made, wrapping or Wrapping())
         still_in(site, persons)
         verdict = depart(site, goods, persons)
     except (Unreachable, Waiting):
@@ -220,6 +243,10 @@ def release_private(
         raise
     except NotKept:
         raise  # no fault of the training's: its grant stays held, and it goes on from its last checkpoint
+    except OtherRun:  # nor is a picture that came or went meanwhile
+        raise Unfinished(
+            "the patients' pictures have changed since it was begun: give it up with --anew; its budget stays spent"
+        ) from None
     except Exception:  # the grant is spent, and nothing of what was drawn stays
         end(site, places)
         with if_reachable():
@@ -229,7 +256,25 @@ def release_private(
     return goods, verdict
 
 
-def private_form(mechanism: Private, selection: Selection) -> str:
+def distilled(site: Site, draft: Release, made: Distilled, wrapping: Wrapping) -> Parcel:
+    """Pictures of the student, or the student itself; with the figures on which a release of level C rests (P7)."""
+    if draft.vetted_against == "private":  # of public references they would be no figures of the patients
+        found, known = made.review.after.high, made.review.power.caught.low
+        draft = replace(draft, reid_rate=_up(found), vetting_power=_down(known))
+    if isinstance(made.made, SyntheticSet):
+        return wrapped(site, draft, made.made, wrapping)
+    return enclosed(site, replace(draft, artifact_type="model"), made.made, wrapping)
+
+
+def _up(share: float) -> str:
+    return repr(math.ceil(share * 10_000) / 10_000)
+
+
+def _down(share: float) -> str:
+    return repr(math.floor(share * 20) / 20)  # coarse: an interval's width would tell how many patients there are
+
+
+def resumed_as(mechanism: Resumable, selection: Selection) -> str:
     """What a making goes on as: whatever is trained, on whatever is public, and the rule that chooses patients."""
     return hashlib.sha256(f"{mechanism.form} {rule_of(selection)}".encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The commands that release under differential privacy: PrivImage, and centroids."""
+"""The commands that release under differential privacy, PrivImage and centroids; and both distillations."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent import commands
+from agent import commands, distill_commands
 from agent.attacks.dp_audit import AuditFailed, gate
 from agent.desk import Desk, open_desk, start_anew
 from agent.edges.centroids import read_centroids
+from agent.edges.distill import read_distill
 from agent.edges.privimage import read_privimage
-from agent.mechanisms import Centroids, Private, PrivImage
+from agent.mechanisms import Centroids, Distill, DistillDp, PrivImage, Resumable
 from agent.nouns import Selection
-from agent.pipeline import Wrapping, release_private
+from agent.pipeline import Wrapping, release_resumable
 from agent.site import Parcel, Refused, Waiting
 from agent.stages.clipping import UnsuitableModel
+from agent.stages.distil import Review
 from agent.stages.finetune import best_engine
 from agent.stages.noise import SystemEntropy
 from agent.stages.select import NothingSelected, SharedPicture, TooFaint
@@ -31,11 +34,20 @@ from policies.review import Verdict
 from protos import hpke
 from protos.shards import Dicom, Png, room
 
-EXPECTED = (AuditFailed, NothingSelected, SharedPicture, TooFaint, Unfinished, UnsuitableModel)
+EXPECTED = (
+    *distill_commands.EXPECTED,
+    *(AuditFailed, NothingSelected, SharedPicture, TooFaint, Unfinished, UnsuitableModel),
+)
+_READERS: dict[str, Any] = {
+    PrivImage.name: read_privimage,
+    Centroids.name: read_centroids,
+    Distill.name: partial(read_distill, name=Distill.name),
+    DistillDp.name: partial(read_distill, name=DistillDp.name),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``release privimage`` and ``release centroids``; what they expect to go wrong becomes a sentence."""
+    """``release privimage``, ``centroids``, ``distill`` or ``distill-dp``; what they expect becomes a sentence."""
     return answered(release, arguments, EXPECTED)
 
 
@@ -44,25 +56,27 @@ def release(arguments: argparse.Namespace) -> int:
     name = arguments.mechanism
     if arguments.out is not None and (arguments.out.exists() or not arguments.out.parent.is_dir()):
         raise BadOrder(f"{arguments.out.name}: name a new file, in a folder that is there")
+    distill_commands.refuse_sheet(arguments)
 
     def say(step: str, detail: str) -> None:
         commands.tell(step, detail, arguments.json)
 
     with open_desk(arguments.home, say, arguments.project) as desk:
         mechanism, selection, told = _read(arguments, desk, say)
+        if arguments.blank is not None:
+            return distill_commands.write_blank(arguments, mechanism)
         arguments.modality = selection.modality
         wrapping = _wrapping(arguments, desk, mechanism)
         for line in (*told, _both(desk, mechanism)):
             say("price", line)
         start_anew(desk)
-        say("audit", "does this machine draw the noise that is claimed?")
-        device = mechanism.model.device if isinstance(mechanism, PrivImage) else "cpu"
-        gate(SystemEntropy(), best_engine(device), device)
+        _audit(mechanism, say)
         if arguments.anew:  # after the audit: on a machine that is not fit to draw noise, nothing is given up either
             abandon(desk.site)
         goods: Parcel | None = None
+        shown = _shown(arguments, mechanism, say)
         try:
-            goods, verdict = release_private(desk.site, mechanism, selection, SystemEntropy(), wrapping)
+            goods, verdict = release_resumable(desk.site, mechanism, selection, SystemEntropy(), wrapping, shown)
         except Refused as refusal:
             verdict = refusal.verdict
         except Waiting as waiting:
@@ -77,19 +91,50 @@ def release(arguments: argparse.Namespace) -> int:
 
 def _read(
     arguments: argparse.Namespace, desk: Desk, say: Callable[[str, str], None]
-) -> tuple[Private, Selection, tuple[str, ...]]:
-    read: Any = read_privimage if arguments.mechanism == PrivImage.name else read_centroids
-    made = read(arguments.config, desk.settings.public_components, say)
+) -> tuple[Resumable, Selection, tuple[str, ...]]:
+    made = _READERS[arguments.mechanism](arguments.config, desk.settings.public_components, say)
     return made.mechanism, made.selection, made.told
 
 
-def _wrapping(arguments: argparse.Namespace, desk: Desk, mechanism: Private) -> Wrapping:
+def _audit(mechanism: Resumable, say: Callable[[str, str], None]) -> None:
+    """Before a release that claims noise.
+
+    Raises:
+        AuditFailed: this machine does not draw it.
+    """
+    if isinstance(mechanism, Distill):
+        return
+    say("audit", "does this machine draw the noise that is claimed?")
+    device = "cpu"
+    if not isinstance(mechanism, Centroids):
+        device = (mechanism.model if isinstance(mechanism, PrivImage) else mechanism.course.model).device
+    gate(SystemEntropy(), best_engine(device), device)
+
+
+def _shown(
+    arguments: argparse.Namespace, mechanism: Resumable, say: Callable[[str, str], None]
+) -> Callable[[Review], None]:
+    """What is done with what the site's reviewer must see, before anything leaves."""
+    show = distill_commands.shown(arguments, isinstance(mechanism, Distill), say)
+
+    def told(review: Review) -> None:
+        show(review)
+        if arguments.json:  # a line of its own: it stands whatever the verdict is, or waits for persons
+            line = {"mechanism": mechanism.name, "review": distill_commands.as_json(review)}
+            sys.stdout.write(json.dumps(line) + "\n")
+
+    return told
+
+
+def _wrapping(arguments: argparse.Namespace, desk: Desk, mechanism: Resumable) -> Wrapping:
     """How the set is written; what the site's policy would refuse of it, whatever it shows, is refused now.
 
     Raises:
         BadOrder: more pictures than an artifact may hold, or a reader whom the policy does not name.
         BadArtifact: the form cannot hold such pictures.
     """
+    if isinstance(mechanism, Distill | DistillDp):
+        distill_commands.refuse_wrapping(arguments, mechanism.course.output)
     wrapping = commands.wrapping(arguments, desk.home.root, colour=len(mechanism.shape) == 3)
     policy = desk.site.books.policy_of(desk.site.name)
     most = policy.max_artifact_bytes
@@ -97,14 +142,18 @@ def _wrapping(arguments: argparse.Namespace, desk: Desk, mechanism: Private) -> 
         if wrapping.reader not in policy.readers:
             raise BadOrder("policy.toml does not name this reader: add the key's fingerprint to its readers")
         most -= hpke.sealed_bytes(most) - most
+    if isinstance(mechanism, Distill | DistillDp) and mechanism.course.output.release == "model":
+        distill_commands.refuse_size(mechanism.course, most)
+        return wrapping
     spacing = (arguments.spacing_um, arguments.spacing_um)
     form = Dicom(arguments.modality, spacing) if arguments.form == "dicom" else Png()
     fitting = room(most, mechanism.shape, form)
     if isinstance(mechanism, Centroids):
         pictures, change = mechanism.codebook.cells, "take a codebook of so many cells"
-    else:
-        assert isinstance(mechanism, PrivImage)
+    elif isinstance(mechanism, PrivImage):
         pictures, change = mechanism.synthetic.pictures, "write so many into [synthetic] pictures"
+    else:
+        pictures, change = mechanism.course.output.pictures, "write so many into [output] pictures"
     if pictures > fitting:
         told = f"{pictures} pictures of this size may take more than the policy's max_artifact_bytes"
         raise BadOrder(f"{told}, {policy.max_artifact_bytes}: {fitting} would fit; {change}")
@@ -123,9 +172,14 @@ def _write(path: Path, data: bytes) -> None:
         raise BadOrder(f"{path.name}: {error.strerror}; the set has left all the same") from None
 
 
-def _both(desk: Desk, mechanism: Private) -> str:
+def _both(desk: Desk, mechanism: Resumable) -> str:
     """What the release costs, by both accountants, before anything is spent: the ledger's is the one that counts."""
     claim = mechanism.claim()
+    if not isinstance(claim, Gaussian):
+        return (
+            "level C: nothing is promised; what stands behind it is measured. It counts as one of the releases "
+            "without an epsilon that the policy's max_releases_per_patient bounds"
+        )
     opened = desk.site.books.account(desk.site.name, claim).opened
     charged = epsilon_nano(claim, float(opened.delta), opened.order) / NANO
     tight = tight_epsilon([claim], float(opened.delta))

@@ -104,6 +104,12 @@ def remember(site: Site, release: str, fresh: Sequence[Frozen], again: Sequence[
     site.vault.write_note(_RECORD, [*(site.vault.note(_RECORD) or []), one])
 
 
+def remember_persons(site: Site, release: str, persons: Iterable[str]) -> None:
+    """Write down whose pictures a release without clusters and without an epsilon was made from, before it leaves."""
+    one = {"release": release, "clusters": [], "again": [], "persons": sorted(persons)}
+    site.vault.write_note(_RECORD, [*(site.vault.note(_RECORD) or []), one])
+
+
 def retire(site: Site, release: str) -> None:
     """No later release shows these representatives again; their patients stay out of others all the same."""
     for one in site.vault.note(_RECORD) or []:
@@ -124,7 +130,8 @@ def keep_only(site: Site, known: Set[str]) -> None:
 def made_of(site: Site, release: str) -> set[str]:
     """Every patient behind a release; nobody, when it is not known."""
     found = [one for one in site.vault.note(_RECORD) or [] if one["release"] == release]
-    return {p for one in found for cluster in (*one["clusters"], *one.get("again", [])) for p in cluster}
+    behind = [[*one["clusters"], *one.get("again", []), one.get("persons", [])] for one in found]
+    return {person for clusters in behind for cluster in clusters for person in cluster}
 
 
 def searched(site: Site, modality: str) -> tuple[int, ...]:

@@ -73,7 +73,6 @@ EXPECTED: Final = (
 )
 _SMALL: Final = 64  # pixels: up to it, an encoder learns in thousands of steps, at a higher rate
 _BATCH: Final = 64  # pictures from which features are learned at once, if there are so many
-_STEPS: Final = {"generator": 25_000, "encoder": 20_000, "features": 2_000, "recogniser": 2_000, "semantics": 2_000}
 
 
 def release(arguments: argparse.Namespace) -> int:
@@ -141,7 +140,7 @@ def there(device: str, instead: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Public:
+class Public:
     """What a network is trained on, and by what it is said how far it is."""
 
     images: NDArray[np.uint8]  # (n, s, s[, 3])
@@ -155,10 +154,23 @@ class _Public:
         return max(1, min(500, self.steps // 20))
 
 
-def train(arguments: argparse.Namespace) -> int:
+Trained = tuple[Path, Mapping[str, Any]]  # the file, and what else there is to say; "said": in words
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of network is trained: for so many steps if none are typed, after a check of what was typed."""
+
+    steps: int
+    check: Callable[[argparse.Namespace], object]
+    make: Callable[[argparse.Namespace, Public, Generator | None], Trained]
+
+
+def train(arguments: argparse.Namespace, kind: Kind | None = None) -> int:
     """Train one network on public pictures, or go on where an earlier call stopped."""
-    generator = _asked(arguments)
-    steps = arguments.steps or _STEPS[arguments.network]
+    kind = kind or KINDS[arguments.network]
+    generator = _asked(arguments, kind)
+    steps = arguments.steps or kind.steps
     found, began = 0, list[int]()
     with shown(arguments.json) as bar:
         reading = bar.add_task("reading", total=None, told="")
@@ -179,15 +191,15 @@ def train(arguments: argparse.Namespace) -> int:
             losses = ", ".join(f"{name} {value:.3g}" for name, value in done.losses.items())
             bar.update(task, completed=done.step, told=losses)
 
-        public = _Public(images, names, steps, say)
+        public = Public(images, names, steps, say)
         with as_sentences():
-            path, more = _TRAINERS[arguments.network](arguments, public, generator)
+            path, more = kind.make(arguments, public, generator)
         bar.update(task, completed=steps)
     told = {"pictures": len(images), "passed_over": found - len(images), "steps": steps, "trained": bool(began)}
     return _trained(arguments, path, {**told, **more})
 
 
-def _asked(arguments: argparse.Namespace) -> Generator | None:
+def _asked(arguments: argparse.Namespace, kind: Kind) -> Generator | None:
     """What was typed can be done, as far as it is known before a picture is read; an encoder's generator.
 
     Raises:
@@ -202,7 +214,7 @@ def _asked(arguments: argparse.Namespace) -> Generator | None:
         arguments.side, arguments.grey = side, grey
         return generator
     try:
-        _CHECKS.get(arguments.network, _trunk)(arguments)
+        kind.check(arguments)
     except ValueError as error:
         raise BadOrder(f"{error}") from None
     return None
@@ -213,6 +225,7 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if arguments.json:
         line = {"network": arguments.network, "file": path.name, "sha256": digest, **more}
+        line.pop("said", None)
         sys.stdout.write(json.dumps(line) + "\n")
         return 0
     if more["passed_over"]:
@@ -229,6 +242,8 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
         OUT.print(f"on people it never saw: {rank}, {rates}", markup=False, soft_wrap=True)
     if "semantics" in more:
         OUT.print(in_words(more), markup=False, soft_wrap=True)
+    if "said" in more:
+        OUT.print(more["said"], markup=False, soft_wrap=True)
     OUT.print("if nobody of the cohort is on them, vouch for it in site.toml's public_components:", soft_wrap=True)
     OUT.print(digest)
     return 0
@@ -255,10 +270,7 @@ def _architecture(arguments: argparse.Namespace) -> Architecture:
     return found.with_channels(1 if arguments.grey else 3)
 
 
-Trained = tuple[Path, Mapping[str, Any]]  # the file, and what else there is to say
-
-
-def _generator(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+def _generator(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
     architecture = _architecture(arguments)
     config = GanConfig(architecture, public.steps, arguments.seed)
     if arguments.device != "cpu":
@@ -268,7 +280,7 @@ def _generator(arguments: argparse.Namespace, public: _Public, _generator: Gener
     return arguments.out / GENERATOR, {}
 
 
-def _encoder(arguments: argparse.Namespace, public: _Public, generator: Generator | None) -> Trained:
+def _encoder(arguments: argparse.Namespace, public: Public, generator: Generator | None) -> Trained:
     assert generator is not None
     pairs = public.steps // 2
     config = InversionConfig(
@@ -289,7 +301,7 @@ def _trunk(arguments: argparse.Namespace) -> TrunkArchitecture:
     return TrunkArchitecture(arguments.side, 1 if arguments.grey else 3)
 
 
-def _features(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+def _features(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
     batch = min(_BATCH, len(public.images))
     config = RepresentationConfig("features", _trunk(arguments), public.steps, batch, seed=arguments.seed)
     config = replace(config, checkpoint_every=public.often)
@@ -302,11 +314,11 @@ def _order(arguments: argparse.Namespace) -> SemanticsOrder:
     return SemanticsOrder(**{one.name: getattr(arguments, one.name) for one in fields(SemanticsOrder)})
 
 
-def _semantics(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+def _semantics(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
     return _order(arguments).make(public.images, public.names, public.steps, arguments.out, public.say)
 
 
-def _recogniser(arguments: argparse.Namespace, public: _Public, _generator: Generator | None) -> Trained:
+def _recogniser(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
     places, whose = read_identities(arguments.identities, public.names)
     name, rate = f"recogniser-{arguments.seed}", arguments.false_match_rate
     config = suited(name, arguments.side, 1 if arguments.grey else 3, public.steps)
@@ -336,18 +348,12 @@ def _needed(whose: NDArray[np.int64], config: RecognitionConfig) -> str:
     )
 
 
-_TRAINERS: Final[dict[str, Callable[[argparse.Namespace, _Public, Generator | None], Trained]]] = {
-    "generator": _generator,
-    "encoder": _encoder,
-    "features": _features,
-    "recogniser": _recogniser,
-    "semantics": _semantics,
-}
-
-
-_CHECKS: Final[dict[str, Callable[[argparse.Namespace], object]]] = {
-    "generator": _architecture,
-    "semantics": _order,
+KINDS: Final[dict[str, Kind]] = {
+    "generator": Kind(25_000, _architecture, _generator),
+    "encoder": Kind(20_000, _drawing, _encoder),
+    "features": Kind(2_000, _trunk, _features),
+    "recogniser": Kind(2_000, _trunk, _recogniser),
+    "semantics": Kind(2_000, _order, _semantics),
 }
 
 

@@ -12,16 +12,20 @@ from agent.edges import home as homes
 
 Add = Callable[..., argparse.ArgumentParser]
 NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
+DISTILLING: Final = ("autoencoder", "verifier", "aligner")  # networks of `release distill`
+AUTOENCODERS: Final = ("tiny16", "tiny32", "coarse32", "small64", "base256", "base512")
 EXPERIMENTS: Final = (
     *("ksalsa-table1", "ksalsa-table2", "ksalsa-table3", "ksalsa-table4", "ksalsa-s5", "ksalsa-s6", "ksalsa-s8"),
     *("anonfaces-fig2", "anonfaces-fig3", "anonfaces-fig9", "anonfaces-fig10", "anonfaces-fig13"),
     *("anonfaces-table1", "anonfaces-fig14", "anonfaces-fig15", "anonfaces-fig16"),
     *("privimage-table2", "privimage-table3", "privimage-fig6", "privimage-fig7"),
+    *("distillation-table1", "distillation-table2", "distillation-fig2", "distillation-fig3"),
 )
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 KINDS: Final = ("learned", "vgg19", "vgg19-unnormalised", "moco", "resnet18", "resnet34", "resnet50", "inception")
-LAYOUTS: Final = ("aptos", "eyepacs", "celeba", "rafd", "cifar10", "camelyon17", "imagenet")
+LAYOUTS: Final = ("aptos", "eyepacs", "celeba", "rafd", "cifar10", "camelyon17", "imagenet", "mimic-cxr")
 DIGITS: Final = "digits"  # a layout of no folder: handwriting that comes along
+PHANTOMS: Final = "phantoms"  # another: made-up radiographs
 
 
 def _act(name: str) -> Callable[[argparse.Namespace], int]:
@@ -49,6 +53,20 @@ def _private(arguments: argparse.Namespace) -> int:
     return private_commands.run(arguments)
 
 
+def _distilling(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.distill_commands`."""
+    from agent import distill_commands  # noqa: PLC0415 - torch takes two seconds
+
+    return distill_commands.run(arguments)
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.draw_command`."""
+    from agent import draw_command  # noqa: PLC0415 - torch takes two seconds
+
+    return draw_command.run(arguments)
+
+
 def _evaluate(arguments: argparse.Namespace) -> int:
     """As :func:`_act`, of :mod:`agent.evaluate_command`."""
     from agent import evaluate_command  # noqa: PLC0415 - torch takes two seconds
@@ -71,14 +89,22 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def add_release(release: Any, add: Add) -> None:
-    """``release`` of ksalsa, anonfaces, privimage and centroids."""
+    """``release`` of ksalsa, anonfaces, privimage, centroids and both distillations."""
     for name, act, text, told in (
         ("ksalsa", _act("release"), "by local style alignment (k-SALSA)", "cohort, clusters, networks"),
         ("anonfaces", _act("release"), "by identity mixing, tested by recognisers (AnonFACES)", "as of ksalsa"),
         ("privimage", _private, "by a model fine-tuned with DP-SGD (PrivImage)", "cohort, privacy, model"),
         ("centroids", _private, "by noisy averages of a public codebook's cells", "cohort, privacy, cells"),
+        ("distill", _private, "or model, vetted against every patient (Privacy Distillation)", "cohort, networks"),
+        (
+            "distill-dp",
+            _private,
+            "or model, by a teacher under DP-SGD, vetted against public pictures",
+            "as of distill",
+        ),
     ):
         kind = "differentially private" if act is _private else "k-anonymous"
+        kind = "vetted, not differentially private" if name == "distill" else kind
         command = add(release, name, act, f"a {kind} synthetic set {text}")
         command.set_defaults(mechanism=name)
         command.add_argument("--config", type=Path, required=True, help=f"TOML: {told}")
@@ -86,6 +112,16 @@ def add_release(release: Any, add: Add) -> None:
             anew = "give up what was interrupted, whatever it was: its budget stays spent"
             command.add_argument("--anew", action="store_true", help=anew)
             command.add_argument("--out", type=Path, help="write what was admitted here too: a new file")
+        command.set_defaults(sheet=None, blank=None)
+        if name.startswith("distill"):
+            sheet = (
+                "write the reviewer's contact sheet here before anything leaves: a new HTML file, for this site only"
+            )
+            command.add_argument("--sheet", type=Path, help=sheet)
+            blank = (
+                "release nothing: write the untrained model here, whose architecture the coordinator approves first"
+            )
+            command.add_argument("--blank", type=Path, help=blank)
         command.add_argument("--form", choices=("png", "dicom"), default="png", help="how the images are written")
         command.add_argument("--spacing-um", type=int, default=1000, help="of DICOM: a pixel's side in micrometres")
         command.add_argument("--reader", type=Path, help="seal it to this reader's public key")
@@ -93,7 +129,7 @@ def add_release(release: Any, add: Add) -> None:
 
 
 def add_commands(commands: Any, add: Add) -> None:
-    """``tune``, ``evaluate``, ``train``, ``audit`` and ``reproduce``."""
+    """``tune``, ``evaluate``, ``train``, ``draw``, ``audit`` and ``reproduce``."""
     tune = add(commands, "tune", _act("tune"), "try several k on the cohort, and show the site what each would cost")
     tune.add_argument("--config", type=Path, required=True, help="as for `release`")
     tune.add_argument("--menu", type=_menu, required=True, help="every k to try, fixed beforehand: 11,15,20")
@@ -106,8 +142,12 @@ def add_commands(commands: Any, add: Add) -> None:
     for name in NETWORKS:
         told = f"train the {name} on public pictures; again: go on where it stopped"
         _add_training(add(train, name, _act("train"), told), name)
+    for name in DISTILLING:
+        told = f"train the {name} of `release distill` on public pictures; again: go on where it stopped"
+        _add_training(add(train, name, _distilling, told), name)
     told = "make a codebook of public pictures, the cells of `release centroids`"
     _add_codebook(add(train, "codebook", _codebook, told))
+    _add_draw(add(commands, "draw", _draw, "draw pictures by a model that `release distill` let go"))
     audit = add(commands, "audit", _audit, "is the noise that is claimed the noise that this machine draws?")
     audit.add_argument("--full", action="store_true", help="also break the training in every known way, and look")
     audit.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -126,14 +166,17 @@ def _add_evaluate(judge: argparse.ArgumentParser) -> None:
 
 def _add_reproduce(again: argparse.ArgumentParser) -> None:
     again.add_argument("experiment", choices=EXPERIMENTS, metavar="EXPERIMENT", help=", ".join(EXPERIMENTS))
-    again.add_argument("--data", type=Path, help="the data set's folder, as it is published; not for --layout digits")
+    again.add_argument(
+        "--data", type=Path, help="the data set's folder, as it is published; not for digits, phantoms"
+    )
     again.add_argument("--public", type=Path, help="of privimage: ImageNet's folder, the public set")
-    again.add_argument("--layout", choices=(*LAYOUTS, DIGITS), help="else the one that the folder has")
+    again.add_argument("--layout", choices=(*LAYOUTS, DIGITS, PHANTOMS), help="else the one that the folder has")
     presets = (
         "cpu32 (else this), cpu64 or paper512, which needs an accelerator; of privimage: digits8, which goes with "
     )
     more = (
-        "--layout digits, or cifar32, celeba32, celeba64, camelyon32, which need an accelerator; else by the layout"
+        "--layout digits, or cifar32, celeba32, celeba64, camelyon32, which need an accelerator; of distillation: "
+        "chest32, chest64 or mimic512, the last two with an accelerator; else by the layout"
     )
     again.add_argument("--preset", default="", help=presets + more)
     again.add_argument("--out", type=Path, required=True, help="what is trained and computed, kept; again: go on")
@@ -175,10 +218,44 @@ def _add_training(command: argparse.ArgumentParser, network: str) -> None:
         which.add_argument("--labels", help='CSV: file,label; or "folders": a picture\'s folder names its label')
         which.add_argument("--clusters", type=_count, help="without labels: so many clusters of features")
         command.add_argument("--features", type=Path, help="of --clusters: a file of `train features`; else random")
+    if network in DISTILLING:
+        _add_distilling(command, network)
     if network == "recogniser":
         command.add_argument("--identities", type=Path, required=True, help="CSV: file,identity")
         rate = "at which the threshold is set; a smaller one needs more people"
         command.add_argument("--false-match-rate", type=_rate, default=0.01, help=rate)
+
+
+def _add_distilling(command: argparse.ArgumentParser, network: str) -> None:
+    who = "CSV: file,identity"
+    if network == "autoencoder":
+        command.add_argument("--preset", default="", help=f"{', '.join(AUTOENCODERS)}; else the one for --side")
+        features = "of the perceptual loss: a file of `train features`, of public pictures; else random ones"
+        command.add_argument("--features", type=Path, help=features)
+    if network == "verifier":
+        command.add_argument("--identities", type=Path, required=True, help=who)
+        second = "the second opinion, which measures and chooses nothing: another seed, split and trunk"
+        command.add_argument("--second", action="store_true", help=second)
+        through = "a file of `train autoencoder`: it also learns what a latent model makes of a picture"
+        command.add_argument("--autoencoder", type=Path, help=through)
+    if network == "aligner":
+        labels = 'CSV: file,label; or "folders": a picture\'s folder names its condition'
+        command.add_argument("--labels", required=True, help=labels)
+        command.add_argument(
+            "--templates", type=Path, help="a text file, a prompt in each line, {} for the condition"
+        )
+        command.add_argument("--identities", type=Path, help=f"{who}; else each picture is another person's")
+
+
+def _add_draw(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(homeless=True)
+    command.add_argument("--model", type=Path, required=True, help="the model's file, as it left")
+    command.add_argument("--count", type=_count, required=True, help="pictures; with all, of each condition")
+    command.add_argument("--condition", required=True, help="what they show, as the model names it; or all")
+    command.add_argument("--out", type=Path, required=True, help="PNG files and labels.csv: a new folder")
+    command.add_argument("--seed", type=_seed, default=0, help="the same seed, the same pictures")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command.add_argument("--json", action="store_true")
 
 
 def _add_codebook(command: argparse.ArgumentParser) -> None:

@@ -37,15 +37,15 @@ print-color-adjust:exact}.wide{overflow:visible}}
 """
 
 
-def whole(title: str, warning: str, parts: Sequence[str]) -> bytes:
-    """The page, UTF-8: ``warning`` in a banner, then the parts, which are HTML already."""
+def whole(title: str, warning: str, parts: Sequence[str], style: str = "") -> bytes:
+    """The page, UTF-8: ``warning`` in a banner, then the parts, which are HTML already. ``style``: the page's own."""
     return "".join(
         [
             "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>",
             f'<meta http-equiv="Content-Security-Policy" content="{_CSP}">',
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
             f"<meta name='referrer' content='no-referrer'><title>{html.escape(title)} — for this site only</title>",
-            f"<style>{_STYLE}</style></head><body>",
+            f"<style>{_STYLE}{style}</style></head><body>",
             f"<p class='banner' role='note'>FOR THIS SITE ONLY. {html.escape(warning)}</p>",
             f"<h1>{html.escape(title)}</h1>",
             *parts,

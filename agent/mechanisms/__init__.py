@@ -7,14 +7,16 @@ conformance suite in ``tests/agent/test_mechanisms.py``, which fails until there
 
 from agent.mechanisms.anonfaces import AnonFaces
 from agent.mechanisms.centroids import Centroids
+from agent.mechanisms.distill import Distill, DistillDp
 from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.mechanisms.ksalsa import KSalsa
 from agent.mechanisms.ksame import KSame
 from agent.mechanisms.privimage import PrivImage
 
 Synthesis = KSame | KSalsa | AnonFaces  # claim: k-anonymous; run(cohort, rng)
-Private = PrivImage | Centroids  # claim: (epsilon, delta)-DP per patient; run(cohort, entropy, bench)
-Mechanism = Synthesis | Private | Federated | FederatedMasked
+Private = PrivImage | Centroids | DistillDp  # claim: (epsilon, delta)-DP per patient
+Resumable = Private | Distill  # run(cohort, entropy, bench): it takes long, and goes on where it was interrupted
+Mechanism = Synthesis | Resumable | Federated | FederatedMasked
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "ksame": KSame,
@@ -22,6 +24,8 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "anonfaces": AnonFaces,
     "privimage": PrivImage,
     "centroids": Centroids,
+    "distill": Distill,  # claim: none; vetted against the patients
+    "distill-dp": DistillDp,  # claim: that of its teacher; vetted against public pictures
     "federated": Federated,  # claim: (epsilon, delta)-DP per patient; run_round(cohort, update, entropy)
     "federated-masked": FederatedMasked,  # claim: the same of the sum alone; run_round gives one site's part of it
 }
@@ -30,6 +34,8 @@ __all__ = [
     "MECHANISMS",
     "AnonFaces",
     "Centroids",
+    "Distill",
+    "DistillDp",
     "Federated",
     "FederatedMasked",
     "KSalsa",
@@ -37,5 +43,6 @@ __all__ = [
     "Mechanism",
     "PrivImage",
     "Private",
+    "Resumable",
     "Synthesis",
 ]

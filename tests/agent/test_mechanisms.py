@@ -21,20 +21,22 @@ from scipy import stats
 from sklearn.datasets import load_digits
 
 import agent
-from agent.mechanisms import MECHANISMS, Mechanism, anonfaces, centroids, federated, ksalsa, ksame, privimage
+from agent.mechanisms import MECHANISMS, Mechanism, anonfaces, centroids, distill, federated, ksalsa, ksame, privimage
 from agent.mechanisms.anonfaces import AnonFaces
 from agent.mechanisms.centroids import Centroids
+from agent.mechanisms.distill import DistillDp
 from agent.mechanisms.federated import BadConfiguration, Federated, FederatedMasked, LinearSoftmax
 from agent.mechanisms.ksalsa import KSalsa
 from agent.mechanisms.ksame import KSame
 from agent.nets.features import RandomFeatures
 from agent.nouns import Cohort, CohortTooSmall, Image, Latents, Patient, SyntheticSet, Update
-from agent.stages import clipping, finetune, noise
+from agent.stages import clipping, distil, finetune, noise
 from agent.stages.align import Alignment
 from agent.stages.augment import Views
 from agent.stages.clipping import looped
 from agent.stages.cluster import partition
 from agent.stages.codebook import codebook_from, codec_digest, fitted
+from agent.stages.distil import Distilled
 from agent.stages.finetune import Box, noisy_part, train_privately
 from agent.stages.gram import Grid
 from agent.stages.invert import Basis, fit_basis
@@ -48,6 +50,8 @@ from policies.policy import parse, preset
 from policies.review import TERMS, Standing, review_reservation
 from policies.statement import Reservation
 from protos.secagg_ring import Ring
+from tests.support import courses
+from tests.support.courses import dressed
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.networks import codec, recogniser, seen_again
 from tests.support.private import tiny
@@ -117,6 +121,7 @@ CODEBOOK = codebook_from(
 )
 CENTROIDS = Centroids(KSAME.basis, CODEBOOK, tuple("0123456789"), 1.0, 0.5, k=5, margin=10.0)
 PRIVIMAGE = tiny(classes=tuple("0123456789"))
+DISTILL, DISTILL_DP = courses.distill(), courses.distill_dp()
 
 
 def _eighth(cohort):
@@ -125,6 +130,22 @@ def _eighth(cohort):
         tuple(
             Patient(p.pseudonym, tuple(Image(i.pixels[::4, ::4].copy(), i.label) for i in p.images))
             for p in cohort.patients
+        )
+    )
+
+
+def _worn(cohort):
+    """The digits at 16 x 16, with something of each patient's own; of another shape they stay as they are."""
+    return Cohort(
+        tuple(
+            Patient(
+                p.pseudonym,
+                tuple(
+                    Image(dressed(i.pixels[::2, ::2], n) if i.pixels.shape == (32, 32) else i.pixels, i.label)
+                    for i in p.images
+                ),
+            )
+            for n, p in enumerate(cohort.patients)
         )
     )
 
@@ -167,6 +188,18 @@ CASES = {
         Cohort(COHORT.patients[:4]),
         (centroids, "noisy_sum"),
     ),
+    "distill": Case(
+        DISTILL,
+        lambda cohort, seed: DISTILL.run(_worn(cohort), UnsafeSeededEntropy(seed)),
+        Cohort(COHORT.patients[:1]),
+        (distil, "best_of"),
+    ),
+    "distill-dp": Case(
+        DISTILL_DP,
+        lambda cohort, seed: DISTILL_DP.run(_worn(cohort), UnsafeSeededEntropy(seed)),
+        Cohort(()),
+        (distill, "train_privately"),
+    ),
     "federated": Case(
         FEDERATED,
         lambda cohort, seed: FEDERATED.run_round(cohort, FEDERATED.initial(), UnsafeSeededEntropy(seed)),
@@ -187,6 +220,8 @@ def _bytes(release):
         return release.vector.tobytes()
     if isinstance(release, SyntheticSet):
         return release.images.tobytes() + repr(release.labels).encode()
+    if isinstance(release, Distilled):
+        return _bytes(release.made)
     synthetic, clusters = release
     return synthetic.images.tobytes() + repr((synthetic.labels, clusters.members)).encode()
 
@@ -219,9 +254,11 @@ class TestConformance:
 
     def test_no_output_equals_an_input(self, case):
         release = case.run(COHORT, 3)
+        release = release.made if isinstance(release, Distilled) else release
         if isinstance(release, tuple | SyntheticSet):
             made = release[0] if isinstance(release, tuple) else release
-            cohort = _eighth(COHORT) if made.images.shape[1:] == (8, 8) else COHORT
+            shown = {(8, 8): _eighth, (16, 16): _worn}.get(made.images.shape[1:])
+            cohort = shown(COHORT) if shown else COHORT
             real = {np.rint(i.pixels * 255).tobytes() for p in cohort.patients for i in p.images}
             assert not any(image.astype(np.float32).tobytes() in real for image in made.images)
         else:
@@ -232,6 +269,9 @@ class TestConformance:
             case.mechanism, Federated | FederatedMasked
         ):  # a refusal would tell whether there is a single patient
             assert np.isfinite(case.run(case.too_small, 0).vector).all()
+            return
+        if isinstance(case.mechanism, DistillDp):  # here too
+            assert len(case.run(case.too_small, 0).made.images)
             return
         with pytest.raises((CohortTooSmall, TooFaint)) as refusal:  # of differential privacy: by noisy counts alone
             case.run(case.too_small, 0)

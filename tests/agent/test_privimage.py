@@ -18,7 +18,7 @@ from agent.mechanisms import privimage
 from agent.mechanisms.bench import Bench
 from agent.mechanisms.privimage import PrivImage, PublicPictures, Synthetic
 from agent.nouns import Cohort, Image, Patient, Selection, Unreachable
-from agent.pipeline import Wrapping, draft_of, leave, release_private, wrapped
+from agent.pipeline import Wrapping, draft_of, leave, release_resumable, wrapped
 from agent.recovery import recover
 from agent.site import Refused, Waiting
 from agent.stages.noise import SystemEntropy
@@ -42,7 +42,7 @@ def cohort(patients: int = PATIENTS) -> Cohort:
 
 
 def make(s: Stage, mechanism: PrivImage | None = None) -> Any:
-    return release_private(s.site, mechanism or tiny(), WHERE, SystemEntropy())
+    return release_resumable(s.site, mechanism or tiny(), WHERE, SystemEntropy())
 
 
 def test_one_claim_covers_the_histogram_and_every_step() -> None:
@@ -376,7 +376,7 @@ def test_giving_up_by_another_mechanism_or_in_another_project_leaves_nothing(
     assert going_on(s.site, "another") is None
 
 
-def test_who_came_during_an_interruption_may_opt_out_too(tmp_path: Path, pulled: Callable[[int], None]) -> None:
+def test_who_came_during_an_interruption_is_not_in_it(tmp_path: Path, pulled: Callable[[int], None]) -> None:
     s = stage(tmp_path, PATIENTS)
     pulled(2)
     with pytest.raises(KeyboardInterrupt):
@@ -386,15 +386,16 @@ def test_who_came_during_an_interruption_may_opt_out_too(tmp_path: Path, pulled:
     newcomer = f"{PATIENTS:04d}"
     honest = PrivImage.run
 
-    def opting_out(self: PrivImage, *given: Any) -> Any:
-        made = honest(self, *given)
-        s.vault.out = frozenset({newcomer})
-        return made
+    def looked(self: PrivImage, cohort: Cohort, *given: Any) -> Any:
+        assert len(cohort.patients) == PATIENTS
+        assert newcomer not in {patient.pseudonym for patient in cohort.patients}
+        s.vault.out = frozenset({newcomer})  # and may opt out, which stops nothing that was made of others
+        return honest(self, cohort, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivImage, "run", opting_out)
-        with pytest.raises(Refused, match="opted_out"):
-            make(s)
+        patch.setattr(PrivImage, "run", looked)
+        _, verdict = make(s)
+    assert verdict.admitted
     assert s.vault.blobs == {}
 
 

@@ -41,7 +41,7 @@ from agent.nouns import CohortTooSmall, Selection
 from agent.nouns import Image as Picture
 from agent.phantoms.fundus import fundus_patients, write_aptos, write_eyepacs
 from agent.pipeline import release_synthetic
-from agent.reproduce import anonfaces, ksalsa, privimage, sources
+from agent.reproduce import anonfaces, distill_sources, distillation, ksalsa, privimage, sources
 from agent.reproduce.datasets import LOADERS
 from agent.reproduce.experiment import PRESETS as EXPERIMENTS
 from agent.reproduce.experiment import Settings
@@ -523,12 +523,13 @@ def test_every_layout_is_known_by_its_own_list(tmp_path: Path) -> None:
 
 def test_what_the_parser_offers_is_what_there_is() -> None:
     """The parser needs no torch, so it has the names twice."""
-    assert set(synthesis_parser.EXPERIMENTS) == {*ksalsa.TABLES, *anonfaces.TABLES, *privimage.TABLES}
-    assert tuple(LOADERS) == synthesis_parser.LAYOUTS
-    assert sources.DIGITS == synthesis_parser.DIGITS
+    tables = {*ksalsa.TABLES, *anonfaces.TABLES, *privimage.TABLES, *distillation.TABLES}
+    assert set(synthesis_parser.EXPERIMENTS) == tables
+    assert (*LOADERS, distill_sources.MIMIC) == synthesis_parser.LAYOUTS
+    assert (sources.DIGITS, distill_sources.PHANTOMS) == (synthesis_parser.DIGITS, synthesis_parser.PHANTOMS)
     assert tuple(PRESETS) == synthesis_parser.SIZES
     assert {*synthesis_parser.KINDS, "random"} == set(FEATURES)
-    assert set(synthesis_parser.NETWORKS) == set(synthesis_commands._TRAINERS)
+    assert set(synthesis_parser.NETWORKS) == set(synthesis_commands.KINDS)
     assert f"{', '.join(list(EXPERIMENTS)[:-1])} or {list(EXPERIMENTS)[-1]}" == "cpu32, cpu64 or paper512"
 
 
