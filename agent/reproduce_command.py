@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.nets.features import FEATURES
-from agent.reproduce import anonfaces, ksalsa, privimage, sources
+from agent.reproduce import anonfaces, distill_sources, distillation, ksalsa, privimage, sources
 from agent.reproduce.datasets import LOADERS
 from agent.reproduce.experiment import PRESETS, Official, Settings
 from agent.reproduce.kept import Say
@@ -24,6 +24,7 @@ _SIGNS: Final = {  # a file that only this data set has
     "cifar10": ("cifar-10-batches-bin", "batches.meta.txt"),
     "camelyon17": ("metadata.csv",),
     "imagenet": ("n0*", "train/n0*"),
+    distill_sources.MIMIC: ("mimic-cxr-2.0.0-metadata.csv.gz",),
 }
 _ROLES: Final = {"style": "VGG19", "content": "MoCo", "judge": "Inception"}  # and the paper's network for it
 
@@ -37,10 +38,12 @@ def reproduce(arguments: argparse.Namespace) -> int:
     """A paper's table again; exit 0 whatever it shows: whether an order came out is what the table says."""
     if arguments.experiment in privimage.TABLES:
         return _private(arguments)
+    if arguments.experiment in distillation.TABLES:
+        return _distilled(arguments)
     settings = _settings(arguments)
-    if arguments.data is None or arguments.layout == sources.DIGITS:
+    if arguments.data is None or arguments.layout in (sources.DIGITS, distill_sources.PHANTOMS):
         raise BadOrder("--data is the folder of a data set")
-    layout = arguments.layout or layout_of(arguments.data)
+    layout = _loaded(arguments.layout or layout_of(arguments.data))
     data = LOADERS[layout](arguments.data, settings.side, arguments.limit)
     runner = ksalsa.run if arguments.experiment in ksalsa.TABLES else anonfaces.run
     with as_sentences():
@@ -58,6 +61,8 @@ def _private(arguments: argparse.Namespace) -> int:
     layout = arguments.layout or (sources.DIGITS if without else layout_of(arguments.data))
     if without != (layout == sources.DIGITS):
         raise BadOrder("--data is the folder of a data set; --layout digits needs none")
+    if layout != sources.DIGITS:
+        _loaded(layout)
     if without == (arguments.public is not None):
         raise BadOrder("--public goes with --data: ImageNet's folder, pictures of nobody in the data set")
     name = arguments.preset or sources.FOR.get(layout, "")
@@ -74,6 +79,41 @@ def _private(arguments: argparse.Namespace) -> int:
         told = sources.fitted(settings, found)
         table = privimage.run(arguments.experiment, found, told, arguments.out, _say(arguments))
     return _shown(arguments, table)
+
+
+def _distilled(arguments: argparse.Namespace) -> int:
+    """Privacy Distillation's tables: from MIMIC-CXR-JPG's folder, or from made-up radiographs.
+
+    Raises:
+        BadOrder: the folder, the layout and the preset do not go together.
+    """
+    without, made = arguments.data is None, distill_sources.PHANTOMS
+    layout = arguments.layout or (made if without else layout_of(arguments.data))
+    if layout not in distill_sources.FOR or without != (layout == made) or arguments.public is not None:
+        raise BadOrder(f"--data is MIMIC-CXR-JPG's folder; --layout {made} needs none; --public is of privimage")
+    settings = distill_sources.PRESETS.get(arguments.preset or distill_sources.FOR[layout])
+    if settings is None:
+        raise BadOrder(f"--preset is one of: {', '.join(distill_sources.PRESETS)}")
+    there(settings.device, f"use --preset chest32 --layout {made}")
+    with as_sentences():
+        found = (
+            distill_sources.phantoms(settings)
+            if without
+            else distill_sources.folder(arguments.data, settings, arguments.limit)
+        )
+        table = distillation.run(arguments.experiment, found, settings, arguments.out, _say(arguments))
+    return _shown(arguments, table)
+
+
+def _loaded(layout: str) -> str:
+    """A layout that these tables can be made from.
+
+    Raises:
+        BadOrder: it is another table's.
+    """
+    if layout not in LOADERS:
+        raise BadOrder(f"{layout} is for other tables; here: {', '.join(LOADERS)}")
+    return layout
 
 
 def _say(arguments: argparse.Namespace) -> Say:

@@ -10,6 +10,7 @@ from typing import Final
 from tests.benchmarks import (
     attacks,
     clustering,
+    distill,
     dp_audit,
     dp_engine,
     ingest,
@@ -19,12 +20,15 @@ from tests.benchmarks import (
     rounds,
     style_alignment,
     transport,
+    verifier,
+    vetting,
 )
 from tests.benchmarks.report import Report, as_json, as_table
 
 BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "attacks": attacks.main,
     "clustering": clustering.main,
+    "distill": distill.main,
     "dp_audit": dp_audit.main,
     "dp_engine": dp_engine.main,
     "ingest": ingest.main,
@@ -34,6 +38,8 @@ BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "rounds": rounds.main,
     "style_alignment": style_alignment.main,
     "transport": transport.main,
+    "verifier": verifier.main,
+    "vetting": vetting.main,
 }
 
 
