@@ -38,6 +38,9 @@ bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks dp_engine
 	$(BIN)/python -m tests.benchmarks dp_audit
 	$(BIN)/python -m tests.benchmarks privimage
+	$(BIN)/python -m tests.benchmarks verifier
+	$(BIN)/python -m tests.benchmarks vetting
+	$(BIN)/python -m tests.benchmarks distill
 	$(BIN)/python -m tests.benchmarks ledger
 	$(BIN)/python -m tests.benchmarks transport
 	$(BIN)/python -m tests.benchmarks rounds

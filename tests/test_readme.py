@@ -72,7 +72,9 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
     assert (work / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("document", ["README.md", "deploy/docs/synthesis.md", "deploy/docs/private.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "deploy/docs/synthesis.md", "deploy/docs/private.md", "deploy/docs/distill.md"]
+)
 def test_every_command_of_the_agent_that_a_document_shows_is_one(document: str) -> None:
     blocks = re.findall(r"```(?:sh)?\n(.*?)```", (ROOT / document).read_text(), flags=re.S)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("lazaret-agent ")]

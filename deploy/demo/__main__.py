@@ -32,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--training", type=int, default=300, help="steps of the generator, fewer of the others; 0: no eye clinic"
     )
+    parser.add_argument(
+        "--networks", type=Path, help="WORK/networks of an earlier demo, instead of training them again"
+    )
     return parser
 
 
@@ -46,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / ".lazaret-demo").touch()
-    scale = Scale(arguments.patients, arguments.rounds, arguments.training)
+    networks = arguments.networks.resolve() if arguments.networks else None
+    scale = Scale(arguments.patients, arguments.rounds, arguments.training, networks=networks)
     scene = Scene(arguments.out.resolve(), arguments.work.resolve(), scale)
     try:
         with scene:
@@ -83,7 +87,8 @@ def _summary(scene: Scene) -> None:
         title=f"releases (ε at δ = {summary['epsilon']['delta']:g}, per patient)",
     )
     for release in summary["releases"]:
-        promise = f"k = {release['k']}" if release["k"] else f"ε = {release['epsilon']:.2f}"
+        promise = "nothing" if release["epsilon"] is None else f"ε = {release['epsilon']:.2f}"
+        promise = f"k = {release['k']}" if release["k"] else promise
         table.add_row(
             release["mechanism"],
             str(release["round"] or "-"),

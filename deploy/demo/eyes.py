@@ -98,7 +98,7 @@ def train(work: Path, steps: int, run: Callable[[list[str]], str], say: Callable
         The SHA-256 of each file, for which the site vouches.
     """
     write_public(work / "public")
-    (work / "networks").mkdir()
+    (work / "networks").mkdir(exist_ok=True)
     lanes: tuple[Sequence[str], ...] = (NETWORKS[:2], NETWORKS[2:])
     say(", ".join(NETWORKS))
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from agent.mechanisms.federated import Federated
 from agent.nouns import Cohort, Image, Patient
 from agent.phantoms import digits, scanners
-from deploy.demo import eyes, letters, pacs
+from deploy.demo import chests, eyes, letters, pacs
 from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
-from policies.claims import Gaussian, KAnonymous
+from policies.claims import Gaussian, KAnonymous, NoClaim
 from policies.policy import preset
 from policies.statement import claim_from, claim_json
 from protos.artifact import unpack_vector
@@ -55,6 +55,7 @@ class Scale:
     rounds: int
     training: int = 0  # steps of each network of the eye clinic; 0: there is no eye clinic
     eyes: int = 80  # its patients
+    networks: Path | None = None  # of an earlier demo's clinics, instead of training them again
 
 
 def federated_job(public: digits.Digits, rounds: int) -> Federated:
@@ -74,6 +75,17 @@ def federated_job(public: digits.Digits, rounds: int) -> Federated:
         centre=tuple(round(float(c), 4) for c in centre),
         proximal=0.0,
     )
+
+
+def placed(known: Path, names: Sequence[str], work: Path) -> dict[str, str]:
+    """Lay networks of an earlier demo beside the configurations; the SHA-256 of each, by name."""
+    (work / "networks").mkdir(exist_ok=True)
+    digests = {}
+    for name in names:
+        raw = (known / f"{name}.safetensors").read_bytes()
+        (work / "networks" / f"{name}.safetensors").write_bytes(raw)
+        digests[name] = hashlib.sha256(raw).hexdigest()
+    return digests
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +112,8 @@ class Scene:
     steps: list[dict[str, Any]] = field(default_factory=list)
     ingested: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
-    vouched: list[str] = field(default_factory=list)  # SHA-256 of the networks that the eye clinic vouches for
+    vouched: list[str] = field(default_factory=list)  # SHA-256 of the networks that the clinics vouch for
+    chests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the chest clinic's networks, by name
     pacs: pacs.Orthanc | None = None  # of the first hospital, where one is installed
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     split: digits.Split = field(init=False)
@@ -125,7 +138,7 @@ class Scene:
         """The steps, in order: a title and what to do."""
         yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
         if self.scale.training:
-            yield "networks learn from public pictures: of eyes, and of printed letters", self.networks
+            yield "networks learn from public pictures: of eyes, printed letters and chests", self.networks
         yield "keys are born where they are used; two persons may approve; the ledger begins", self.found
         yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
         yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
@@ -133,6 +146,7 @@ class Scene:
         if self.scale.training:
             yield "an eye clinic: k-SALSA and AnonFACES, from DICOM to a verdict", self.eyes
             yield "a set under differential privacy: PrivImage, from price to a verdict", self.private
+            yield "a chest clinic: a student of what was vetted, from DICOM to a verdict", self.distill
         yield "federated rounds with patient-level DP-SGD", self.federate
         yield "accuracy on held-out digits, beside the non-private twin", self.evaluate
         yield "report, ledger export, offline verification", self.report
@@ -211,6 +225,8 @@ class Scene:
         if self.scale.training:
             count = eyes.write_clinic(self.work / "pacs" / f"{eyes.SITE}-eyes", self.scale.eyes)
             lines.append(f"{eyes.SITE}: {count} photographs of eyes, DICOM in colour")
+            count = chests.write_clinic(self.work / "pacs" / f"{chests.SITE}-chests")
+            lines.append(f"{chests.SITE}: {count} radiographs of chests, two visits of each patient")
         return "\n".join(lines)
 
     def _into_orthanc(self, folder: Path, say: Say) -> int:
@@ -225,12 +241,22 @@ class Scene:
 
     def networks(self, say: Say) -> str:
         """Train what the eye clinic's releases are made with, on pictures of other people."""
-        self.vouched = eyes.train(self.work, self.scale.training, self.run, say)
-        steps = f"{self.scale.training} steps or so each"
+        known = self.scale.networks
+        self.vouched = list(
+            placed(known, eyes.NETWORKS, self.work).values()
+            if known
+            else eyes.train(self.work, self.scale.training, self.run, say)
+        )
+        steps = "an earlier demo's" if known else f"{self.scale.training} steps or so each"
         told = f"{len(self.vouched)} networks, {steps}, on phantoms of {eyes.PUBLIC} people"
         say("what printed letters look like")
         self.vouched += letters.train(self.work, self.agent, self.run)
-        return f"{told}\n{letters.CLUSTERS} clusters of printed letters, for the semantic query"
+        self.chests = (
+            placed(known, tuple(chests.STEPS), self.work) if known else chests.train(self.work, self.run, say)
+        )
+        self.vouched += self.chests.values()
+        judged = f"{len(self.chests)} networks for a distillation, on phantoms of {chests.PUBLIC} other people"
+        return f"{told}\n{letters.CLUSTERS} clusters of printed letters, for the semantic query\n{judged}"
 
     def eyes(self, say: Say) -> str:
         """One k-anonymous set by each of the two papers; no patient is in both."""
@@ -259,6 +285,17 @@ class Scene:
             f"ledger, per patient; {answer['epsilon_by_loss_distributions']:.2f} by loss distributions"
         )
 
+    def distill(self, say: Say) -> str:
+        """One set of level C: no claim, but what an unseen verifier finds, and what the vetting would have found."""
+        say("teacher, samples, vetting, student")
+        config = chests.configure(self.work, self.chests, self.scale.training)
+        sheet = self.work / f"{chests.SITE}-contact-sheet.html"
+        words = ["release", "distill", "--config", str(config), "--sheet", str(sheet), "--json"]
+        answer = json.loads(self.run(self.agent(chests.SITE, *words), may_refuse=True).splitlines()[-1])
+        if not answer["admitted"]:
+            return "refused: " + ", ".join(finding["rule"] for finding in answer["findings"])
+        return f"admitted, level {answer['level']}; its reviewer has a contact sheet, which shows patients and stays"
+
     def found(self, say: Say) -> str:
         """Make the coordinator's and the sites' directories, and appoint the two who approve."""
         listen = f"127.0.0.1:{_free_port()}"
@@ -268,7 +305,15 @@ class Scene:
         (self.work / "poor.toml").write_text(preset("internal").replace("epsilon = 8.0", "epsilon = 2.0"))
         several = f"max_releases_per_patient = {eyes.RELEASES} "
         (self.work / "several.toml").write_text(preset("internal").replace("max_releases_per_patient = 1 ", several))
-        federation = str(self.work / "several.toml") if self.scale.training else "internal"
+        poor, several_too = ((self.work / f"{name}.toml").read_text() for name in ("poor", "several"))
+        (self.work / "federation.toml").write_text(chests.admitting(several_too))
+        two = f"max_releases_per_patient = {chests.RELEASES} "
+        (self.work / "poor-c.toml").write_text(chests.admitting(poor.replace("max_releases_per_patient = 1 ", two)))
+        federation = str(self.work / "federation.toml") if self.scale.training else "internal"
+        own = {site: "internal" for site in SITES}
+        own[POOR] = str(self.work / ("poor-c.toml" if self.scale.training else "poor.toml"))
+        if self.scale.training:
+            own[eyes.SITE] = str(self.work / "several.toml")
         self.run(self.coordinator("init", "--listen", listen, "--policy", federation))
         (self.work / "persons").mkdir(mode=0o700)
         for person, role in PERSONS.items():
@@ -279,8 +324,7 @@ class Scene:
         common += [word for modality in ("OT", "CT", "MR", "CR", "OP") for word in ("--modality", modality)]
 
         def init(site: str) -> None:
-            policy = str(self.work / "poor.toml") if site == POOR else federation if site == eyes.SITE else "internal"
-            words = ["init", "--site", site, "--policy", policy, "--input", f"../pacs/{site}", *common]
+            words = ["init", "--site", site, "--policy", own[site], "--input", f"../pacs/{site}", *common]
             self.run(self.agent(site, *words, "--secondary-capture-modality", "OT"))
 
         say("three sites make their keys")
@@ -289,6 +333,7 @@ class Scene:
             (self.work / SITES[0] / "ingest.toml").write_text(self.pacs.table())
         if self.scale.training:
             (self.work / eyes.SITE / "ingest.toml").write_text(eyes.INGEST)
+            (self.work / chests.SITE / "ingest.toml").write_text(chests.INGEST)
         return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others 8; k is at least {K}"
 
     def enrol(self, say: Say) -> str:
@@ -481,6 +526,7 @@ class Scene:
         asked = {"federated": claim_json(self.mechanism.claim())}
         asked["privimage"] = claim_json(letters.claim(self.scale.training))
         asked |= dict.fromkeys(("ksame", "ksalsa", "anonfaces"), claim_json(KAnonymous(K, L, 1)))
+        asked["distill"] = claim_json(NoClaim())
         orders = {a["account"]: (a["order"], a["delta"]) for a in ledger["accounts"]}
         return {
             "sites": list(SITES),

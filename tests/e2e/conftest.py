@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.scene import Scale, Scene
+from tests.support.demo_networks import KEPT
 
 PATIENTS, ROUNDS = 60, 2
 NONET = Path(__file__).parent.parent / "support" / "nonet"
@@ -30,6 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     root = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "deploy.demo", "--out", str(root / "out"), "--work", str(root / "work")]
     command += ["--patients", str(PATIENTS), "--rounds", str(ROUNDS), "--training", "24"]
+    command += ["--networks", str(KEPT)]  # which the slow test trains
     notes = root / "connections"
     notes.write_text("started\n")
     environment = {**os.environ, "PYTHONPATH": str(NONET), "LAZARET_TEST_CONNECTIONS": str(notes)}

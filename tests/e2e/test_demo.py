@@ -25,9 +25,11 @@ from agent.edges.home import Home
 from agent.edges.projects import open_vault
 from agent.nouns import Selection
 from agent.phantoms import digits
+from agent.phantoms.chest import FINDINGS
 from deploy.demo.scene import SITES
 from protos.artifact import unpack_images
 from tests.e2e.conftest import NONET, PATIENTS, ROUNDS, Demo
+from tests.support.demo_networks import KEPT, train
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the whole demo, networks and all
 
@@ -89,7 +91,30 @@ def test_the_books_balance_and_the_poor_site_spent_nothing(demo: Demo) -> None:
         assert accounts[f"{site}/rdp"]["spent"] > 0
         assert accounts[f"{site}/rdp"]["held"] == 0
     assert accounts["site-c/rdp"]["spent"] == accounts["site-c/rdp"]["held"] == 0
-    assert [accounts[f"{site}/k"]["spent"] for site in SITES] == [1, 3, 1]
+    assert [accounts[f"{site}/k"]["spent"] for site in SITES] == [1, 3, 2]  # site-c: of digits, and of chests
+
+
+def test_a_distilled_set_goes_from_dicom_to_a_verdict_at_level_c_with_its_two_figures(demo: Demo) -> None:
+    (release,) = [r for r in summary(demo)["releases"] if r["mechanism"] == "distill"]
+    assert (release["site"], release["verdict"], release["claim_level"]) == ("site-c", "admitted", "C")
+    assert (release["claim"]["kind"], release["epsilon"], release["k"]) == ("no-claim", None, None)
+    left = demo.out / "releases" / release["id"]
+    statement = json.loads(base64.b64decode(json.loads((left / "envelope.json").read_text())["payload"]))["predicate"]
+    assert 0 < float(statement["reid_rate"]) <= 0.1
+    assert 0.9 <= float(statement["vetting_power"]) < 1
+    assert (statement["vetted_against"], statement["components"]["teacher"]) == ("private", "private")
+    images, labels = unpack_images((left / "images.tar").read_bytes())
+    assert images.shape[1:] == (32, 32)
+    assert set(labels) <= {"none", *FINDINGS}
+    assert (images.astype(float).std(axis=(1, 2)) > 10).all(), "pictures, not blanks"
+
+
+def test_the_reviewers_sheet_is_a_page_without_a_network_and_stays_at_the_hospital(demo: Demo) -> None:
+    page = (demo.work / "site-c-contact-sheet.html").read_text()
+    assert "default-src 'none'" in page
+    assert "<script" not in page
+    assert "FOR THIS SITE ONLY" in page
+    assert not list(demo.out.rglob("*contact-sheet*"))
 
 
 @pytest.mark.parametrize("name", ["ledger.export", *(f"ledger-{site}.export" for site in SITES)])
@@ -313,3 +338,10 @@ def test_no_pixel_of_a_patient_lies_unencrypted_in_a_site(demo: Demo) -> None:
         path = demo.work / "site-a" / name
         raw = path.read_bytes() if path.exists() else b""
         assert not any(row in raw for row in rows if len(set(row)) > 3)
+
+
+@pytest.mark.slow
+def test_the_demos_networks_are_what_its_own_commands_train(tmp_path: Path) -> None:
+    """Minutes: the fast tests take the files that this has written before."""
+    train(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in KEPT.iterdir()}
