@@ -133,6 +133,28 @@ def test_a_stream_in_which_nothing_arrives_gives_its_place_back(
     ground.works(site)
 
 
+class Line:
+    """A call whose stream shows its end, once it was cancelled here, as if the peer had finished it: gRPC may do so."""
+
+    def __init__(self, site: str) -> None:
+        self.peer = guard.Peer("agent", site, "1", None)  # type: ignore[arg-type]
+        self.over = threading.Event()
+        self.cancel = self.over.set
+
+    def parts(self) -> Iterator[pb.UploadPart]:
+        assert self.over.wait(10)
+        return
+        yield
+
+
+def test_a_line_that_was_ended_for_its_silence_is_no_offence(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "UPLOAD_S", 0.1)
+    line = Line("site-a")
+    assert ground.federation.service.Upload(line.parts(), line) == pb.UploadReply()
+    with pytest.raises(guard.Turned, match="names the upload"):  # one that the peer itself finished is
+        ground.federation.service.Upload(iter(()), line)
+
+
 def test_too_many_calls_are_turned_away_and_the_other_sites_are_not(ground: Ground, site: Site, other: Site) -> None:
     stood_still(ground)
     outcomes: list[grpc.StatusCode | None] = []
