@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,48 @@ class Image:
             raise ValueError("pixels must be a non-empty (h, w) or (h, w, 3) float32 array")
         if not bool(np.isfinite(p).all() and p.min() >= 0 and p.max() <= 1):
             raise ValueError("pixels must be finite and lie in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Volume:
+    """One scan in three dimensions."""
+
+    values: NDArray[Any]  # (i, j, k), the stored numbers in the file's own type
+    affine: NDArray[np.float64]  # (4, 4), index to RAS+ millimetres, as NIfTI has it
+
+    def __post_init__(self) -> None:
+        """A grid of real numbers that has a place in space."""
+        if self.values.ndim != 3 or 0 in self.values.shape or self.values.dtype.kind not in "iuf":
+            raise ValueError("a volume is an (i, j, k) array of integers or floats")
+        if self.affine.shape != (4, 4) or not bool(np.isfinite(self.affine).all()):
+            raise ValueError("an affine is a finite (4, 4) matrix")
+        if not abs(float(np.linalg.det(self.affine[:3, :3]))) > 1e-9:
+            raise ValueError("an affine can be inverted")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scan:
+    """One head of one patient, as the vault has it."""
+
+    pseudonym: str
+    volume: Volume
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VolumeSet:
+    """What a mechanism of volumes releases: patients' scans, changed, on one grid of their own."""
+
+    volumes: NDArray[Any]  # (m, i, j, k) int16 or float32, axes towards right, front and up
+    labels: tuple[str, ...]  # m
+    spacing: tuple[float, ...]  # (3,) mm
+
+    def __post_init__(self) -> None:
+        """One label for each volume."""
+        if self.volumes.ndim != 4 or self.volumes.dtype not in (np.int16, np.float32):
+            raise ValueError("volumes must be (m, i, j, k) int16 or float32")
+        if len(self.labels) != len(self.volumes) or len(self.spacing) != 3:
+            raise ValueError("one label for each volume, and three spacings")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
-"""Faces: which files may show one, and the place where a defacing method will stand.
+"""Faces: which files may show one.
 
-Nothing is defaced yet. A record that may show a face keeps ``face = True``, and such records are not
-eligible for any release, so a missing defacer withholds pictures and never lets one through.
+A record that may show a face keeps ``face = True`` until the face is off (:mod:`agent.edges.sweep`), and such records
+are not eligible for any release: what cannot be de-faced withholds pictures and never lets one through.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from pydicom import Dataset
 from pydicom.sequence import Sequence
 
@@ -67,25 +64,6 @@ _HEAD: Final = re.compile(
     r"|TETE|VISAGE|CERVEAU|CORPS.?ENTIER|TESTA|COLLO|CERVELLO|VOLTO|CABEZA|CUELLO|CUERPO.?ENTERO|CARA\b"
     r"|(?<![A-Z])(?:EYES?|EARS?|NOSE|NASAL|JAW|TMJ|IAC|ENT|HNO|ORL|COU|C.?SPINE|HWS|NNH|CCT|WB)(?![A-Z])"
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Volume:
-    """One head, or whatever else was scanned."""
-
-    values: NDArray[np.float32]  # (columns, rows, slices), in the units of the file
-    affine: NDArray[np.float64]  # (4, 4), index to RAS+ millimetres, as NIfTI has it
-
-
-class Defacer(Protocol):
-    """A method that takes the face out of a volume.
-
-    It is called on whole series in the vault, after ``interpretation.stack`` has built the volume and before
-    any stage may draw from it; its caller clears ``Record.face`` only for what it returned.
-    """
-
-    def deface(self, volume: Volume) -> NDArray[np.float32]:
-        """The same grid without a face. Raises when it cannot: the face then stays withheld."""
 
 
 def may_show_a_face(dataset: Dataset) -> bool:

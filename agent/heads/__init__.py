@@ -1,0 +1,4 @@
+"""Heads in MRI and CT: grids, masks of skin and brain, the privacy transform, and what takes a face off.
+
+Nothing here knows a file, a process or a clock; registration and the atlas are told in (:mod:`agent.edges.atlas`).
+"""
