@@ -1,0 +1,76 @@
+"""The real head and the persons made of it, shared by the tests of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from agent.edges.atlas import atlas, register
+from agent.heads.brain import Brain
+from agent.heads.head import Head, examined
+from agent.heads.skin import head_mask
+from agent.nouns import Volume
+from agent.phantoms.head_bad import bad_heads
+from agent.phantoms.heads import HeadPhantoms, Scan
+from agent.phantoms.scanners import find_head
+
+__all__ = ["bad", "examined_scan", "phantoms", "real_head", "scan", "true_head"]
+
+
+def _files() -> tuple[Path, Path]:
+    head = find_head()
+    if head is None or not head.with_name("ch2bet.nii.gz").exists():
+        pytest.skip("the real head is not installed: apt-get install mricron-data")
+    return head, head.with_name("ch2bet.nii.gz")
+
+
+@cache
+def real_head(mm: float = 1.0) -> tuple[Volume, NDArray[np.bool_]]:
+    """The real head ch2 and its brain (its largest piece), every ``mm``-th voxel in each direction."""
+    step = round(mm)
+    if step != mm or step < 1:
+        raise ValueError("whole millimetres")
+    head, bet = (nibabel.load(path) for path in _files())
+    pieces, _ = ndimage.label(np.asarray(bet.dataobj) > 0)
+    brain = pieces == 1 + int(np.argmax(np.bincount(pieces.ravel())[1:]))
+    affine = np.asarray(head.affine, dtype=np.float64) @ np.diag((step, step, step, 1))
+    values = np.asarray(head.dataobj)[::step, ::step, ::step]
+    return Volume(np.ascontiguousarray(values), affine), brain[::step, ::step, ::step]
+
+
+@cache
+def phantoms(seed: int = 0) -> HeadPhantoms:
+    """Made-up persons."""
+    return HeadPhantoms(*real_head()) if seed == 0 else phantoms().reseeded(seed)
+
+
+@cache
+def scan(number: int, visit: int = 0, mm: float = 4.0) -> Scan:
+    """One T1 of one person."""
+    return phantoms().scan(number, visit, mm)
+
+
+@cache
+def true_head(number: int, visit: int = 0, mm: float = 4.0) -> Head:
+    """The same with what the phantom knows of itself: brain, and place of the template. Nothing was searched."""
+    made = scan(number, visit, mm)
+    brain = Brain(made.brain, 1.0, made.to_template, made.brain)
+    return Head(made.volume, head_mask(made.volume), brain)
+
+
+@cache
+def examined_scan(number: int, visit: int = 0, mm: float = 2.0) -> Head:
+    """The same as a hospital gets it: brain and template found in the picture. Takes seconds."""
+    return examined(scan(number, visit, mm).volume, atlas(), register)
+
+
+@cache
+def bad(mm: float = 4.0) -> dict[str, Volume]:
+    """What is no whole head, by name."""
+    return bad_heads(phantoms(), mm)
