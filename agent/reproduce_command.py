@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from agent.edges.atlas import atlas, register
+from agent.edges.bids import BadTable, adni, bids, oasis3
+from agent.edges.volumes import read
 from agent.nets.features import FEATURES
-from agent.reproduce import anonfaces, distill_sources, distillation, ksalsa, privimage, sources
+from agent.nets.volume_gan import remodeller_from
+from agent.nouns import Volume
+from agent.reproduce import anonfaces, deid, deid_heads, distill_sources, distillation, ksalsa, privimage, sources
 from agent.reproduce.datasets import LOADERS
 from agent.reproduce.experiment import PRESETS, Official, Settings
 from agent.reproduce.kept import Say
 from agent.reproduce.tables import Table, as_json, as_text
+from agent.stages.remodel import around_template
 from agent.synthesis_commands import ERR, BadOrder, answered, as_sentences, there
 
 _SIGNS: Final = {  # a file that only this data set has
@@ -40,6 +47,8 @@ def reproduce(arguments: argparse.Namespace) -> int:
         return _private(arguments)
     if arguments.experiment in distillation.TABLES:
         return _distilled(arguments)
+    if arguments.experiment in deid.TABLES:
+        return _faces(arguments)
     settings = _settings(arguments)
     if arguments.data is None or arguments.layout in (sources.DIGITS, distill_sources.PHANTOMS):
         raise BadOrder("--data is the folder of a data set")
@@ -103,6 +112,61 @@ def _distilled(arguments: argparse.Namespace) -> int:
         )
         table = distillation.run(arguments.experiment, found, settings, arguments.out, _say(arguments))
     return _shown(arguments, table)
+
+
+def _faces(arguments: argparse.Namespace) -> int:
+    """C-DeID-GAN's figures: from a BIDS folder of heads (OASIS-3, ADNI), or from made-up heads.
+
+    Raises:
+        BadOrder: the preset does not go with them.
+    """
+    name = arguments.preset or ("heads3mm" if arguments.data is None else "folder")
+    if name not in deid_heads.PRESETS or (name == "folder") is (arguments.data is None):
+        raise BadOrder(f"--preset is one of: {', '.join(deid_heads.PRESETS)}; folder goes with --data")
+    if arguments.layout is not None or arguments.public is not None:
+        raise BadOrder("--layout and --public are of other tables")
+    settings = deid_heads.smaller(deid_heads.PRESETS[name], arguments.limit)
+    with as_sentences():
+        heads = (
+            deid_heads.phantoms(settings, atlas(), register)
+            if arguments.data is None
+            else deid_heads.Heads(arguments.data.name, _scanned(arguments.data), atlas(), register)
+        )
+        heads = _drawn(heads, arguments.network)
+        table = deid.run(arguments.experiment, heads, settings, arguments.out, _say(arguments))
+    return _shown(arguments, table)
+
+
+def _drawn(heads: deid_heads.Heads, network: Path | None) -> deid_heads.Heads:
+    """With what draws the faces of the row "remodel", which the table names."""
+    if network is None:
+        return replace(heads, name=f"{heads.name}; faces drawn by the mean of other people's heads")
+    made = around_template(remodeller_from(network.read_bytes(), "public"), heads.atlas)
+    named = f"{heads.name}; faces drawn by {network.name} {made.origin.sha256[:12]}"
+    return replace(heads, name=named, remodeller=(made.origin.sha256, made))
+
+
+def _scanned(folder: Path) -> tuple[deid_heads.Scanned, ...]:
+    """The scans of a BIDS folder, read when they are needed; of two of one session the first.
+
+    Raises:
+        BadOrder: the folder is none.
+    """
+    try:
+        sessions = {path.name[4:5] for path in folder.glob("sub-*/ses-*")}
+        reader = (
+            oasis3 if sessions == {"d"} else adni if sessions == {"M"} else bids
+        )  # a session names its day or month
+        rows = {(scan.person, scan.session): scan for scan in reversed(reader(folder))}
+    except (BadTable, OSError) as error:
+        raise BadOrder(f"--data: {error}") from None
+    found = (rows[key] for key in sorted(rows))
+    return tuple(deid_heads.Scanned(s.person, s.session, s.age, partial(_volume, s.path)) for s in found)
+
+
+def _volume(path: Path) -> Volume:
+    source = read(path)
+    return source.real() if source.scaled or source.modality == "CT" else source.volume
 
 
 def _loaded(layout: str) -> str:

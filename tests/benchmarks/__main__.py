@@ -9,10 +9,13 @@ from typing import Final
 
 from tests.benchmarks import (
     attacks,
+    brain_mask,
     clustering,
     distill,
     dp_audit,
     dp_engine,
+    faces,
+    hull,
     ingest,
     ksalsa,
     ledger,
@@ -22,15 +25,19 @@ from tests.benchmarks import (
     transport,
     verifier,
     vetting,
+    volume_gan,
 )
 from tests.benchmarks.report import Report, as_json, as_table
 
 BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "attacks": attacks.main,
+    "brain_mask": brain_mask.main,
     "clustering": clustering.main,
     "distill": distill.main,
     "dp_audit": dp_audit.main,
     "dp_engine": dp_engine.main,
+    "faces": faces.main,
+    "hull": hull.main,
     "ingest": ingest.main,
     "ksalsa": ksalsa.main,
     "ledger": ledger.main,
@@ -40,6 +47,7 @@ BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "transport": transport.main,
     "verifier": verifier.main,
     "vetting": vetting.main,
+    "volume_gan": volume_gan.main,
 }
 
 
