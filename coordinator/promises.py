@@ -12,11 +12,12 @@ from policies.claims import UnsupportedClaim, assumption
 from policies.statement import Release, claim_from, decimal, menu_of, parse
 
 UNKNOWN: Final = "no promise that this report knows"
+BRAIN: Final = "face removed; the brain itself remains linkable"
 NOTHING: Final = "nothing is promised: what was tested is all that stands behind it"
 UNTESTED: Final = "empirical only: the statement does not say what was measured"
 
 
-def evidence(reid_rate: object, vetting_power: object) -> str:
+def evidence(reid_rate: object, vetting_power: object, mechanism: object = "") -> str:
     """What stands behind a release of level C: the figures of its statement, rounded to its disadvantage."""
     try:
         rate, power = decimal(reid_rate), decimal(vetting_power)
@@ -24,6 +25,12 @@ def evidence(reid_rate: object, vetting_power: object) -> str:
         return UNTESTED
     if not (0 <= rate <= 1 and 0 <= power <= 1):
         return UNTESTED
+    if mechanism == "remodel":
+        return (
+            f"{BRAIN}. Empirical only: at most {rounded_up(100 * rate, 1):g} % (upper end of a 95 % interval) of the "
+            f"faces were matched with the patient's own; {rounded_down(100 * power, 1):g} % or more (lower end of "
+            "one) of unaltered ones were, so the test works"
+        )
     return (
         f"empirical only: at most {rounded_up(100 * rate, 1):g} % (upper end of a 95 % interval) re-identified by an "
         f"unseen verifier; {rounded_down(100 * power, 1):g} % or more (lower end of one) of planted copies caught"

@@ -102,6 +102,10 @@ def _pictures(archive: Path) -> tuple[NDArray[np.uint8] | None, tuple[str, ...]]
         return None, ()
 
 
+def _tested(facts: _JsonMap) -> str:
+    return evidence(facts.get("reid_rate"), facts.get("vetting_power"), facts.get("mechanism"))
+
+
 def _as_stated(sealed: Path, facts: _JsonMap) -> bool:
     """Are the figures of a vetting in a certificate those of the statement whose digest it bears? Or has it none?"""
     names = ("reid_rate", "vetting_power")
@@ -257,7 +261,7 @@ def _release(view: ReleaseView, ledger: _JsonMap) -> dict[str, Any]:
         "level_title": title,
         "meaning": meaning,
         "level_plain": plain,
-        "tested": evidence(facts.get("reid_rate"), facts.get("vetting_power")) if level == "C" else "",
+        "tested": _tested(facts) if level == "C" else "",
         "method": MECHANISMS.get(method := str(facts.get("mechanism", "")), method),
         "promise": promise(facts.get("claim")),
         "tried": ", ".join(str(k) for k in facts.get("k_tried") or () if type(k) is int),

@@ -114,7 +114,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             _AGENT,
         ),
         "reid_rate": (
-            "Too many synthetic images can be matched to a patient, or how many was not measured.",
+            "Too many of the pictures or faces can be matched to a patient, or how many was not measured.",
             "Vet again with stricter settings, or choose larger groups.",
         ),
         "vetting_power": (
@@ -224,7 +224,7 @@ LEVELS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
         "C": (
             "Tested only",
             "empirical only: tested by attacks, without a guarantee",
-            "One search for likeness to patients, by a second network, and a test of the vetting by planted copies. "
+            "One search for likeness to patients, and a test of what that search finds. "
             "No other attack is asked for, and nothing is promised.",
         ),
     }
@@ -244,6 +244,9 @@ MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
         "distill-dp": (
             "A model, or its images, that learned from the images of one that was trained on patients with noise "
             "(Privacy Distillation)"
+        ),
+        "remodel": (
+            "Patients' own head scans with another face (C-DeID-GAN): face removed; the brain itself remains linkable"
         ),
         "federated": "Federated training with noise",
         "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",

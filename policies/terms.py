@@ -69,5 +69,7 @@ TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
             rounds=False,
             vetted="public",
         ),
+        # patients' own scans with another face: nothing is synthesised of the brain, by which they remain linkable
+        "remodel": Terms(NoClaim, ("volume-set",), frozenset({"generator", "atlas"}), rounds=False, vetted="private"),
     }
 )

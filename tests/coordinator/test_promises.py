@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.promises import NOTHING, UNKNOWN, promise
+from coordinator.promises import BRAIN, NOTHING, UNKNOWN, UNTESTED, evidence, promise
 from coordinator.wording import MECHANISMS
 from policies.claims import KINDS, Composed, DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
 from policies.review import TERMS
@@ -29,6 +29,18 @@ def test_every_kind_of_claim_but_none_at_all_has_a_sentence_of_its_own() -> None
 
 def test_every_mechanism_of_the_law_has_its_words() -> None:
     assert set(MECHANISMS) == set(TERMS)
+
+
+def test_a_remodelled_head_is_never_told_without_its_brain() -> None:
+    """P14 of the design's faces: the face is gone, and whoever has the brain still knows whose it is."""
+    told = evidence("0.0561", "0.947", "remodel")
+    assert told.startswith(f"{BRAIN}. Empirical only: at most 5.7 %")
+    assert "94.7 % or more" in told
+    assert BRAIN == "face removed; the brain itself remains linkable"
+    assert BRAIN in MECHANISMS["remodel"]
+    assert BRAIN not in evidence("0.0561", "0.947", "distill")
+    for wrong in (("nan", "0.9"), ("0.1", None), ("2", "0.9"), ("-0.1", "0.9")):
+        assert evidence(*wrong, "remodel") == UNTESTED
 
 
 def test_an_officer_is_told_every_part_of_a_composed_claim_and_that_they_are_paid_for_together() -> None:

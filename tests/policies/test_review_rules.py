@@ -154,9 +154,10 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
         "privimage": Terms(Composed, images, frozenset({"semantics", "pretraining"}), **whole),
         "centroids": Terms(Composed, images, parts | {"codebook"}, **whole),
         "distill": Terms(NoClaim, either, judges | {"teacher"}, vetted="private", stays=kept, **whole),
+        "remodel": Terms(NoClaim, ("volume-set",), frozenset({"generator", "atlas"}), vetted="private", **whole),
         "distill-dp": Terms(SubsampledGaussian, either, judges | {"pretraining"}, vetted="public", **whole),
     }
-    kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces", "distill"), "k")
+    kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces", "distill", "remodel"), "k")
     kinds |= dict.fromkeys(("federated", "federated-masked", "privimage", "centroids", "distill-dp"), "rdp")
     assert {name: terms.kind for name, terms in TERMS.items()} == kinds
     assert {"image-set", "volume-set", "update", "masked-update", "model"} == ARTIFACT_TYPES

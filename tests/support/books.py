@@ -26,6 +26,7 @@ COMPONENTS = {
     "privimage": {"semantics": "public", "pretraining": "public"},
     "centroids": {"encoder": "public", "generator": "public", "codebook": "public"},
     "distill": {"teacher": "private", "autoencoder": "public", "verifier": "public", "aligner": "public"},
+    "remodel": {"generator": "public", "atlas": "public"},
     "distill-dp": dict.fromkeys(("pretraining", "autoencoder", "verifier", "aligner"), "public"),
 }
 DP = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=1.8, steps=60)
