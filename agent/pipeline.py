@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.grants import give_up, if_reachable, price
-from agent.mechanisms import Mechanism, Resumable, Synthesis
+from agent.mechanisms import Mechanism, Remodel, Resumable, Synthesis
 from agent.mechanisms.bench import Bench
-from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet, Unreachable
+from agent.mechanisms.remodel import Remodelled
+from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet, Unreachable, VolumeSet
 from agent.released import freeze, kept_clusters, remember, remember_persons, rule_of, searched, together
 from agent.site import Parcel, Refused, Site, Waiting
 from agent.stages.average import majority
 from agent.stages.cluster import possible
+from agent.stages.deface import Examine
 from agent.stages.distil import Distilled, Review
 from agent.stages.noise import Entropy
 from agent.training.loop import OtherRun
@@ -33,6 +35,7 @@ from policies.entries import InvalidEntry
 from policies.review import TERMS, Finding, Verdict
 from policies.statement import Release, encode, release_id
 from protos.artifact import pack_images
+from protos.shards import Nifti, pack_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +275,56 @@ def _up(share: float) -> str:
 
 def _down(share: float) -> str:
     return repr(math.floor(share * 20) / 20)  # coarse: an interval's width would tell how many patients there are
+
+
+def release_heads(
+    site: Site,
+    mechanism: Remodel,
+    modality: str,
+    examine: Examine,
+    rng: np.random.Generator,
+    shown: Callable[[Remodelled], None] = lambda _: None,
+) -> tuple[Parcel, Verdict]:
+    """Patients' own head scans with other faces, from price to verdict; the brain in them remains linkable.
+
+    Raises:
+        Refused: the price, or a patient who takes part has opted out.
+        CohortTooSmall: too few heads for the attack to be shown; the grant is spent.
+        Unreachable: no verdict yet.
+    """
+    grant = price(site, mechanism, modality)
+    try:
+        site.say("read", "the heads that wait with their faces on, from the vault")
+        scans = site.vault.scans(modality)
+        site.say("make", f"{mechanism.name}: another face for every head, and an attack on all of them")
+        told = _told(site)
+        made = mechanism.run(scans, examine, rng, lambda done, of: told("heads", done, of))
+        shown(made)
+        draft = replace(
+            draft_of(site, mechanism, grant.grant, modality, mechanism.claim()),
+            reid_rate=_up(made.known.interval.high),
+            vetting_power=_down(made.power.interval.low),
+        )
+        goods = parcel(site, draft, pack_volumes(made.made))
+        remember_persons(site, goods.release.release, made.persons)
+        still_in(site, made.persons)
+        return goods, depart(site, goods, made.persons)
+    except (Unreachable, Waiting):
+        raise
+    except Exception:  # the grant is spent, and the fault is passed on
+        with if_reachable():
+            give_up(site, grant, "failed")
+        raise
+
+
+def pack_volumes(made: VolumeSet) -> bytes:
+    """A shard of NIfTI files: of the scanner's space nothing is left but the spacing.
+
+    Raises:
+        BadArtifact: more than a shard holds.
+    """
+    x, y, z = (float(np.float32(edge)) for edge in made.spacing)
+    return pack_shard(list(made.volumes), made.labels, Nifti((x, 0.0, 0.0, 0.0, 0.0, y, 0.0, 0.0, 0.0, 0.0, z, 0.0)))
 
 
 def resumed_as(mechanism: Resumable, selection: Selection) -> str:

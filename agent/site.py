@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agent.nouns import Cohort, Selection
+from agent.nouns import Cohort, Scan, Selection
 from agent.training.loop import Place
 from policies.register import Register
 from policies.review import Verdict
@@ -70,6 +70,9 @@ class Vault(Protocol):
 
     def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
         """The labels of every eligible patient's images, without a name; no image is opened."""
+
+    def scans(self, modality: str) -> tuple[Scan, ...]:
+        """The finest head of each eligible patient whose face is on."""
 
     def opted_out(self) -> frozenset[str]:
         """Who wants no part, as of now."""

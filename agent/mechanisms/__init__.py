@@ -12,11 +12,12 @@ from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.mechanisms.ksalsa import KSalsa
 from agent.mechanisms.ksame import KSame
 from agent.mechanisms.privimage import PrivImage
+from agent.mechanisms.remodel import Remodel
 
 Synthesis = KSame | KSalsa | AnonFaces  # claim: k-anonymous; run(cohort, rng)
 Private = PrivImage | Centroids | DistillDp  # claim: (epsilon, delta)-DP per patient
 Resumable = Private | Distill  # run(cohort, entropy, bench): it takes long, and goes on where it was interrupted
-Mechanism = Synthesis | Resumable | Federated | FederatedMasked
+Mechanism = Synthesis | Resumable | Remodel | Federated | FederatedMasked
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "ksame": KSame,
@@ -26,6 +27,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "centroids": Centroids,
     "distill": Distill,  # claim: none; vetted against the patients
     "distill-dp": DistillDp,  # claim: that of its teacher; vetted against public pictures
+    "remodel": Remodel,  # claim: none; another face on patients' own scans; run(scans, examine, rng)
     "federated": Federated,  # claim: (epsilon, delta)-DP per patient; run_round(cohort, update, entropy)
     "federated-masked": FederatedMasked,  # claim: the same of the sum alone; run_round gives one site's part of it
 }
@@ -43,6 +45,7 @@ __all__ = [
     "Mechanism",
     "PrivImage",
     "Private",
+    "Remodel",
     "Resumable",
     "Synthesis",
 ]

@@ -215,6 +215,9 @@ CASES = {
 }
 
 
+OF_SCANS = {"remodel"}  # takes scans and no images: the same is asked of it in test_remodel_release.py
+
+
 def _bytes(release):
     if isinstance(release, Update):
         return release.vector.tobytes()
@@ -227,8 +230,9 @@ def _bytes(release):
 
 
 def test_every_mechanism_has_a_case_in_this_suite():
-    assert CASES.keys() == MECHANISMS.keys()
-    assert all(type(CASES[name].mechanism) is kind and kind.name == name for name, kind in MECHANISMS.items())
+    assert CASES.keys() == MECHANISMS.keys() - OF_SCANS
+    assert all(type(case.mechanism) is MECHANISMS[name] for name, case in CASES.items())
+    assert all(kind.name == name for name, kind in MECHANISMS.items())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

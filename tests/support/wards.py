@@ -21,7 +21,7 @@ from agent.edges.records import read_task, records_of
 from agent.edges.tasks import Answer, Declined, Reply, Task
 from agent.masked import Sum
 from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.nouns import Cohort, Image, Patient, Selection, Unreachable, Update
+from agent.nouns import Cohort, Image, Patient, Scan, Selection, Unreachable, Update
 from agent.participant import Participant, read_mechanism
 from agent.site import Refused, Site
 from coordinator.edges.secure import SecureStrategy
@@ -102,6 +102,7 @@ class Vault:
     out: frozenset[str] = frozenset()  # who has opted out
     crash_at: str = ""  # a note's name: the process is gone before it is written
     seed: int = 1
+    heads: tuple[Scan, ...] = ()
     unreadable: int = 0  # of the last patients, no image can be used: what only their pixels show
 
     def cohort(
@@ -121,6 +122,10 @@ class Vault:
     def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
         excluded = set(without) | self.out
         return tuple((str(i % 3),) * 2 for i in range(self.patients) if f"{i:04d}" not in excluded)
+
+    def scans(self, modality: str) -> tuple[Scan, ...]:
+        self.reads += 1
+        return tuple(scan for scan in self.heads if scan.pseudonym not in self.out)
 
     def opted_out(self) -> frozenset[str]:
         return self.out

@@ -1,0 +1,93 @@
+"""``train remodeller``: public heads are examined once, kept beside the training, and what is no head is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent.__main__ import main
+from agent.edges import public_heads
+from agent.edges.public_heads import Kept, examine, found
+from agent.heads.head import Head
+from agent.heads.reasons import NotDefaced
+from agent.nets.volume_gan import remodeller_from
+from agent.phantoms.head_writing import bids, nifti
+from tests.support.heads import bad, phantoms, scan, true_head
+
+PERSONS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("public")
+    bids(folder, phantoms(), PERSONS, visits=1, mm=4.0)
+    return folder
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Heads are known by the phantom's own truth, and how often one is examined is counted."""
+    asked: list[int] = []
+
+    def look(volume: Any, *_: Any) -> Head:
+        for n in PERSONS:
+            if np.array_equal(np.asarray(volume.values, np.uint16), scan(n).volume.values):
+                asked.append(n)
+                return true_head(n)
+        raise NotDefaced("no_head")
+
+    monkeypatch.setattr(public_heads, "examined", look)
+    return asked
+
+
+def test_a_bids_folder_trains_a_network_and_goes_on(
+    public: Path, known: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "remodeller", "--heads", str(public), "--out", str(tmp_path / "net"), "--side", "32"]
+    assert main([*words, "--steps", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["heads"], told["left_out"], told["steps"]) == (3, {}, 1)
+    net = remodeller_from((tmp_path / "net" / "remodeller.safetensors").read_bytes(), "public")
+    assert net.side == 32
+    assert sorted(known) == list(PERSONS)
+    assert main([*words, "--steps", "2"]) == 0
+    assert sorted(known) == list(PERSONS), "a head is examined once"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 heads in 2 steps" in said
+    assert "vouch for it" in said
+
+
+def test_kept_heads_are_what_was_examined(public: Path, known: list[int], tmp_path: Path) -> None:
+    heads, left = examine(found(public), tmp_path)
+    assert left == {}
+    assert isinstance(heads, Kept)
+    assert len({person for person, _ in heads}) == 3
+    for (_, head), n in zip(heads, PERSONS, strict=True):
+        truth = true_head(n)
+        assert np.array_equal(head.volume.values, truth.volume.values)
+        assert np.array_equal(head.brain.mask, truth.brain.mask)
+        assert np.array_equal(head.skin, truth.skin)
+        assert np.allclose(head.brain.to_template, truth.brain.to_template)
+    assert len(heads[1:]) == 2
+
+
+def test_what_is_no_head_is_left_out_and_told(known: list[int], tmp_path: Path) -> None:
+    folder = tmp_path / "any"
+    nifti(folder / "a.nii.gz", scan(0).volume)
+    nifti(folder / "b.nii.gz", bad()["bottle"])
+    heads, left = examine(found(folder), tmp_path / "out")
+    assert (len(heads), left) == (1, {"no_head": 1})
+
+
+def test_one_person_is_too_few(known: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nifti(tmp_path / "any" / "a.nii.gz", scan(0).volume)
+    words = ["train", "remodeller", "--heads", str(tmp_path / "any"), "--out", str(tmp_path / "net")]
+    assert main([*words, "--side", "32"]) == 1
+    assert "refused" in capsys.readouterr().err
+    assert not (tmp_path / "net" / "remodeller.safetensors").exists()
+    assert main([*words, "--side", "48"]) == 1
+    assert "no network of 48" in " ".join(capsys.readouterr().err.split())
