@@ -21,6 +21,7 @@ from agent.edges import enrol as joining
 from agent.edges import home as homes
 from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
+from agent.edges.faces import METHODS, PARTS
 from agent.edges.watch import Watch
 from agent.nouns import Unreachable
 from policies.entries import InvalidEntry
@@ -267,6 +268,28 @@ def _add_intake(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> N
     fresh.add_argument("--out", type=Path, required=True)
 
 
+def _deface(arguments: argparse.Namespace) -> int:
+    """Of :mod:`agent.deface_command`, imported when it is typed: torch takes two seconds."""
+    from agent import deface_command  # noqa: PLC0415 - see above
+
+    return deface_command.run(arguments)
+
+
+def _add_deface(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
+    bare = add(commands, "deface", _deface, "take the faces off head MRI and CT: in files, or in the vault")
+    bare.set_defaults(homeless=True)
+    bare.add_argument("source", type=Path, nargs="?", metavar="IN", help="a NIfTI or DICOM file; or a folder of them")
+    bare.add_argument("out", type=Path, nargs="?", metavar="OUT", help="a new file, or a folder: nothing is replaced")
+    bare.add_argument("--method", choices=METHODS, default="remodel", help="another face; or a way to take it away")
+    bare.add_argument("--network", type=Path, help="of remodel: a file of `train remodeller`, of public heads")
+    bare.add_argument("--parts", choices=PARTS, default="surface", help="of remodel: all that is seen, or the face")
+    bare.add_argument("--mask", type=Path, help="of one file: its brain, by HD-BET, SynthStrip or by hand (NIfTI)")
+    bare.add_argument("--report", type=Path, help="a page with each head before and after, for this site only")
+    bare.add_argument("--vault", action="store_true", help="what is in the vault, as ingest.toml's [faces] says")
+    bare.add_argument("--once-more", action="store_true", help="of the vault: also what was refused before")
+    _of_project(bare)
+
+
 def _add_people(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
     told = add(commands, "manifest", _on_the_way_in("manifest"), "what was removed, replaced and kept, and why")
     told.add_argument("--study", help="one study's pseudonym")
@@ -350,6 +373,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = add(commands, "doctor", _doctor, "check configuration, keys and the way to the coordinator")
     doctor.add_argument("--json", action="store_true")
     _add_intake(commands, add)
+    _add_deface(commands, add)
     _add_releases(commands.add_parser("release", help="make a release"), add)
     synthesis_parser.add_commands(commands, add)
     serve = add(commands, "serve", _with_patients("serve"), "receive images, and take part in federated rounds")

@@ -45,6 +45,7 @@ class _Outcome:
 
     report: IngestReport = field(default_factory=lambda: total([]))
     began: bool = False
+    faces: dict[str, Any] | None = None  # studies de-faced, and withheld with the reasons; None where none waited
     archive: dict[str, Any] | None = None  # what an archive did not send; None where none was asked
 
     def add(self, report: IngestReport) -> None:
@@ -68,12 +69,27 @@ def ingest(arguments: argparse.Namespace) -> int:
                 done.add(_waiting(way, progress))
                 for folder in folders:
                     done.add(_from_folder(way, folder, progress))
+            done.faces = _faces(way, silent=arguments.json)
     finally:
         if done.began:
             report, refused = done.report, sum(done.report.quarantined.values())
-            _print_ingest(report, arguments.json, {"archive": done.archive} if done.archive else {})
+            more = {"archive": done.archive, "faces": done.faces}
+            _print_ingest(report, arguments.json, {name: told for name, told in more.items() if told})
             log.info("ingested", kept=report.kept, duplicates=report.duplicates, quarantined=refused)
     return 0 if complete else 1
+
+
+def _faces(way: Way, *, silent: bool) -> dict[str, Any] | None:
+    """Take the faces off what has come, where ``[faces]`` says how; what keeps its face stays withheld."""
+    if way.ingestion.faces is None or not way.vault.faces():
+        return None
+    from agent.edges.sweep import sweep  # noqa: PLC0415 - torch, and only where a head has come
+
+    with _bar("faces", silent) as progress:
+        swept = sweep(way, progress)
+    told = "".join(f"; {count} withheld: {why}" for why, count in swept.kept.items())
+    _say(f"studies de-faced: {swept.defaced}{told}")
+    return {"defaced": swept.defaced, "withheld": dict(swept.kept)}
 
 
 def _from_folder(way: Way, folder: Folder, progress: Callable[[int, int | None], None]) -> IngestReport:

@@ -20,6 +20,7 @@ EXPERIMENTS: Final = (
     *("anonfaces-table1", "anonfaces-fig14", "anonfaces-fig15", "anonfaces-fig16"),
     *("privimage-table2", "privimage-table3", "privimage-fig6", "privimage-fig7"),
     *("distillation-table1", "distillation-table2", "distillation-fig2", "distillation-fig3"),
+    *("deid-figure3", "deid-figure4"),
 )
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 KINDS: Final = ("learned", "vgg19", "vgg19-unnormalised", "moco", "resnet18", "resnet34", "resnet50", "inception")
@@ -58,6 +59,20 @@ def _distilling(arguments: argparse.Namespace) -> int:
     from agent import distill_commands  # noqa: PLC0415 - torch takes two seconds
 
     return distill_commands.run(arguments)
+
+
+def _remodel(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.remodel_command`."""
+    from agent import remodel_command  # noqa: PLC0415 - torch takes two seconds
+
+    return remodel_command.run(arguments)
+
+
+def _train_remodeller(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.remodel_command`."""
+    from agent import remodel_command  # noqa: PLC0415 - torch takes two seconds
+
+    return remodel_command.train(arguments)
 
 
 def _draw(arguments: argparse.Namespace) -> int:
@@ -127,6 +142,11 @@ def add_release(release: Any, add: Add) -> None:
         command.add_argument("--reader", type=Path, help="seal it to this reader's public key")
         _common(command)
 
+    told = "patients' own head scans with other faces (C-DeID-GAN): the brain itself remains linkable"
+    heads = add(release, "remodel", _remodel, told)
+    heads.add_argument("--config", type=Path, required=True, help="TOML: cohort, network")
+    _common(heads)
+
 
 def add_commands(commands: Any, add: Add) -> None:
     """``tune``, ``evaluate``, ``train``, ``draw``, ``audit`` and ``reproduce``."""
@@ -145,6 +165,8 @@ def add_commands(commands: Any, add: Add) -> None:
     for name in DISTILLING:
         told = f"train the {name} of `release distill` on public pictures; again: go on where it stopped"
         _add_training(add(train, name, _distilling, told), name)
+    told = "train the network of `deface --method remodel` on public heads; again: go on where it stopped"
+    _add_remodeller(add(train, "remodeller", _train_remodeller, told))
     told = "make a codebook of public pictures, the cells of `release centroids`"
     _add_codebook(add(train, "codebook", _codebook, told))
     _add_draw(add(commands, "draw", _draw, "draw pictures by a model that `release distill` let go"))
@@ -176,7 +198,8 @@ def _add_reproduce(again: argparse.ArgumentParser) -> None:
     )
     more = (
         "--layout digits, or cifar32, celeba32, celeba64, camelyon32, which need an accelerator; of distillation: "
-        "chest32, chest64 or mimic512, the last two with an accelerator; else by the layout"
+        "chest32, chest64 or mimic512, the last two with an accelerator; of deid: heads3mm, heads1mm, or "
+        "folder, which goes with --data; else by the layout"
     )
     again.add_argument("--preset", default="", help=presets + more)
     again.add_argument("--out", type=Path, required=True, help="what is trained and computed, kept; again: go on")
@@ -187,6 +210,8 @@ def _add_reproduce(again: argparse.ArgumentParser) -> None:
     ):
         text = f"the published network {told}. Its file is OUT/official/KIND, its digest its authors'"
         again.add_argument(f"--{role}", type=_official, metavar="KIND:SHA256", help=text)
+    drawn = "of deid: a file of `train remodeller`; else the mean of other people's heads draws the faces"
+    again.add_argument("--network", type=Path, help=drawn)
     stand_in = "at paper512, go on without those of the three that are not named: random or learned features instead"
     again.add_argument("--random-features", action="store_true", help=stand_in)
     most = "so many images only: all are kept in memory. EyePACS at 512 px is 27.6 GB, and 50 GB more in training"
@@ -224,6 +249,18 @@ def _add_training(command: argparse.ArgumentParser, network: str) -> None:
         command.add_argument("--identities", type=Path, required=True, help="CSV: file,identity")
         rate = "at which the threshold is set; a smaller one needs more people"
         command.add_argument("--false-match-rate", type=_rate, default=0.01, help=rate)
+
+
+def _add_remodeller(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(homeless=True)
+    heads = "a folder of head MRI, NIfTI or DICOM: a BIDS folder, or each volume is somebody else; nobody's patients"
+    command.add_argument("--heads", type=Path, required=True, help=heads)
+    command.add_argument("--out", type=Path, required=True, help="examined heads, checkpoint, network, pictures")
+    command.add_argument("--side", type=_count, default=64, help="voxels of the cube: 32, 64 or 128")
+    command.add_argument("--steps", type=_count, help="else as many as usual")
+    command.add_argument("--seed", type=_seed, default=0)
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command.add_argument("--json", action="store_true")
 
 
 def _add_distilling(command: argparse.ArgumentParser, network: str) -> None:

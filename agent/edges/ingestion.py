@@ -13,6 +13,7 @@ from agent.deidentify.regions import Blank
 from agent.deidentify.rules import Rules
 from agent.edges.dicomweb import Web
 from agent.edges.dimse import ListenerSettings
+from agent.edges.faces import FacesSettings
 from agent.edges.files import Folder
 from agent.edges.home import BadSite, Home, Settings
 from agent.edges.lists import Columns
@@ -22,7 +23,19 @@ from agent.edges.stow import StowSettings
 from agent.edges.tables import Tables, converter
 
 FILE: Final = "ingest.toml"
-_TABLES: Final = ("site", "rules", "blank", "deidentify", "ocr", "listener", "stow", "pacs", "dicomweb", "folder")
+_TABLES: Final = (
+    "site",
+    "rules",
+    "blank",
+    "deidentify",
+    "ocr",
+    "listener",
+    "stow",
+    "pacs",
+    "dicomweb",
+    "folder",
+    "faces",
+)
 _OF_SITE: Final = ("modalities", "secondary_capture_modalities")  # these stand in site.toml
 
 
@@ -59,6 +72,7 @@ class Ingestion:
     pacs: Mapping[str, Remote] = field(default_factory=dict)
     webs: Mapping[str, Web] = field(default_factory=dict)
     folders: tuple[Folder, ...] = ()
+    faces: FacesSettings | None = None  # None: what may show a face stays withheld
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +143,13 @@ def _ingestion(tables: Tables, settings: Settings) -> Ingestion | None:
     ocr = tables.table("ocr", OcrSettings)
     listener, stow = tables.table("listener", ListenerSettings), tables.table("stow", StowSettings)
     pacs, webs = tables.named("pacs", Remote), tables.named("dicomweb", Web)
+    faces = tables.table("faces", FacesSettings)
+    if faces is not None and not faces.safe:
+        told = "remodel (surface) or strip: after the other methods people were still recognised (faces.md)"
+        tables.problems.append(f"faces.method: {told}")
     tables.problems += [f"site.pull: no archive is called {n}" for n in reading.pull if n not in {**pacs, **webs}]
     if tables.problems or made is None:
         return None
     whole = replace(made, secondary_capture_modalities=settings.secondary_capture_modalities, blanks=blanks)
     roads = (listener, stow, pacs, webs, tuple(f.folder() for f in folders))
-    return Ingestion(whole, reading, profile, ocr, *roads)
+    return Ingestion(whole, reading, profile, ocr, *roads, faces)

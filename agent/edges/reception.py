@@ -27,6 +27,7 @@ from agent.edges.reader import ReaderFailed
 from agent.edges.remote import PacsError
 from agent.edges.room import RoomError
 from agent.edges.stow import Stow
+from agent.edges.sweeping import Sweeping
 from agent.edges.vault import VaultError
 from agent.edges.waiting import Found
 from agent.edges.way import open_way
@@ -54,6 +55,7 @@ class Reception:
         self._stack, self._stop = ExitStack(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="reception", daemon=True)
         self._pulling: dict[str, Pulling] = {}
+        self._sweeping: Sweeping | None = None
         self._next_pull = self._told_at = 0.0
         self._told: dict[str, int] = {}
         self.listener: Listener | None = None
@@ -74,6 +76,9 @@ class Reception:
             if settings.stow is not None:
                 self.stow = stack.enter_context(Stow(settings.stow, self._way.inbox.folder, keys))
             self._intake = stack.enter_context(self._way.intake())
+            if settings.faces is not None:
+                settle = 60 * settings.faces.settle_minutes
+                self._sweeping = Sweeping(self._home, self._project, self._log, settle, self._clocks.monotonic)
             self._watched = [Watched(folder) for folder in settings.folders if folder.watch]
             self._stack = stack.pop_all()
         self._thread.start()
@@ -87,6 +92,8 @@ class Reception:
         self._thread.join()
         for pulling in self._pulling.values():
             pulling.stop()
+        if self._sweeping is not None:
+            self._sweeping.stop()
         self._stack.close()
 
     def told(self) -> Iterator[str]:
@@ -111,6 +118,8 @@ class Reception:
         for number, watched in enumerate(self._watched):
             self._tried(f"folder {number}", lambda watched=watched: self._read_folder(watched))  # type: ignore[misc]
         self._tried("archives", self._pull)
+        if self._sweeping is not None:
+            self._sweeping.look()
 
     def _tried(self, where: str, act: Callable[[], None]) -> None:
         try:
@@ -139,6 +148,8 @@ class Reception:
             watched.taken(ready)
 
     def _report(self, report: IngestReport) -> None:
+        if report.kept and self._sweeping is not None:
+            self._sweeping.came()
         if report.files:
             refused = sum(report.quarantined.values())
             self._log.info("ingested", kept=report.kept, duplicates=report.duplicates, quarantined=refused)

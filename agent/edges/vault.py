@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Final
 
 from agent.deidentify.manifest import Instance
 from agent.deidentify.profile import Pixels
@@ -23,10 +20,10 @@ from agent.deidentify.reasons import Refused
 from agent.deidentify.record import Record
 from agent.deidentify.trace import Step
 from agent.edges.cohorts import NO_SERIES, Count, Head, Tally, choose, counts, decode, head_of
-from agent.edges.holds import Holds
 from agent.edges.levels import packed, seen, unpacked
 from agent.edges.notes import Notes
 from agent.edges.sealed import SealedFile, SealedPlace, VaultError, derive
+from agent.edges.withheld import Face, Withheld
 from agent.nouns import Cohort, Image, Patient, Selection
 
 __all__ = ["Face", "Vault", "VaultError"]
@@ -42,17 +39,7 @@ _NOBODY: Final = ("", "")
 _MAX_LABEL: Final = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Face:
-    """An instance from which a face may be reconstructed, for the mechanism that takes faces off."""
-
-    name: str
-    kind: Literal["image", "volume"]
-    modality: str
-    payload: bytes = field(repr=False)  # the de-identified DICOM or NIfTI file
-
-
-class Vault(Holds):
+class Vault(Withheld):
     """The records of one project, and the site's notes."""
 
     def __init__(self, notes: Notes, path: Path, key: bytes) -> None:
@@ -215,16 +202,6 @@ class Vault(Holds):
 
     # -- looking
 
-    def heads(self) -> Iterator[Head]:
-        """What is known of every instance without its pixels, by name. Write nothing before the last one."""
-        for name, box in self._file.stream("SELECT name, head FROM instance ORDER BY id"):
-            yield decode(self._file.unseal(f"head:{name}", box))
-
-    def _find(self, name: str) -> tuple[int, Head] | None:
-        for key, box in self._file.rows("SELECT id, head FROM instance WHERE name = ?", (name,)):
-            return key, decode(self._file.unseal(f"head:{name}", box))
-        return None
-
     def images(self, selection: Selection, without: Iterable[str] = ()) -> Iterator[tuple[str, Image]]:
         """The pseudonym and the image of each instance that counts, one at a time, patient after patient.
 
@@ -299,18 +276,6 @@ class Vault(Holds):
         """The keyed digest that a manifest states of a file: HMAC-SHA256 of its SHA-256, 32 hex characters."""
         return self._file.mac("after", sha256(payload).digest())
 
-    def payload(self, name: str) -> bytes:
-        """The de-identified file of an instance.
-
-        Raises:
-            KeyError: there is none of that name.
-            VaultError: it was changed.
-        """
-        query = "SELECT payload FROM body JOIN instance USING (id) WHERE name = ?"
-        for (box,) in self._file.rows(query, (name,)):
-            return self._file.unseal(f"payload:{name}", box)
-        raise KeyError("no instance of that name")
-
     # -- changing
 
     def relabel(self, labels: Mapping[str, str]) -> int:
@@ -333,46 +298,6 @@ class Vault(Holds):
                     self._write_head(found[0], replace(found[1], label=label))
                     changed += 1
         return changed
-
-    def _write_head(self, key: int, head: Head) -> None:
-        box = self._file.seal(f"head:{head.name}", head.encode())
-        self._file.rows("UPDATE instance SET head = ? WHERE id = ?", (box, key))
-
-    def faces(self) -> Iterator[Face]:
-        """Every instance that waits for its face to be taken off; :meth:`defaced` may be called between two."""
-        for head in [head for head in self.heads() if head.face]:
-            yield Face(head.name, head.kind, head.modality, self.payload(head.name))
-
-    def defaced(self, name: str, payload: bytes, pixels: NDArray[np.float32] | None = None) -> None:
-        """Replace a file by the one without a face, and clear its flag, in one step; the old bytes are overwritten.
-
-        Args:
-            name: of the instance.
-            payload: the new DICOM or NIfTI file.
-            pixels: (h, w) or (h, w, 3) float32 in [0, 1], made from the new file: for an image, and only for one.
-        Raises:
-            KeyError: there is none of that name.
-            ValueError: pixels for a volume, none for an image, or of another shape.
-        """
-        with self._file.transaction():
-            found = self._find(name)
-            if found is None:
-                raise KeyError("no instance of that name")
-            key, head = found
-            if (None if pixels is None else pixels.shape) != head.shape or not payload:
-                raise ValueError("an image is replaced with pixels of its shape, a volume without any")
-            record = self._record(head, payload, pixels)
-            self._write_head(key, replace(head, face=False, defaced=True, after=record.after))
-            box = None if pixels is None else self._file.seal(f"pixels:{name}", packed(pixels))
-            values = (box, self._file.seal(f"payload:{name}", payload), key)
-            self._file.rows("UPDATE body SET pixels = ?, payload = ? WHERE id = ?", values)
-        self._file.truncate()
-
-    @staticmethod
-    def _record(head: Head, payload: bytes, pixels: NDArray[np.float32] | None) -> Record:
-        """Checked as what came in was: finite pixels in [0, 1]."""
-        kept = (head.name, head.digest, head.person, head.study, head.modality, head.kind, head.label)
-        return Record(*kept, pixels, payload, False, head.series, head.body_part)
 
     def purge(self, persons: Set[str]) -> int:
         """Delete all that is here of these patients, so that its ciphertext is neither in the file nor in the log.

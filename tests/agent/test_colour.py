@@ -22,6 +22,7 @@ from agent.edges.notes import Notes
 from agent.edges.ocr import Ocr
 from agent.edges.projects import open_vault
 from agent.edges.vault import Vault
+from agent.edges.withheld import Bare
 from agent.nouns import Selection
 from agent.phantoms import fundus
 from agent.phantoms.persons import ISSUER
@@ -101,8 +102,8 @@ def test_a_cohort_of_colours_can_be_asked_for_by_its_shape(vault: Vault) -> None
 
 def test_defacing_keeps_the_colours_and_grey_does_not_take_their_place(vault: Vault) -> None:
     with pytest.raises(ValueError, match="shape"):
-        vault.defaced(_key(1, 1), b"NEW", _noise(8, 8))
-    vault.defaced(_key(1, 1), b"NEW", _noise(8, 8, 3) / 2)
+        vault.defaced([Bare(_key(1, 1), b"NEW", _noise(8, 8))])
+    vault.defaced([Bare(_key(1, 1), b"NEW", _noise(8, 8, 3) / 2)])
     seen = _seen(vault, Selection("OP", (8, 8, 3)))[_key(1, 3)]
     assert np.abs(seen - _noise(8, 8, 3) / 2).max() < 1e-5
 

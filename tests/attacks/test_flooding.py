@@ -134,7 +134,7 @@ def test_a_stream_in_which_nothing_arrives_gives_its_place_back(
 
 
 class Line:
-    """A call whose stream shows its end, once it was cancelled here, as if the peer had finished it: gRPC may do so."""
+    """A call whose stream, once it was cancelled here, ends as if the peer had finished it: gRPC may do so."""
 
     def __init__(self, site: str) -> None:
         self.peer = guard.Peer("agent", site, "1", None)  # type: ignore[arg-type]

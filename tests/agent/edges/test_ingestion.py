@@ -40,12 +40,14 @@ def test_the_documented_example_is_in_order_and_means_what_it_says() -> None:
     assert found.reading.pull == ("main",)
     assert found.ocr is not None
     assert found.profile.retain_longitudinal
+    assert found.faces is not None
+    assert (found.faces.method, found.faces.safe) == ("remodel", True)
 
 
 def test_every_table_of_the_example_is_one_that_is_known() -> None:
     tables = tomllib.loads(EXAMPLE.read_text())
     assert set(tables) == {
-        *("site", "rules", "blank", "deidentify", "ocr", "listener", "stow", "pacs", "dicomweb", "folder"),
+        *("site", "rules", "blank", "deidentify", "ocr", "listener", "stow", "pacs", "dicomweb", "folder", "faces"),
     }
 
 

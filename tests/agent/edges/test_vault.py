@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from agent.deidentify.trace import Step
 from agent.edges.cohorts import Count, part_of
 from agent.edges.notes import Notes
 from agent.edges.vault import Vault, VaultError
+from agent.edges.withheld import Bare
 from agent.nouns import Selection, Split
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
@@ -424,7 +426,7 @@ def test_a_study_is_told_with_its_instances_and_a_shared_trace_is_stored_once(va
         Instance(r.name, r.digest, vault.mark(r.payload), r.trace) for r in (record(1), record(2), other)
     )
     assert len({instance.after for instance in told} - {r.after for r in (record(1), record(2), other)}) == 3
-    vault.defaced(record(1).name, b"NEW", np.zeros(SHAPE, np.float32))
+    vault.defaced([Bare(record(1).name, b"NEW", np.zeros(SHAPE, np.float32))])
     one = vault.instances(key_of(1, 4))[0]
     assert (one.after, one.pixels.faces) == (vault.mark(b"NEW"), "removed")
     assert [i["name"] for i in manifest(key_of(1, 4), told)["instances"]] == [i.name for i in told]
@@ -437,10 +439,14 @@ def test_a_defaced_instance_has_new_bytes_and_none_of_the_old(tmp_path: Path) ->
     pixels[0] = 1
     vault.keep_all([volume(1), record(2, face=True), record(3)])
     old = vault._file.rows("SELECT payload FROM body ORDER BY id")
-    for face in vault.faces():
-        assert face.payload.startswith(b"PAYLOAD")
-        vault.defaced(face.name, b"NEW", pixels if face.kind == "image" else None)
-    assert list(vault.faces()) == []
+    ((study, count),) = vault.faces()
+    waiting = vault.faces_of(study)
+    assert count == len(waiting) == 2
+    assert all(face.payload.startswith(b"PAYLOAD") for face in waiting)
+    assert {(face.person, face.study) for face in waiting} == {(record(1).pseudonym, study)}
+    vault.defaced(Bare(face.name, b"NEW", pixels if face.kind == "image" else None) for face in waiting)
+    assert vault.faces() == []
+    assert vault.faces_of(study) == []
     assert vault.payload(record(1).name) == b"NEW"
     assert vault.after(record(1).name) == replace(volume(1), payload=b"NEW").after
     image = next(image for _, image in vault.images(OT))
@@ -459,10 +465,46 @@ def test_a_defacing_that_does_not_fit_changes_nothing(vault: Vault) -> None:
         (record(2).name, np.full(SHAPE, np.nan, np.float32)),
     ):
         with pytest.raises(ValueError, match="pixels"):
-            vault.defaced(name, b"NEW", pixels)
+            vault.defaced([Bare(name, b"NEW", pixels)])
+    right = Bare(record(1).name, b"NEW")
     with pytest.raises(KeyError):
-        vault.defaced("f" * 32, b"NEW")
-    assert [face.payload for face in vault.faces()] == [volume(1).payload, record(2).payload]
+        vault.defaced([right, Bare("f" * 32, b"NEW")])
+    assert [face.payload for face in vault.faces_of(record(1).study)] == [volume(1).payload, record(2).payload]
+
+
+def test_a_barred_series_and_a_study_of_two_patients_are_never_de_faced(vault: Vault) -> None:
+    one, other = volume(1), replace(volume(2), series="d" * 32)
+    vault.keep_all([one, other])
+    vault.bar({other.series})
+    assert [face.name for face in vault.faces_of(one.study)] == [one.name]
+    vault.keep_all([replace(volume(3, person=2), study=one.study)])
+    assert vault.faces_of(one.study) == []
+
+
+def test_a_file_that_is_another_by_now_is_not_replaced(vault: Vault) -> None:
+    vault.keep_all([volume(1), volume(2)])
+    (first, second) = vault.faces_of(record(1).study)
+    read = {face.name: sha256(face.payload).hexdigest() for face in (first, second)}
+    vault.defaced([Bare(first.name, b"FASTER", before=read[first.name])])
+    with pytest.raises(KeyError):
+        vault.defaced(Bare(face.name, b"NEW", before=read[face.name]) for face in (second, first))
+    assert vault.payload(first.name) == b"FASTER"
+    assert [face.name for face in vault.faces_of(record(1).study)] == [second.name]
+
+
+def test_who_has_opted_out_has_no_face_to_take_off(vault: Vault) -> None:
+    vault.keep_all([volume(1), replace(volume(2, person=2), study="e" * 32)])
+    vault._notes.opt_out(record(1).pseudonym)
+    assert [study for study, _ in vault.faces()] == ["e" * 32]
+    assert vault.faces_of(record(1).study) == []
+
+
+def test_what_is_held_waits_with_its_face_on(vault: Vault) -> None:
+    vault.keep_all([volume(1), replace(volume(2, person=2), study="e" * 32)])
+    vault.hold(record(1).study)
+    assert [study for study, _ in vault.faces()] == ["e" * 32]
+    vault.lift(record(1).study)
+    assert len(vault.faces()) == 2
 
 
 # -- durability

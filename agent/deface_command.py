@@ -1,0 +1,153 @@
+"""``deface IN OUT``: take the faces off head scans, in files, or in the vault (``deface --vault``)."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from agent.edges import deface_page
+from agent.edges.brain_masks import mask_from
+from agent.edges.defaced_files import DONE, Row, defaced, planned
+from agent.edges.defacing import BadNetwork, tools
+from agent.edges.faces import FacesSettings
+from agent.edges.home import BadSite, Home
+from agent.edges.log import open_log
+from agent.edges.page import write
+from agent.edges.sweep import Swept, sweep
+from agent.edges.volumes import read
+from agent.edges.way import open_way
+from agent.heads.grid import oriented
+from agent.heads.reasons import REASONS, NotDefaced
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+_EXPECTED: Final = (BadNetwork, BadSite, FileExistsError, NotDefaced, ValueError)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 0: the face is off every volume that was found; 1: it is not, or nothing could be done."""
+    try:
+        return _vault(arguments) if arguments.vault else _files(arguments)
+    except _EXPECTED as error:
+        said = "an output is there already: name a new folder" if isinstance(error, FileExistsError) else str(error)
+        ERR.print(f"refused: {said}", markup=False, soft_wrap=True)
+        return 1
+
+
+# -- files
+
+
+def _files(arguments: argparse.Namespace) -> int:
+    if arguments.source is None or arguments.out is None:
+        raise ValueError("deface needs what to read, and where to write; or --vault")
+    settings = _settings(arguments)
+    work = planned(arguments.source, arguments.out)
+    if arguments.report is not None and arguments.report.exists():
+        raise FileExistsError
+    mask = _mask(arguments)
+    with_ = tools(settings)
+    if mask is not None:
+        with_ = replace(with_, made_of=with_.made_of + hashlib.sha256(mask.tobytes()).hexdigest())
+    rows: list[Row] = []
+    try:
+        with _bar("de-face", silent=arguments.json) as progress:
+            task = progress.add_task("de-face", total=len(work))
+            for some in defaced(work, arguments.out, with_, mask, pictures=arguments.report is not None):
+                rows += some
+                progress.advance(task)
+    finally:
+        if rows:
+            if arguments.report is not None:
+                write(arguments.report, deface_page.render(rows, arguments.method, arguments.parts))
+            _print(rows, arguments)
+    return 1 if any(row.why for row in rows) else 0
+
+
+def _settings(arguments: argparse.Namespace) -> FacesSettings:
+    digest, network = "", arguments.network
+    if arguments.method == "remodel" and network is None:
+        raise ValueError("remodel needs --network, a file of `train remodeller`; or choose another --method")
+    if network is not None:
+        if not network.is_file():
+            raise ValueError(f"--network: no such file: {network.name}")
+        digest = hashlib.sha256(network.read_bytes()).hexdigest()
+    settings = FacesSettings(arguments.method, network, digest, arguments.parts)
+    if network is not None:
+        ERR.print("the network counts as one of public heads: that nobody here is among them is your word")
+    return settings
+
+
+def _mask(arguments: argparse.Namespace) -> NDArray[np.bool_] | None:
+    if arguments.mask is None:
+        return None
+    if not arguments.source.is_file():
+        raise ValueError("--mask goes with one file")
+    return mask_from(arguments.mask, oriented(read(arguments.source).volume))
+
+
+def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    method, says = arguments.method, deface_page.says(arguments.method, arguments.parts)
+    if arguments.json:
+        told: dict[str, Any] = {"method": method, "says": says}
+        sys.stdout.write(json.dumps({**told, "volumes": [row.told() for row in rows]}) + "\n")
+        return
+    table = Table("volume", "what became of it", "brain voxels changed", "seconds", title=method)
+    for row in rows:
+        counts = ("" if n is None else str(n) for n in (row.brain_voxels_changed, row.seconds))
+        table.add_row(Text(row.path), row.state, *counts)
+    OUT.print(table)
+    for code in dict.fromkeys(row.state for row in rows if row.why):
+        OUT.print(f"{code}: {REASONS[code]}", markup=False, soft_wrap=True)
+    if any(row.state == DONE for row in rows):
+        OUT.print(f"{says}; headers are as they were", markup=False, soft_wrap=True)
+
+
+def _bar(title: str, *, silent: bool) -> Progress:
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=ERR, disable=silent)
+
+
+# -- the vault
+
+
+def _vault(arguments: argparse.Namespace) -> int:
+    if arguments.source is not None or arguments.mask is not None:
+        raise ValueError("--vault takes no files: it works by the table [faces] of ingest.toml")
+    if arguments.home is None:
+        raise ValueError("--vault needs --home")
+    home = Home(arguments.home)
+    with open_way(home, arguments.project) as way, _bar("de-face", silent=arguments.json) as progress:
+        task = progress.add_task("de-face", total=None)
+        swept = sweep(
+            way, lambda done, of: progress.update(task, completed=done, total=of), once_more=arguments.once_more
+        )
+    open_log(arguments.home / "agent.log").info("defaced", count=swept.defaced, kept=sum(swept.kept.values()))
+    _print_swept(swept, as_lines=arguments.json)
+    return 1 if swept.kept else 0
+
+
+def _print_swept(swept: Swept, *, as_lines: bool) -> None:
+    if as_lines:
+        told = {"studies": swept.studies, "defaced": swept.defaced, "withheld": dict(sorted(swept.kept.items()))}
+        sys.stdout.write(json.dumps(told) + "\n")
+        return
+    table = Table("studies that may show a face", "count", title=f"{swept.studies} looked at")
+    table.add_row("de-faced", str(swept.defaced))
+    for code, count in sorted(Counter(swept.kept).items()):
+        table.add_row(f"withheld: {code}", str(count))
+    OUT.print(table)
+    for code in sorted(swept.kept):
+        OUT.print(f"{code}: {REASONS[code]}", markup=False, soft_wrap=True)

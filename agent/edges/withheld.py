@@ -1,0 +1,147 @@
+"""Records that are withheld because a face may be rebuilt from them, and the one way in which they stop being so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.deidentify.record import Record
+from agent.edges.cohorts import Head, decode
+from agent.edges.holds import Holds
+from agent.edges.levels import packed
+from agent.nouns import Scan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Face:
+    """An instance from which a face may be rebuilt, for what takes faces off."""
+
+    name: str
+    kind: Literal["image", "volume"]
+    modality: str
+    person: str
+    study: str
+    series: str
+    label: str
+    payload: bytes = field(repr=False)  # the de-identified DICOM or NIfTI file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bare:
+    """An instance without its face."""
+
+    name: str
+    payload: bytes = field(repr=False)  # the new DICOM or NIfTI file
+    pixels: NDArray[np.float32] | None = None  # (h, w) or (h, w, 3) in [0, 1] of the new file: of an image alone
+    before: str = ""  # SHA-256 of the file that it was made of; "": whatever is there
+
+
+class Withheld(Holds):
+    """Heads and files of one project's records, and the faces among them."""
+
+    def heads(self) -> Iterator[Head]:
+        """What is known of every instance without its pixels, by name. Write nothing before the last one."""
+        for name, box in self._file.stream("SELECT name, head FROM instance ORDER BY id"):
+            yield decode(self._file.unseal(f"head:{name}", box))
+
+    def _find(self, name: str) -> tuple[int, Head] | None:
+        for key, box in self._file.rows("SELECT id, head FROM instance WHERE name = ?", (name,)):
+            return key, decode(self._file.unseal(f"head:{name}", box))
+        return None
+
+    def payload(self, name: str) -> bytes:
+        """The de-identified file of an instance.
+
+        Raises:
+            KeyError: there is none of that name.
+            VaultError: it was changed.
+        """
+        query = "SELECT payload FROM body JOIN instance USING (id) WHERE name = ?"
+        for (box,) in self._file.rows(query, (name,)):
+            return self._file.unseal(f"payload:{name}", box)
+        raise KeyError("no instance of that name")
+
+    def _write_head(self, key: int, head: Head) -> None:
+        box = self._file.seal(f"head:{head.name}", head.encode())
+        self._file.rows("UPDATE instance SET head = ? WHERE id = ?", (box, key))
+
+    def faces(self) -> list[tuple[str, int]]:
+        """The studies in which a face waits to be taken off, each with the number of its instances that may show one.
+
+        Who has opted out, and what is barred or held for another reason, is passed over.
+        """
+        counts: dict[str, int] = {}
+        out, barred = self.opted_out(), self.barred() | self.held()
+        for head in self.heads():
+            if head.face and head.person not in out and barred.isdisjoint((head.series, head.study)):
+                counts[head.study] = counts.get(head.study, 0) + 1
+        return sorted(counts.items())
+
+    def faces_of(self, study: str) -> list[Face]:
+        """The same of one study, by name: none of a study that names two patients."""
+        out, barred = self.opted_out(), self.barred() | self.held()
+        of_it = (head for head in self.heads() if head.study == study and head.face and head.person not in out)
+        free = (head for head in of_it if barred.isdisjoint((head.series, head.study)))
+        found = sorted(free, key=lambda head: head.name)
+        if len({head.person for head in found}) > 1:  # nobody can tell whose it is
+            return []
+        kept = ((h.name, h.kind, h.modality, h.person, h.study, h.series, h.label) for h in found)
+        return [Face(*one, self.payload(one[0])) for one in kept]
+
+    def scans(self, modality: str) -> tuple[Scan, ...]:
+        """The finest volume of each patient whose face is on, by pseudonym; of several studies the first one's."""
+        from agent.edges.withheld_volumes import finest  # noqa: PLC0415 - the parsers take half a second
+
+        found: dict[str, Scan] = {}
+        for study, _ in self.faces():
+            faces = [face for face in self.faces_of(study) if face.modality == modality]
+            best = finest(faces) if faces and faces[0].person not in found else None
+            if best is not None:
+                source, members = best
+                volume = source.real() if source.scaled or source.modality == "CT" else source.volume
+                labels = {face.label for face in members}
+                label = labels.pop() if len(labels) == 1 else ""
+                found[members[0].person] = Scan(members[0].person, volume, label)
+        return tuple(found[person] for person in sorted(found))
+
+    def opted_out(self) -> frozenset[str]:
+        """Who has opted out, as of now."""
+        raise NotImplementedError
+
+    def defaced(self, bare: Iterable[Bare]) -> bool:
+        """Replace files by those without a face and clear their flags, all or none.
+
+        Returns:
+            Whether the old bytes are overwritten: not while another process reads; then say :meth:`overwrite` later.
+        Raises:
+            KeyError: there is none of that name, or it is another file by now; nothing was replaced.
+            ValueError: pixels for a volume, none for an image, or of another shape; nothing was replaced.
+        """
+        with self._file.transaction():
+            for one in bare:
+                found = self._find(one.name)
+                if found is None or one.before not in ("", found[1].after):
+                    raise KeyError("no such file of that name")
+                key, head = found
+                if (None if one.pixels is None else one.pixels.shape) != head.shape or not one.payload:
+                    raise ValueError("an image is replaced with pixels of its shape, a volume without any")
+                record = self._record(head, one.payload, one.pixels)
+                self._write_head(key, replace(head, face=False, defaced=True, after=record.after))
+                box = None if one.pixels is None else self._file.seal(f"pixels:{one.name}", packed(one.pixels))
+                values = (box, self._file.seal(f"payload:{one.name}", one.payload), key)
+                self._file.rows("UPDATE body SET pixels = ?, payload = ? WHERE id = ?", values)
+        return self.overwrite()
+
+    def overwrite(self) -> bool:
+        """Cut the log in which old bytes may stand, sealed; False while another process reads."""
+        return self._file.truncate()
+
+    @staticmethod
+    def _record(head: Head, payload: bytes, pixels: NDArray[np.float32] | None) -> Record:
+        """Checked as what came in was: finite pixels in [0, 1]."""
+        kept = (head.name, head.digest, head.person, head.study, head.modality, head.kind, head.label)
+        return Record(*kept, pixels, payload, False, head.series, head.body_part)
