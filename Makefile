@@ -40,6 +40,10 @@ bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks privimage
 	$(BIN)/python -m tests.benchmarks verifier
 	$(BIN)/python -m tests.benchmarks vetting
+	$(BIN)/python -m tests.benchmarks brain_mask
+	$(BIN)/python -m tests.benchmarks hull
+	$(BIN)/python -m tests.benchmarks volume_gan
+	$(BIN)/python -m tests.benchmarks faces
 	$(BIN)/python -m tests.benchmarks distill
 	$(BIN)/python -m tests.benchmarks ledger
 	$(BIN)/python -m tests.benchmarks transport
