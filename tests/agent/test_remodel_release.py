@@ -31,6 +31,7 @@ from policies.claims import NoClaim
 from policies.policy import parse
 from policies.sqlite import open_sqlite
 from policies.store import Store
+from policies.terms import TERMS
 from tests.support.books import Clock, Hospital, policy
 from tests.support.heads import scan, true_head
 from tests.support.wards import Door, Vault, site_of
@@ -155,6 +156,8 @@ def test_too_few_heads_and_heads_of_another_grid_are_not_released() -> None:
 def test_its_claim_is_none_and_settled_beforehand() -> None:
     assert mechanism().claim() == NoClaim()
     assert mechanism().components() == {"generator": "public", "atlas": "public"}
+    assert type(mechanism().claim()) is TERMS["remodel"].claim
+    assert set(mechanism().components()) == TERMS["remodel"].components
     private = replace(mechanism(), network=remodeller_from(NETWORK.read_bytes(), "private"))
     assert private.components()["generator"] == "private"
     assert replace(mechanism(), spacing=(4.0, 4.0, 3.9)).form != mechanism().form

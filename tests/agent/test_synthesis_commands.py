@@ -41,7 +41,7 @@ from agent.nouns import CohortTooSmall, Selection
 from agent.nouns import Image as Picture
 from agent.phantoms.fundus import fundus_patients, write_aptos, write_eyepacs
 from agent.pipeline import release_synthetic
-from agent.reproduce import anonfaces, distill_sources, distillation, ksalsa, privimage, sources
+from agent.reproduce import anonfaces, deid, distill_sources, distillation, ksalsa, privimage, sources
 from agent.reproduce.datasets import LOADERS
 from agent.reproduce.experiment import PRESETS as EXPERIMENTS
 from agent.reproduce.experiment import Settings
@@ -523,7 +523,7 @@ def test_every_layout_is_known_by_its_own_list(tmp_path: Path) -> None:
 
 def test_what_the_parser_offers_is_what_there_is() -> None:
     """The parser needs no torch, so it has the names twice."""
-    tables = {*ksalsa.TABLES, *anonfaces.TABLES, *privimage.TABLES, *distillation.TABLES}
+    tables = {*ksalsa.TABLES, *anonfaces.TABLES, *privimage.TABLES, *distillation.TABLES, *deid.TABLES}
     assert set(synthesis_parser.EXPERIMENTS) == tables
     assert (*LOADERS, distill_sources.MIMIC) == synthesis_parser.LAYOUTS
     assert (sources.DIGITS, distill_sources.PHANTOMS) == (synthesis_parser.DIGITS, synthesis_parser.PHANTOMS)
