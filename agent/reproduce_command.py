@@ -165,8 +165,7 @@ def _scanned(folder: Path) -> tuple[deid_heads.Scanned, ...]:
 
 
 def _volume(path: Path) -> Volume:
-    source = read(path)
-    return source.real() if source.scaled or source.modality == "CT" else source.volume
+    return read(path).seen()
 
 
 def _loaded(layout: str) -> str:

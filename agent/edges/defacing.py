@@ -124,32 +124,25 @@ def take_off(
     Raises:
         NotDefaced: the faces stay where they are.
     """
-    seen = [_seen(source) for source in study]
+    seen = [source.seen() for source in study]
     rng = np.random.default_rng(secrets.randbits(128))
     series = [Series(volume, source.frame_of_reference) for volume, source in zip(seen, study, strict=True)]
     result = deface(series, partial(with_.examine, mask=mask), with_.method, rng, atlases.rigid)
-    values = tuple(_stored(source, made) for source, made in zip(study, result.values, strict=True))
+    values = tuple(source.unseen(made) for source, made in zip(study, result.values, strict=True))
     brain = outside = 0
     for source, made, changed, kept in zip(study, values, result.changed, result.kept, strict=True):
         differs = _bits(made) != _bits(source.volume.values)
         brain += int((differs & kept).sum())
         outside += int((differs & ~changed).sum())
-    if brain or outside:  # of what is written, after rounding and scales
+    if brain:  # of what is written, after rounding and scales
         raise NotDefaced("brain_changed")
+    if outside:
+        raise ValueError("a voxel outside the changed mask differs")
     head = result.head
     edge = float(abs(np.linalg.det(head.volume.affine[:3, :3])))
     shown = _picture(head, seen[result.reference], result.values[result.reference]) if picture else b""
     shares = tuple(float(changed.mean()) for changed in result.changed)
     return Taken(result, values, float(head.brain.tight.sum()) * edge / ML, brain, outside, shares, shown)
-
-
-def _seen(source: Source) -> Volume:
-    """In real units where the stored numbers mean nothing by themselves."""
-    return source.real() if source.scaled or source.modality == "CT" else source.volume
-
-
-def _stored(source: Source, made: NDArray[Any]) -> NDArray[Any]:
-    return source.stored(made) if source.scaled or source.modality == "CT" else made
 
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:

@@ -95,8 +95,7 @@ def examine(
         try:
             if not kept.exists():
                 source = read(list(scan.paths))
-                volume = source.real() if source.scaled or source.modality == "CT" else source.volume
-                _keep(kept, examined(volume, template, atlases.register))
+                _keep(kept, examined(source.seen(), template, atlases.register))
             persons.append(scan.person)
             files.append(kept)
         except NotDefaced as error:

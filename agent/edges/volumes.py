@@ -66,6 +66,18 @@ class Source:
                 values[blind] = values[~blind].min()
         return Volume(values, self.volume.affine)
 
+    def seen(self) -> Volume:
+        """As a head is looked for in it: in real units where the stored numbers mean nothing by themselves."""
+        return self.real() if self._in_units else self.volume
+
+    def unseen(self, made: NDArray[Any]) -> NDArray[Any]:
+        """Back from :meth:`seen` to stored numbers."""
+        return self.stored(made) if self._in_units else made
+
+    @property
+    def _in_units(self) -> bool:
+        return self.scaled or self.modality == "CT"
+
     def stored(self, real: NDArray[Any]) -> NDArray[Any]:
         """Real values as stored numbers: rounded, held inside the type; where ``real()`` was left, bit-identical."""
         slope, intercept = self._scale().T

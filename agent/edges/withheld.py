@@ -102,7 +102,7 @@ class Withheld(Holds):
             best = finest(faces) if faces and faces[0].person not in found else None
             if best is not None:
                 source, members = best
-                volume = source.real() if source.scaled or source.modality == "CT" else source.volume
+                volume = source.seen()
                 labels = {face.label for face in members}
                 label = labels.pop() if len(labels) == 1 else ""
                 found[members[0].person] = Scan(members[0].person, volume, label)
@@ -110,7 +110,7 @@ class Withheld(Holds):
 
     def opted_out(self) -> frozenset[str]:
         """Who has opted out, as of now."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: the site's notes know, and the vault holds them
 
     def defaced(self, bare: Iterable[Bare]) -> bool:
         """Replace files by those without a face and clear their flags, all or none.

@@ -88,7 +88,7 @@ class Remodel:
     @property
     def form(self) -> str:
         """SHA-256 of the whole configuration."""
-        grid = [self.shape, self.spacing, repr(self.region)]
+        grid = [self.shape, self.spacing, repr(self.region), repr(self.eye), repr(self.attacker)]
         told: list[Any] = [self.name, self.network.origin.sha256, self.atlas, *grid]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
