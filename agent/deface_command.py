@@ -20,8 +20,8 @@ from rich.text import Text
 
 from agent.edges import deface_page
 from agent.edges.brain_masks import mask_from
-from agent.edges.defaced_files import DONE, Row, defaced, planned
-from agent.edges.defacing import BadNetwork, tools
+from agent.edges.defaced_files import DONE, BadOrder, Row, defaced, planned
+from agent.edges.defacing import tools
 from agent.edges.faces import FacesSettings
 from agent.edges.home import BadSite, Home
 from agent.edges.log import open_log
@@ -34,7 +34,7 @@ from agent.heads.reasons import REASONS, NotDefaced
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
-_EXPECTED: Final = (BadNetwork, BadSite, FileExistsError, NotDefaced, ValueError)
+_EXPECTED: Final = (BadOrder, BadSite, FileExistsError, NotDefaced)  # other texts may quote a file (P14)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _files(arguments: argparse.Namespace) -> int:
     if arguments.source is None or arguments.out is None:
-        raise ValueError("deface needs what to read, and where to write; or --vault")
+        raise BadOrder("deface needs what to read, and where to write; or --vault")
     settings = _settings(arguments)
     work = planned(arguments.source, arguments.out)
     if arguments.report is not None and arguments.report.exists():
@@ -79,12 +79,15 @@ def _files(arguments: argparse.Namespace) -> int:
 def _settings(arguments: argparse.Namespace) -> FacesSettings:
     digest, network = "", arguments.network
     if arguments.method == "remodel" and network is None:
-        raise ValueError("remodel needs --network, a file of `train remodeller`; or choose another --method")
+        raise BadOrder("remodel needs --network, a file of `train remodeller`; or choose another --method")
     if network is not None:
         if not network.is_file():
-            raise ValueError(f"--network: no such file: {network.name}")
+            raise BadOrder(f"--network: no such file: {network.name}")
         digest = hashlib.sha256(network.read_bytes()).hexdigest()
-    settings = FacesSettings(arguments.method, network, digest, arguments.parts)
+    try:
+        settings = FacesSettings(arguments.method, network, digest, arguments.parts)
+    except ValueError as error:
+        raise BadOrder(str(error)) from None
     if network is not None:
         ERR.print("the network counts as one of public heads: that nobody here is among them is your word")
     return settings
@@ -94,7 +97,7 @@ def _mask(arguments: argparse.Namespace) -> NDArray[np.bool_] | None:
     if arguments.mask is None:
         return None
     if not arguments.source.is_file():
-        raise ValueError("--mask goes with one file")
+        raise BadOrder("--mask goes with one file")
     return mask_from(arguments.mask, oriented(read(arguments.source).volume))
 
 
@@ -125,9 +128,9 @@ def _bar(title: str, *, silent: bool) -> Progress:
 
 def _vault(arguments: argparse.Namespace) -> int:
     if arguments.source is not None or arguments.mask is not None:
-        raise ValueError("--vault takes no files: it works by the table [faces] of ingest.toml")
+        raise BadOrder("--vault takes no files: it works by the table [faces] of ingest.toml")
     if arguments.home is None:
-        raise ValueError("--vault needs --home")
+        raise BadOrder("--vault needs --home")
     home = Home(arguments.home)
     with open_way(home, arguments.project) as way, _bar("de-face", silent=arguments.json) as progress:
         task = progress.add_task("de-face", total=None)

@@ -29,6 +29,10 @@ LOG: Final = "defaced.jsonl"
 DONE: Final = "defaced"
 
 
+class BadOrder(ValueError):
+    """What was asked cannot be done; the text is ours, and quotes no file."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """What became of one volume, or of a picture that is none."""
@@ -72,22 +76,22 @@ def planned(source: Path, out: Path) -> list[Study]:
         out: a new file or a folder for a file; a folder for a folder.
 
     Raises:
-        ValueError: there is nothing to read, or ``out`` lies in ``source``.
+        BadOrder: there is nothing to read, or ``out`` lies in ``source``.
     """
     if not source.is_dir():
         if not source.exists():
-            raise ValueError(f"there is no such file or folder: {source.name}")
+            raise BadOrder(f"there is no such file or folder: {source.name}")
         named = "".join(out.suffixes).lower().endswith((".nii", ".nii.gz", ".dcm"))
         target = out if named and not out.is_dir() else out / source.name
         if named and target == out and (source.suffix == ".gz") is not (out.suffix == ".gz"):
-            raise ValueError("a file that is gzipped stays so, and is named so: .nii.gz")
+            raise BadOrder("a file that is gzipped stays so, and is named so: .nii.gz")
         return [(Piece((source,), target, _plain(source.name)),)]
     inside = out.resolve()
     if inside == source.resolve() or source.resolve() in inside.parents:
-        raise ValueError("the results cannot lie in the folder that is read")
+        raise BadOrder("the results cannot lie in the folder that is read")
     found = [tuple(_piece(group, source, out) for group in study) for study in studies(series_of(source))]
     if not found:
-        raise ValueError("the folder holds no NIfTI and no DICOM file")
+        raise BadOrder("the folder holds no NIfTI and no DICOM file")
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agent.__main__ import main
 from agent.edges import defaced_files
 from agent.edges.defaced_files import LOG, defaced, planned
 from agent.edges.defacing import Taken, Tools
@@ -122,3 +123,18 @@ def test_links_in_the_output_are_not_followed(tmp_path: Path) -> None:
     (out / ".a.nii.part").symlink_to(victim)
     assert states(source, out) == {"a.nii": "defaced"}
     assert victim.read_bytes() == b"mine"
+
+
+def test_a_fault_that_quotes_a_file_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P14: a parser's own text may hold a name."""
+    source = folder(tmp_path, a=1)
+
+    def parser(_: Path) -> Any:
+        raise ValueError("PatientName Jane^Doe is no number")
+
+    monkeypatch.setattr(defaced_files, "series_of", parser)
+    assert main(["deface", str(source), str(tmp_path / "out"), "--method", "strip"]) == 70
+    said = capsys.readouterr()
+    assert "Jane" not in said.out + said.err
