@@ -281,6 +281,7 @@ class Log:
         return lambda event, **more: self.said.append((event, more))
 
 
+@pytest.mark.slow
 def test_serve_sweeps_once_nothing_has_come_for_a_while(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock, log = [0.0], Log()
     (site.parent / "input" / "study").rename(site.parent / "elsewhere")

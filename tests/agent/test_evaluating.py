@@ -69,6 +69,7 @@ def whole() -> Evaluation:
 # -- figures
 
 
+@pytest.mark.slow
 def test_a_set_that_shows_its_labels_teaches_them_and_one_that_does_not_is_near_chance() -> None:
     good, bad = whole(), judged(released(shuffled=True))
     assert isinstance(good.taught, tuple)
@@ -105,6 +106,7 @@ def test_the_distance_names_its_network_and_stands_beside_other_held_out_patient
     assert far.figures[0].value > 2 * first.value
 
 
+@pytest.mark.slow
 def test_semantics_are_those_of_the_set_of_all_public_pictures_and_of_a_selection_without_noise() -> None:
     found = whole().semantics
     assert isinstance(found, tuple)

@@ -18,7 +18,7 @@ def _digits(rows: slice) -> Examples:
     return Examples(images, found.target[rows].astype(np.int64), np.arange(len(images)), 10)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::sklearn.exceptions.ConvergenceWarning")
 def test_all_three_learn_digits_and_each_has_an_interval_by_patient() -> None:
     found = accuracies(
         _digits(slice(0, 500)),

@@ -113,6 +113,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------ end to end
 
 
+@pytest.mark.slow
 def test_a_folder_in_aptos_layout_gives_table_1_with_its_verdicts(aptos_folder: Path, kept: Path) -> None:
     said: list[str] = []
     table = ksalsa.run("ksalsa-table1", aptos(aptos_folder, 32), TINY, kept, said.append)
@@ -145,10 +146,7 @@ LONG = {"ksalsa-s5", "ksalsa-table4"}  # half a minute each
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
-        for name in sorted(set(ksalsa.TABLES) - {"ksalsa-table1"})
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in sorted(ksalsa.TABLES)],
 )
 def test_every_table_of_ksalsa_is_filled(name: str, aptos_folder: Path, kept: Path) -> None:
     table = ksalsa.run(name, aptos(aptos_folder, 32), replace(TINY, seeds=(0,), ks=(2, 3)), kept, lambda _: None)
@@ -340,6 +338,7 @@ ksalsa.run("ksalsa-table2", aptos(Path(sys.argv[1]), 32, 40), LONGER, Path(sys.a
 LONGER = replace(TINY, seeds=(0,), pair_steps=40, image_steps=4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(aptos_folder: Path, tmp_path: Path) -> None:
     killed, data = tmp_path / "killed", aptos(aptos_folder, 32, 40)
     command = [sys.executable, "-c", _CHILD, str(aptos_folder), str(killed)]

@@ -82,6 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("deid")
 
 
+@pytest.mark.slow
 def test_figure_3_has_every_method_its_controls_and_what_the_brain_gives_away(folder: Path) -> None:
     said: list[str] = []
     table = deid.run("deid-figure3", made_up(), TINY, folder, said.append)

@@ -156,6 +156,7 @@ def test_all_methods_of_a_model_have_one_architecture_one_job_and_one_pretrainin
         assert len(jobs) == 1
 
 
+@pytest.mark.slow
 def test_a_selection_is_paid_for_out_of_the_same_epsilon(work: PrivateWork) -> None:
     work.settings = replace(
         work.settings, diffusion_job=Job(0.1, 100, 0.05)

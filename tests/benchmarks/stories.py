@@ -97,7 +97,7 @@ class Site:
             "used": used,
         }
         same |= {"mechanism": r.mechanism, "artifact": bytes.fromhex(r.artifact_sha256), "envelope": digest(envelope)}
-        admitted = Admitted(**same, level=level_of(r), claim=canonical(claim_json(r.claim)))
+        admitted = Admitted(**same, level=level_of(r), claim=canonical(claim_json(r.claim)), reader=r.reader)
         yield f"send-{r.release}", Draft((Sent(**same),), (envelope,))
         end = () if run else (Spent(grant=grant, used=used, why="released", envelope=b""),)
         yield f"submit-{r.release}", Draft((admitted, *end), (envelope,))

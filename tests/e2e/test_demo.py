@@ -268,19 +268,32 @@ def readable(raw: bytes, depth: int = 3) -> Iterator[bytes]:
 
 
 class Scan:
-    """Looks for identities in bytes and in what is packed in them."""
+    """Looks for identities in bytes, and in what is packed in them."""
 
     def __init__(self, words: set[str], dates: set[str]) -> None:
-        longest_first = sorted((word.encode() for word in words), key=len, reverse=True)
-        self.words = re.compile(b"|".join(re.escape(word) for word in longest_first))
+        self.words: dict[bytes, list[bytes]] = {}
+        for word in (word.encode() for word in words):
+            self.words.setdefault(word[:6], []).append(word)
+        self.begins = np.zeros(1 << 24, bool)
+        for start in self.words:
+            self.begins[int.from_bytes(start[:3], "big")] = True
         # a date alone is eight digits: only where no other digit, and no digit of a hexadecimal number, touches it
-        iso = {f"{d[:4]}-{d[4:6]}-{d[6:]}" for d in dates}
-        dated = b"|".join(re.escape(d.encode()) for d in sorted(dates | iso))
-        self.dates = re.compile(b"(?<![0-9a-fA-F])(?:" + dated + b")(?![0-9a-fA-F])")
+        self.dates = {d.encode() for d in dates | {f"{d[:4]}-{d[4:6]}-{d[6:]}" for d in dates}}
+        self.dated = re.compile(rb"(?<![0-9a-fA-F])(?:[0-9]{8}|[0-9]{4}-[0-9]{2}-[0-9]{2})(?![0-9a-fA-F])")
 
     def __call__(self, raw: bytes) -> set[bytes]:
-        pieces = list(readable(raw))
-        return {hit for piece in pieces for hit in (*self.words.findall(piece), *self.dates.findall(piece))}
+        found: set[bytes] = set()
+        for piece in readable(raw):
+            found.update(self._words(piece))
+            found |= self.dates & set(self.dated.findall(piece))
+        return found
+
+    def _words(self, piece: bytes) -> Iterator[bytes]:
+        a = np.frombuffer(piece, np.uint8).astype(np.uint32)
+        for at in np.flatnonzero(self.begins[(a[:-2] << 16) | (a[1:-1] << 8) | a[2:]]) if len(a) > 2 else ():
+            for word in self.words.get(piece[at : at + 6], ()):
+                if piece.startswith(word, at):
+                    yield word
 
 
 @pytest.fixture(scope="module")

@@ -479,6 +479,7 @@ def test_the_papers_sigma_buys_more_privacy_than_the_paper_says(sigma: float, by
         pytest.param(10.0, 16384 / 162_770, 618, 1e-6, (1.729, 1.559), marks=pytest.mark.slow),  # CelebA 32: 9.9 %
     ],
 )
+@pytest.mark.slow
 def test_a_calibrated_job_needs_a_tenth_to_a_quarter_less_noise_than_the_papers(
     target: float, rate: float, steps: int, delta: float, sigmas: tuple[float, float]
 ) -> None:

@@ -35,6 +35,7 @@ def run(*arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_mutants_is_killed_by_tests_that_fail() -> None:
     code, told = run("--sample", "12")
     assert [m["mutant"] for m in told["mutants"] if not m["killer"]] == []
