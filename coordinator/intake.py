@@ -31,6 +31,7 @@ from policies.statement import (
     Enrolment,
     Receipts,
     Release,
+    Request,
     Reservation,
     Settlement,
     Statement,
@@ -158,7 +159,7 @@ class Intake:
             raise self.unwelcome(peer, key, Finding("bad_envelope", str(error))) from None
         except ValueError as error:
             raise self.unwelcome(peer, key, Finding("bad_statement", str(error))) from None
-        if isinstance(statement, Approval) or statement.site != peer:
+        if isinstance(statement, Approval | Request) or statement.site != peer:
             raise self.unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
         return statement
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from policies.amendments import unapproved
 from policies.entries import (
     Admitted,
     Amended,
@@ -25,6 +26,7 @@ from policies.entries import (
     Presented,
     Recovered,
     Refused,
+    Requested,
     Reserved,
     Restored,
     Sent,
@@ -47,6 +49,7 @@ from policies.statement import (
     Enrolment,
     Receipts,
     Release,
+    Request,
     Reservation,
     Settlement,
     Statement,
@@ -58,7 +61,8 @@ from policies.statement import (
 
 # entries that rest on a signed statement: a site's, a person's, or a site's word on a grant
 _OfSite = Enrolled | Amended | Reserved | Sent | Admitted | Refused | Recovered | Presented
-_Resting = _OfSite | Approved | Freed | Spent
+_OfPerson = Requested | Approved
+_Resting = _OfSite | _OfPerson | Freed | Spent
 _FREED = {"refused": "coordinator", "unused": "unused"}  # why a grant was freed -> the reason in the site's word
 
 
@@ -97,6 +101,11 @@ def _names_policy(entry: Enrolled | Amended, policy: str) -> bool:
     return hashlib.sha256(policy.encode()).digest() == entry.policy
 
 
+def _worded(entry: Requested | Approved, said: Request | Approval) -> bool:
+    digest = proposal(said.serial, said.action, said.subject, said.value)
+    return _same(entry, said, "person", "serial") and digest == entry.proposal
+
+
 def _agrees(entry: _Resting, said: Statement) -> bool:  # noqa: PLR0911, C901 - one case for each kind
     """Does a signed statement say what the entry that rests on it says?"""
     match entry, said:
@@ -106,8 +115,9 @@ def _agrees(entry: _Resting, said: Statement) -> bool:  # noqa: PLR0911, C901 - 
         case Amended(), Amendment():
             return _same(entry, said, "site", "number") and _names_policy(entry, said.policy)
         case Approved(), Approval():
-            digest = proposal(said.serial, said.action, said.subject, said.value)
-            return _same(entry, said, "person", "serial") and digest == entry.proposal
+            return _worded(entry, said)
+        case Requested(), Request():
+            return _worded(entry, said)
         case Reserved() | Recovered(), Reservation():
             same = _same(entry, said, "grant", "site", "run", "mechanism")
             return same and canonical(claim_json(said.claim)) == entry.claim
@@ -140,6 +150,8 @@ class Auditor:
         self.policies: dict[str, Policy] = {}
         self.sent_under: dict[bytes, Policy] = {}
         self.limits_set: list[str] = []
+        self.loosened: list[str] = []  # amendments of a site's own ledger that its persons had not approved
+        self.twice: list[str] = []  # more than one grant of one site in one run: nothing is granted so any longer
         self.keys: dict[str, list[bytes]] = {}  # site -> every signing key that it was enrolled with
         self.enrolled_by: dict[str, list[str]] = {}  # site -> who approved its enrolment, the last one
 
@@ -155,22 +167,32 @@ class Auditor:
             self.judge(entry, said)
         elif isinstance(entry, Restored) and entry.root != self.tree.root():
             raise Unsound("an epoch was opened over other entries than those before it")
+        before = self.state.amended.get(entry.site, 0) if isinstance(entry, Amended) else 0
         self.state.apply(record)
         self.tree.append(leaf_hash(raw))
         self.refusals += isinstance(entry, Refused)
         if isinstance(entry, LimitSet):
-            by = ", ".join(sorted(self.state.proposals[entry.serial].approvals))
+            by = ", ".join(sorted(self.state.proposals[entry.serial].counted))
             self.limits_set.append(f"{entry.account} to {entry.epsilon or entry.limit}, approved by {by}")
         elif isinstance(entry, Enrolled):
             by_whom = self.state.agreeing(entry.serial, "enrol", entry.site, entry.envelope.hex())
             self.enrolled_by[entry.site] = [f"{name} ({self.state.persons[name].role})" for name in by_whom]
             self.keys.setdefault(entry.site, []).append(entry.sign_key)
+        if isinstance(said, Amendment) and self.origin == f"lazaret/{said.site}":
+            self.check_amended(said, before)
         if isinstance(said, Enrolment | Amendment):
             self.policies[said.site] = parse_policy(said.policy, f"policy of {said.site}")
         elif isinstance(entry, Opened):
             self.check_limit(entry.account)
         elif isinstance(entry, Recovered) and isinstance(said, Reservation):
             self.check_recovered(entry, said)
+
+    def check_amended(self, said: Amendment, before: int) -> None:
+        """Tell of a policy that was loosened without its persons: sites refuse that; older ledgers may hold it."""
+        new = parse_policy(said.policy, f"policy of {said.site}")
+        keys = unapproved(self.state, said.site, before, self.policies[said.site], new, said.policy)
+        if keys:
+            self.loosened.append(f"{said.site}, amendment {said.number}: {', '.join(keys)}")
 
     def check_limit(self, name: str) -> None:
         """An account opens with what the site's own policy allows, or less (P12).
@@ -208,7 +230,7 @@ class Auditor:
         said = parse(open_envelope(raw, self.signer(entry)))
         if not _agrees(entry, said):
             raise Unsound("an entry says something else than the statement it rests on")
-        if isinstance(said, Approval | Receipts) and said.origin != self.origin:
+        if isinstance(said, Approval | Request | Receipts) and said.origin != self.origin:
             raise Unsound("an entry rests on a statement for another ledger")
         return said
 
@@ -216,10 +238,10 @@ class Auditor:
         """The key that the ledger knows for the entry's site or person; an enrolment brings its own."""
         if isinstance(entry, Enrolled):
             return entry.sign_key
-        if isinstance(entry, Approved):
+        if isinstance(entry, _OfPerson):
             person = self.state.persons.get(entry.person)
             if person is None:
-                raise Unsound("an approval by a person who was never appointed")
+                raise Unsound("a word of a person who was never appointed")
             return person.public
         site = entry.site if isinstance(entry, _OfSite) else self.state.open_grant(entry.grant).reserved.site
         enrolled = self.state.sites.get(site)
@@ -235,6 +257,8 @@ class Auditor:
         if isinstance(said, Reservation) and isinstance(entry, Reserved):
             kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
             account, frozen = state.accounts.get(f"{entry.site}/{kind}"), state.frozen(entry.site)
+            if (entry.site, entry.run) in state.granted:  # paid for, so sound: older ledgers may hold it; but told
+                self.twice.append(f"{entry.site}, run {entry.run}: grant {entry.grant}")
             standing = Standing(account, state.grants.get(entry.grant), frozen=frozen, revoked=barred)
             verdict = review_reservation(said, standing, policy)
             sound = verdict.admitted and (entry.account, entry.amount) == (f"{entry.site}/{kind}", verdict.amount)

@@ -15,6 +15,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from policies import cbor
+from policies.decisions import Appointed, Approved, Dismissed, LimitSet, Requested, Waived
+
+__all__ = ["Appointed", "Approved", "Dismissed", "LimitSet", "Requested", "Waived"]  # what persons decided
 
 
 class InvalidEntry(ValueError):
@@ -70,36 +73,6 @@ class Opened:
     order: int  # 0 for kind k
     epsilon: str  # the budget as people state it, decimal text; "" for kind k
     delta: str
-
-
-@dataclass(frozen=True, slots=True)
-class Appointed:
-    """A person who may approve, with a role. The first of each role is free; every other needs those in office."""
-
-    person: str
-    role: str
-    public: bytes  # Ed25519, raw
-    serial: str  # of the approved proposal; "" for the first of a role
-
-
-@dataclass(frozen=True, slots=True)
-class Approved:
-    """A person signed a proposal: the fold counts roles, the envelope holds the signature."""
-
-    person: str
-    serial: str
-    proposal: bytes  # SHA-256, see :func:`proposal`
-    envelope: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LimitSet:
-    """An account's new limit: raised by two persons of different roles, lowered by one of them."""
-
-    account: str
-    limit: int
-    epsilon: str  # the budget as people state it; "" for kind k
-    serial: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +212,6 @@ class Presented:
     envelope: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Waived:
-    """After a restore: a site that will not come back. Two persons agreed, and its accounts are spent whole."""
-
-    site: str
-    serial: str
-
-
 Entry = (
     Enrolled
     | Issued
@@ -254,6 +219,8 @@ Entry = (
     | Amended
     | Opened
     | Appointed
+    | Dismissed
+    | Requested
     | Approved
     | LimitSet
     | Reserved
@@ -275,6 +242,7 @@ KINDS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
         "amended": Amended,
         "appointed": Appointed,
         "approved": Approved,
+        "dismissed": Dismissed,
         "enrolled": Enrolled,
         "expired": Expired,
         "freed": Freed,
@@ -284,6 +252,7 @@ KINDS: Final[Mapping[str, type[Entry]]] = MappingProxyType(
         "presented": Presented,
         "recovered": Recovered,
         "refused": Refused,
+        "requested": Requested,
         "reserved": Reserved,
         "restored": Restored,
         "revoked": Revoked,

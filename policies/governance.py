@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 
+from policies import amendments
 from policies.audit import open_envelope
 from policies.entries import (
     Amended,
     Appointed,
     Approved,
+    Dismissed,
     InvalidEntry,
     LimitSet,
     Presented,
     Recovered,
+    Requested,
     Waived,
     proposal,
 )
 from policies.export import Unsound
 from policies.ledger import State
+from policies.policy import Policy
 from policies.rdp import allowance
 from policies.review import TERMS, price
-from policies.statement import Amendment, Approval, Receipts, Reservation, canonical, claim_json, parse
+from policies.statement import (
+    Amendment,
+    Approval,
+    Receipts,
+    Request,
+    Reservation,
+    canonical,
+    claim_json,
+    encode,
+    parse,
+)
 from policies.store import Draft, Store
 
 
@@ -48,34 +63,86 @@ def appoint(store: Store, person: str, role: str, key: bytes, serial: str = "") 
     store.append(f"appoint-{person}", Draft((Appointed(person, role, key, serial),)))
 
 
+def dismiss(store: Store, person: str, serial: str = "") -> None:
+    """A person leaves office, as persons of both roles approved under ``serial``; never the last of a role.
+
+    Raises:
+        InvalidEntry: nobody of that name is in office, the last of an approving role, or not enough approvals.
+    """
+    store.append(f"dismiss-{person}", Draft((Dismissed(person, serial),)))
+
+
 def approve(store: Store, envelope: bytes) -> Approval:
     """Write down a person's sealed approval.
 
     Raises:
-        InvalidEntry: not signed by an appointed person, for another ledger, or of no use here.
+        InvalidEntry: not signed by an appointed person, for another ledger, by the one who asked, or of no use here.
     """
-    statement = _unopened(envelope)
+    s = _opened(store, envelope)
+    if not isinstance(s, Approval):
+        raise InvalidEntry("not an approval")
+    entry = Approved(s.person, s.serial, proposal(s.serial, s.action, s.subject, s.value), _digest(envelope))
+    store.append(f"approve-{entry.envelope.hex()}", Draft((entry,), (envelope,)))
+    return s
+
+
+def request(store: Store, envelope: bytes) -> Request:
+    """Write down what a person asks for: from here on its serial is for exactly this, and others decide.
+
+    Raises:
+        InvalidEntry: not signed by an appointed person who may ask, for another ledger, or the serial is in use.
+    """
+    s = _opened(store, envelope)
+    if not isinstance(s, Request):
+        raise InvalidEntry("not a request")
+    entry = Requested(s.person, s.serial, proposal(s.serial, s.action, s.subject, s.value), _digest(envelope))
+    store.append(f"request-{entry.envelope.hex()}", Draft((entry,), (envelope,)))
+    return s
+
+
+def _opened(store: Store, envelope: bytes) -> Approval | Request:
+    """A person's word, found to be signed by the key that this ledger knows for that person."""
+    statement = said_by(envelope)
     person = store.state.persons.get(statement.person)
     if person is None or statement.origin != store.origin:
-        raise InvalidEntry("the approval is by nobody who was appointed here, or for another ledger")
+        raise InvalidEntry("it is by nobody who was appointed here, or for another ledger")
     try:
         open_envelope(envelope, person.public)
     except Unsound:
-        raise InvalidEntry("the approval is not signed by that person's key") from None
-    s = statement
-    entry = Approved(s.person, s.serial, proposal(s.serial, s.action, s.subject, s.value), _digest(envelope))
-    store.append(f"approve-{entry.envelope.hex()}", Draft((entry,), (envelope,)))
+        raise InvalidEntry("it is not signed by that person's key") from None
     return statement
 
 
-def _unopened(envelope: bytes) -> Approval:
-    """The approval inside an envelope whose signer is still to be looked up."""
+def word(kind: str, fields: Sequence[str]) -> bytes:
+    """The canonical bytes that a person signs to ask (``request/v1``) or to approve (``approval/v1``).
+
+    Args:
+        kind: one of the two.
+        fields: person, origin, serial, action, subject, value.
+    Raises:
+        InvalidEntry: a field could not be read back.
+    """
+    kinds: dict[str, type[Approval | Request]] = {"approval/v1": Approval, "request/v1": Request}
+    statement = kinds[kind](*fields)
+    try:
+        parse(raw := encode(statement))
+    except ValueError as error:
+        raise InvalidEntry(f"cannot be signed: {error}") from None
+    return raw
+
+
+def said_by(envelope: bytes) -> Approval | Request:
+    """What somebody who says who they are says they want: nothing is verified yet.
+
+    Raises:
+        InvalidEntry: not a person's sealed word.
+    """
     try:
         statement = parse(open_envelope(envelope, None))
     except ValueError as error:
-        raise InvalidEntry(f"not a sealed approval: {error}") from None
-    if not isinstance(statement, Approval):
-        raise InvalidEntry("not an approval")
+        raise InvalidEntry(f"not a sealed word of a person: {error}") from None
+    if not isinstance(statement, Approval | Request):
+        raise InvalidEntry("not a sealed word of a person")
     return statement
 
 
@@ -95,6 +162,17 @@ def must_agree(state: State, serial: str, action: str, subject: str, value: str)
         raise InvalidEntry(
             f"{action} {subject}: the proposal {serial} was used before; approve it under a new serial"
         )
+
+
+def may_amend(state: State, site: str, signed: Policy, proposed: Policy, text: str) -> None:
+    """May the site sign this policy now, in its own ledger? Where nobody is in office nobody can be asked.
+
+    Raises:
+        InvalidEntry: it loosens something, and not every role in office has approved this very text.
+    """
+    if amendments.loosened(signed, proposed) and state.office():
+        serial = amendments.serial(text, state.amended.get(site, 0))
+        must_agree(state, serial, amendments.ACTION, site, amendments.digest(text))
 
 
 def limit_value(store: Store, account: str, budget: str) -> tuple[int, str]:

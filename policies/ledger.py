@@ -20,6 +20,7 @@ from policies.entries import (
     Amended,
     Appointed,
     Approved,
+    Dismissed,
     Enrolled,
     Entry,
     Expired,
@@ -32,6 +33,7 @@ from policies.entries import (
     Record,
     Recovered,
     Refused,
+    Requested,
     Reserved,
     Restored,
     Revoked,
@@ -39,13 +41,11 @@ from policies.entries import (
     Sent,
     Spent,
     Waived,
-    proposal,
 )
+from policies.office import Office, Proposal, refusal
 from policies.rdp import allowance
 from policies.statement import ID
 
-ROLES: Final = frozenset({"compliance", "hospital", "operator"})
-APPROVING: Final = frozenset({"compliance", "hospital"})  # who runs the machine never approves
 _NUMBER: Final = re.compile(r"[1-9a-f][0-9a-f]{0,39}")  # a certificate's: positive, 20 octets (RFC 5280, 4.1.2.2)
 
 
@@ -54,15 +54,7 @@ class KeyReused(ValueError):
 
 
 @dataclass(slots=True)
-class Proposal:
-    """What persons have approved under one serial."""
-
-    approvals: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # person -> digest, sealed approval
-    used: bool = False
-
-
-@dataclass(slots=True)
-class State:
+class State(Office):
     """The fold of a ledger's entries."""
 
     sites: dict[str, Enrolled] = field(default_factory=dict)
@@ -72,10 +64,9 @@ class State:
     issued: dict[str, Issued] = field(default_factory=dict)  # by the certificate's number
     revoked: set[str] = field(default_factory=set)  # numbers of certificates
     barred: set[str] = field(default_factory=set)  # sites that are enrolled and may do nothing
-    persons: dict[str, Appointed] = field(default_factory=dict)
-    proposals: dict[str, Proposal] = field(default_factory=dict)  # by serial
     accounts: dict[str, Account] = field(default_factory=dict)
     grants: dict[str, Grant] = field(default_factory=dict)
+    granted: set[tuple[str, str]] = field(default_factory=set)  # (site, run) that a grant was ever for
     sent: dict[str, Sent] = field(default_factory=dict)
     releases: dict[str, Admitted] = field(default_factory=dict)
     envelopes: set[bytes] = field(default_factory=set)  # of everything reviewed as a release, admitted or not
@@ -125,21 +116,6 @@ class State:
         valid = known is not None and known.site == site and number not in self.revoked
         return valid and site in self.sites and site not in self.barred
 
-    def office(self) -> frozenset[str]:
-        """The approving roles that somebody holds."""
-        return APPROVING & {p.role for p in self.persons.values()}
-
-    def approvals(self, serial: str, action: str, subject: str, value: str) -> dict[str, str]:
-        """Who has approved exactly this, so far: role -> SHA-256 of the sealed approval, in hexadecimal."""
-        asked = self.proposals.get(serial, Proposal())
-        agreeing = self.agreeing(serial, action, subject, value)
-        return {self.persons[p].role: asked.approvals[p][1].hex() for p in agreeing}
-
-    def agreeing(self, serial: str, action: str, subject: str, value: str) -> list[str]:
-        """The persons who have approved exactly this, so far, in the order in which they did."""
-        asked, wanted = self.proposals.get(serial, Proposal()), proposal(serial, action, subject, value)
-        return [person for person, (digest, _) in asked.approvals.items() if digest == wanted]
-
     def _enrolled(self, e: Enrolled) -> None:
         if e.site in self.sites and e.site not in self.barred:
             raise InvalidEntry("the site is enrolled already")
@@ -150,7 +126,7 @@ class State:
             raise InvalidEntry("not an Ed25519 key, or another site's")
         office = self.office()
         if office:
-            self._agree(e.serial, proposal(e.serial, "enrol", e.site, e.envelope.hex()), len(office))
+            self._agree(e.serial, "enrol", e.site, e.envelope.hex(), len(office))
         elif e.serial:
             raise InvalidEntry("where nobody may approve, an enrolment has no serial")
         if self.epoch > 1 and e.site not in self.sites:  # enrolled before, perhaps, and the backup had lost it
@@ -196,38 +172,6 @@ class State:
             raise InvalidEntry("an account is of kind rdp with an order, or of kind k without")
         self.accounts[e.account] = Account(e)
 
-    def _appointed(self, e: Appointed) -> None:
-        if e.role not in ROLES or len(e.public) != 32:
-            raise InvalidEntry("no such role, or not an Ed25519 key")
-        if e.person in self.persons or any(e.public == known.public for known in self.persons.values()):
-            raise InvalidEntry("the person or the key is appointed already")
-        office = self.office()
-        if office and e.role not in APPROVING - office:
-            self._agree(e.serial, proposal(e.serial, "appoint", e.person, f"{e.role} {e.public.hex()}"), len(office))
-        elif e.serial:
-            raise InvalidEntry("the first of a role needs no approval")
-        self.persons[e.person] = e
-
-    def _approved(self, e: Approved) -> None:
-        person = self.persons.get(e.person)
-        if person is None or person.role not in APPROVING:
-            raise InvalidEntry("nobody of that name may approve")
-        if not e.serial:
-            raise InvalidEntry("a proposal has a serial")
-        asked = self.proposals.get(e.serial, Proposal())
-        if asked.used or e.person in asked.approvals:
-            raise InvalidEntry("that proposal is closed, or this person has approved it")
-        asked.approvals[e.person] = (e.proposal, e.envelope)
-        self.proposals[e.serial] = asked
-
-    def _agree(self, serial: str, wanted: bytes, roles: int) -> None:
-        """Close a proposal that persons of so many different roles have approved, in exactly these words."""
-        asked = self.proposals.get(serial, Proposal())
-        agreeing = {self.persons[p].role for p, (digest, _) in asked.approvals.items() if digest == wanted}
-        if asked.used or not len(agreeing) >= roles:
-            raise InvalidEntry(f"{roles} role(s) must approve this, and {0 if asked.used else len(agreeing)} did")
-        asked.used = True
-
     def _limit_set(self, e: LimitSet) -> None:
         account = self.accounts.get(e.account)
         if account is None:
@@ -235,8 +179,7 @@ class State:
         opened, stated = account.opened, e.epsilon or str(e.limit)  # what persons sign is what they understand
         if not (_says(e, opened) if opened.order else not e.epsilon):
             raise InvalidEntry("a limit of kind rdp is what its epsilon allows, and one of kind k has none")
-        wanted = proposal(e.serial, "limit", e.account, stated)
-        self._agree(e.serial, wanted, 2 if e.limit > account.limit else 1)
+        self._agree(e.serial, "limit", e.account, stated, 2 if e.limit > account.limit else 1)
         account.changed = e
 
     def _reserved(self, e: Reserved) -> None:
@@ -252,7 +195,12 @@ class State:
         if not 0 < e.amount <= account.left:
             raise InvalidEntry("the account would be overspent")
         account.held += e.amount
-        self.grants[e.grant] = Grant(e)
+        self._grant(e, Grant(e))
+
+    def _grant(self, e: Reserved | Recovered, grant: Grant) -> None:
+        self.grants[e.grant] = grant
+        if e.run:
+            self.granted.add((e.site, e.run))
 
     def _refused(self, e: Refused) -> None:
         if not e.findings:
@@ -269,6 +217,8 @@ class State:
             raise InvalidEntry("the grant is another's")
         if e.release in self.sent:
             raise InvalidEntry("the release was sent before")
+        if self.proposals.get(refusal(e.release), Proposal()).approvals:
+            raise InvalidEntry("a person has refused the release")
         if not grant.sent < e.used <= held.amount:
             raise InvalidEntry("the grant does not cover the release")
         self.sent[e.release] = e
@@ -340,7 +290,7 @@ class State:
         if e.grant in self.grants or e.envelope in self.refused or e.amount <= 0:
             raise InvalidEntry("the grant is known, was refused, or is for nothing")
         account.spent += e.amount  # even beyond the limit: it is what was granted before the restore
-        self.grants[e.grant] = Grant(e, "spent", e.amount)
+        self._grant(e, Grant(e, "spent", e.amount))
         self.recovered[e.site] += 1
 
     def _presented(self, e: Presented) -> None:
@@ -354,7 +304,7 @@ class State:
     def _waived(self, e: Waived) -> None:
         if e.site not in self.waiting:
             raise InvalidEntry("nothing is awaited from that site")
-        self._agree(e.serial, proposal(e.serial, "waive", e.site, str(self.epoch)), 2)
+        self._agree(e.serial, "waive", e.site, str(self.epoch), 2)
         for grant in self.grants.values():
             if grant.state == "held" and grant.reserved.site == e.site:
                 self._close(grant, grant.reserved.amount)
@@ -379,6 +329,7 @@ _APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = MappingProxy
         Amended: State._amended,
         Appointed: State._appointed,
         Approved: State._approved,
+        Dismissed: State._dismissed,
         Enrolled: State._enrolled,
         Expired: State._expired,
         Freed: State._freed,
@@ -388,6 +339,7 @@ _APPLY: Final[Mapping[type[Entry], Callable[[State, Any], None]]] = MappingProxy
         Presented: State._presented,
         Recovered: State._recovered,
         Refused: State._refused,
+        Requested: State._requested,
         Reserved: State._reserved,
         Restored: State._restored,
         Revoked: State._revoked,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,15 +19,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies import governance
 from policies.entries import InvalidEntry
-from policies.ledger import APPROVING, ROLES
-from policies.statement import HEX, ID, Approval, encode, parse
+from policies.office import APPROVING, ROLES
+from policies.statement import HEX, ID, Request
 from policies.store import Store
 
 _NEEDED: Final[Mapping[str, str]] = MappingProxyType(  # action -> the value that is signed
     {
+        "amend": "the SHA-256 of policy.toml",
         "appoint": "ROLE KEY",
+        "dismiss": "ROLE",
         "enrol": "the sealed request's SHA-256 in hexadecimal",
         "limit": "BUDGET",
+        "refuse": "SHA-256 REASON",
         "release": "SHA-256",
         "waive": "EPOCH",
     }
@@ -48,7 +50,7 @@ class Tools:
 
 
 def add_commands(group: Any, tools: Tools) -> None:
-    """Add ``person``, ``appoint``, ``propose``, ``sign``, ``approve`` and ``limit`` to the ``ledger`` commands."""
+    """Add the commands by which persons are named, ask, sign, approve and set limits to the ``ledger`` commands."""
 
     def add(name: str, act: Callable[[argparse.Namespace, Tools], None], text: str) -> argparse.ArgumentParser:
         def done(arguments: argparse.Namespace) -> int:
@@ -60,31 +62,36 @@ def add_commands(group: Any, tools: Tools) -> None:
         return command
 
     person = add("person", _person, "make a person's key; the public part is printed, to be appointed")
+    person.set_defaults(homeless=True)
     person.add_argument("out", type=Path, help="the private key's file; it stays with the person")
     appoint = add("appoint", _appoint, "name a person who may approve (an operator never may)")
     appoint.add_argument("person", help="a short opaque name, such as dpo-1")
     appoint.add_argument("role", choices=sorted(ROLES))
     appoint.add_argument("key", help="the public key that `ledger person` printed")
     appoint.add_argument("--serial", default="", help="of the approved proposal; not for the first of each role")
+    dismiss = add("dismiss", _dismiss, "a person leaves, as both roles approved; never the last of a role")
+    dismiss.add_argument("person")
+    dismiss.add_argument("--serial", default="", help="of the approved proposal")
+    ask = add("ask", _ask, "as a person: seal a request, to be handed to `ledger approve`; others approve it")
     sign = add("sign", _sign, "as a person: seal an approval of a proposal, to be handed to `ledger approve`")
-    sign.add_argument("action", choices=sorted(_NEEDED))
-    sign.add_argument("subject", help="the account, the person's name, the release or the site")
-    sign.add_argument(
-        "value",
-        nargs="+",
-        help="the budget; a role and a key; a SHA-256 of the artifact or the request; or the epoch",
-    )
-    for name, text in (("--person", "who signs"), ("--serial", "of the proposal, the same for all who sign")):
-        sign.add_argument(name, required=True, help=text)
-    sign.add_argument("--key", type=Path, required=True, help="the person's private key")
-    sign.add_argument("--out", type=Path, required=True)
+    for command in (ask, sign):
+        command.add_argument("action", choices=sorted(_NEEDED))
+        command.add_argument("subject", help="the account, the person's name, the release or the site")
+        text = "the budget; a role, and of who is new a key; a SHA-256 of the artifact or the request; or the epoch"
+        command.add_argument("value", nargs="+", help=text)
+        command.add_argument("--person", required=True, help="who signs")
+        command.add_argument("--serial", required=True, help="of the proposal, the same for all who sign")
+        command.add_argument("--key", type=Path, required=True, help="the person's private key")
+        command.add_argument("--ledger", default="", help="its name, as the console shows it; else that of --home")
+        command.add_argument("--out", type=Path, required=True)
+        command.set_defaults(homeless=True)
     propose = add("propose", _propose, "print what has to be signed to change a limit")
     limit = add("limit", _limit, "change a limit as approved: two roles to raise it, one to lower it")
     for command in (propose, limit):
         command.add_argument("account", help="<site>/rdp or <site>/k")
         command.add_argument("budget", help="epsilon, or the number of releases per patient")
     limit.add_argument("--serial", required=True)
-    approve = add("approve", _approve, "write sealed approvals into the ledger")
+    approve = add("approve", _approve, "write sealed requests and approvals into the ledger")
     approve.add_argument("approvals", type=Path, nargs="+")
 
 
@@ -96,9 +103,9 @@ def _person(arguments: argparse.Namespace, tools: Tools) -> None:
 
 def _appoint(arguments: argparse.Namespace, tools: Tools) -> None:
     try:
-        key = base64.b64decode(arguments.key, validate=True)
-    except binascii.Error:
-        raise InvalidEntry("the public key is not base64") from None
+        key = _key(arguments.key)
+    except ValueError:
+        raise InvalidEntry("the public key is not 32 bytes in base64, as `ledger person` prints it") from None
     if not ID.fullmatch(arguments.person):
         raise InvalidEntry("a person's name is 1 to 64 of a-z, 0-9, - and _")
     with tools.open_store(arguments) as store:
@@ -106,15 +113,42 @@ def _appoint(arguments: argparse.Namespace, tools: Tools) -> None:
     tools.say(f"appointed {arguments.person}, {arguments.role}")
 
 
+def _dismiss(arguments: argparse.Namespace, tools: Tools) -> None:
+    with tools.open_store(arguments) as store:
+        governance.dismiss(store, arguments.person, arguments.serial)
+    tools.say(f"{arguments.person} is no longer in office")
+
+
 def _sign(arguments: argparse.Namespace, tools: Tools) -> None:
-    a = arguments
+    _sealed("approval/v1", "approves", arguments, tools)
+
+
+def _ask(arguments: argparse.Namespace, tools: Tools) -> None:
+    _sealed("request/v1", "asks for", arguments, tools)
+
+
+def _sealed(kind: str, verb: str, a: argparse.Namespace, tools: Tools) -> None:
+    """A person's word, signed with the person's own key, in a file."""
     value = _value(a.action, a.subject, a.value)
-    raw = encode(Approval(a.person, tools.origin(a), a.serial, a.action, a.subject, value))
-    parse(raw)  # what could not be read back is not signed
+    if not a.ledger and a.home is None:
+        raise InvalidEntry("say which ledger it is for: --ledger NAME, or --home DIR before the command")
+    raw = governance.word(kind, (a.person, a.ledger or tools.origin(a), a.serial, a.action, a.subject, value))
     sealed = tools.seal(raw, tools.read_key(a.key))
     with a.out.open("xb") as out:
         out.write(sealed)
-    tools.say(f"{a.person} approves {a.action} {a.subject} {value}: give {a.out.name} to who runs the ledger")
+    tools.say(f"{a.person} {verb} {a.action} {a.subject} {value}: give {a.out.name} to who runs the ledger")
+
+
+def _key(text: str) -> bytes:
+    """A public key: in base64, as ``ledger person`` prints it, or in hexadecimal, as statements hold it.
+
+    Raises:
+        ValueError: neither, or not of 32 bytes. 64 hexadecimal digits are base64 too, of 48 bytes.
+    """
+    key = bytes.fromhex(text) if HEX.fullmatch(text) else base64.b64decode(text, validate=True)
+    if len(key) != 32:
+        raise ValueError("a public key has 32 bytes")
+    return key
 
 
 def _value(action: str, subject: str, words: Sequence[str]) -> str:
@@ -129,7 +163,10 @@ def _value(action: str, subject: str, words: Sequence[str]) -> str:
             return budget if subject.endswith("/k") else repr(float(budget))
         if action == "appoint":
             role, key = words
-            return f"{role} {base64.b64decode(key, validate=True).hex()}"
+            return f"{role} {_key(key).hex()}"
+        if action == "refuse":
+            digest, reason = words
+            return f"{digest} {reason}"
         (value,) = words
         if action == "enrol" and not HEX.fullmatch(value):
             raise ValueError(value)
@@ -156,5 +193,8 @@ def _approve(arguments: argparse.Namespace, tools: Tools) -> None:
     envelopes = [path.read_bytes() for path in arguments.approvals]  # all of them, before anything is written
     with tools.open_store(arguments) as store:
         for envelope in envelopes:
-            word = governance.approve(store, envelope)
-            tools.say(f"{word.person} approves {word.action} {word.subject} ({word.serial})")
+            asked = isinstance(governance.said_by(envelope), Request)
+            word = (governance.request if asked else governance.approve)(store, envelope)
+            tools.say(
+                f"{word.person} {'asks for' if asked else 'approves'} {word.action} {word.subject} ({word.serial})"
+            )

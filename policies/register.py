@@ -227,8 +227,13 @@ class Register:
         if digest(envelope) in state.refused:  # a no stays one, whatever key it comes under
             return Verdict((Finding("replay", "this very request was refused before; make a new one"),))
         account = state.accounts.get(account_name(r.site, r.mechanism))
-        barred = r.site in state.barred
-        standing = Standing(account, state.grants.get(r.grant), frozen=state.frozen(r.site), revoked=barred)
+        standing = Standing(
+            account,
+            state.grants.get(r.grant),
+            frozen=state.frozen(r.site),
+            revoked=r.site in state.barred,
+            run_spent=(r.site, r.run) in state.granted,
+        )
         verdict = review_reservation(r, standing, self.policy_of(r.site))
         if verdict.admitted and account is not None and account.opened.order:
             confirm(r.claim, account.opened.order)

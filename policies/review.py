@@ -78,9 +78,11 @@ class Standing:
     reviewed_before: bool = False  # this release id or this envelope already has a verdict
     frozen: bool = False  # the ledger was restored from a backup, and a site's receipts are missing
     revoked: bool = False  # the site was barred
+    run_spent: bool = False  # the site has had a grant in that run: what it made under it is in the run's model
 
 
 _BARRED: Final = Finding("revoked", "the site was revoked; it must be enrolled again first")
+_RUN_SPENT: Final = Finding("run_spent", "the site was granted its part in that run before: a new run has a new name")
 
 
 def price(claim: Claim, account: Account) -> int:
@@ -149,6 +151,8 @@ def review_reservation(reservation: Reservation, standing: Standing, policy: Pol
     account = standing.account
     if standing.grant is not None:
         findings.append(Finding("grant_exists", "a grant of that name was given before"))
+    if standing.run_spent and reservation.run:
+        findings.append(_RUN_SPENT)
     if standing.revoked:
         findings.append(_BARRED)
     if standing.frozen:
@@ -194,7 +198,7 @@ def review_together(
         least: those that are refused are left out, if so many are granted; fewer, and none is. None: all or none.
     """
     each = [(account_name(r.site, r.mechanism), r, said) for r, said in zip(asked, alone, strict=True)]
-    total, taken, grants = Counter[str](), Counter[str](), set[str]()
+    total, taken, grants, runs = Counter[str](), Counter[str](), set[str](), set[tuple[str, str]]()
     for name, _, verdict in each:
         total[name] += verdict.amount
     out: list[Verdict] = []
@@ -202,10 +206,13 @@ def review_together(
         wanted, said = total[name] if least is None else taken[name] + verdict.amount, verdict
         if said.admitted and r.grant in grants:
             said = Verdict((Finding("grant_exists", "the same request names that grant twice"),))
+        elif said.admitted and (r.site, r.run) in runs:
+            said = Verdict((_RUN_SPENT,))
         elif said.admitted and not wanted <= left[name]:
             said = Verdict((Finding("budget", "together they cost more than the account holds"),))
         elif said.admitted:
             taken[name] += said.amount
+            runs |= {(r.site, r.run)} if r.run else set()
         grants.add(r.grant)
         out.append(said)
     if sum(v.admitted for v in out) >= (len(out) if least is None else least):

@@ -32,8 +32,8 @@ _IDENTIFIERS: Final = frozenset(
 _LINES: Final = re.compile(r"[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*")  # tabs and line ends, as in TOML and PEM
 MENU: Final = re.compile(r"([1-9][0-9]{0,5}(,[1-9][0-9]{0,5}){0,63})?")
 MODALITY: Final = re.compile(r"[A-Z0-9]{1,16}")  # a code string of DICOM PS3.3 C.7.3.1.1.1
-# Fields that statements of before do not have: left out where nothing is said, so that those keep their bytes.
-_LATER: Final = frozenset({"vetting_power"})
+# Fields that statements of before do not have: None is left out, so that those keep the bytes that were signed.
+_LATER: Final = frozenset({"menu", "vetting_power"})
 JsonValue = None | bool | int | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -89,17 +89,17 @@ class Release:
     reader: (
         str  # SHA-256 of the HPKE public key that the artifact is encrypted to; "": the coordinator may look inside
     )
-    menu: str = ""  # every k that was tried on the cohort before one was chosen, "5,8,11"; "": chosen unseen
+    menu: str | None = ""  # every k that was tried before one was chosen, "5,8,11"; "": chosen unseen; None: not said
     vetting_power: str | None = None  # decimal text: lower bound on the share of planted copies that vetting caught
 
 
-def menu_of(text: str) -> tuple[int, ...]:
-    """The k of a menu, smallest first.
+def menu_of(text: str | None) -> tuple[int, ...]:
+    """The k of a menu, smallest first; none where a statement of before says none.
 
     Raises:
         MalformedStatement: not whole numbers, rising, in their shortest form, separated by commas.
     """
-    if not MENU.fullmatch(text):
+    if text is not None and not MENU.fullmatch(text):
         raise MalformedStatement("menu: must be whole numbers separated by commas, or nothing")
     ks = tuple(int(k) for k in text.split(",")) if text else ()
     if any(a >= b for a, b in pairwise(ks)):
@@ -151,12 +151,24 @@ class Approval:
     person: str
     origin: str  # the ledger that the proposal is for
     serial: str  # chosen by who proposes; each is decided once
-    action: str  # "appoint" | "enrol" | "limit" | "release" | "waive"
+    action: str  # "appoint" | "dismiss" | "enrol" | "limit" | "release" | "waive"
     subject: str
     value: str
 
 
-Statement = Enrolment | Amendment | Reservation | Release | Settlement | Receipts | Approval
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One person asks, in the words that others approve or do not; see :class:`Approval` for the fields."""
+
+    person: str
+    origin: str
+    serial: str
+    action: str
+    subject: str
+    value: str
+
+
+Statement = Enrolment | Amendment | Reservation | Release | Settlement | Receipts | Approval | Request
 _KINDS: Final[Mapping[str, type[Statement]]] = MappingProxyType(
     {
         "enrolment/v1": Enrolment,
@@ -166,6 +178,7 @@ _KINDS: Final[Mapping[str, type[Statement]]] = MappingProxyType(
         "amendment/v1": Amendment,
         "receipts/v1": Receipts,
         "approval/v1": Approval,
+        "request/v1": Request,
     }
 )
 
@@ -355,7 +368,8 @@ def parse(raw: bytes) -> Statement:
     wanted = {f.name: str(f.type) for f in fields(cls)}
     if not set(predicate) <= set(wanted) or not set(wanted) - set(predicate) <= _LATER:
         raise MalformedStatement("predicate: missing or unknown fields")
-    statement: Statement = cls(**{name: _field(name, wanted[name], value) for name, value in predicate.items()})
+    given = {name: _field(name, wanted[name], value) for name, value in predicate.items()}
+    statement: Statement = cls(**dict.fromkeys(set(wanted) - set(given)), **given)
     if encode(statement) != raw:
         raise MalformedStatement("not in canonical form, or the subject is another one's")
     return statement

@@ -14,6 +14,7 @@ from policies.entries import (
     Amended,
     Appointed,
     Approved,
+    Dismissed,
     Enrolled,
     Entry,
     Expired,
@@ -25,6 +26,7 @@ from policies.entries import (
     Record,
     Recovered,
     Refused,
+    Requested,
     Reserved,
     Restored,
     Revoked,
@@ -135,7 +137,8 @@ def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for
     return _rare(entry, state)
 
 
-_Rare = Issued | Revoked | Amended | Appointed | Approved | LimitSet | Restored | Recovered | Presented | Waived
+_Personal = Appointed | Dismissed | Requested | Approved | LimitSet
+_Rare = Issued | Revoked | Amended | _Personal | Restored | Recovered | Presented | Waived
 
 
 def _certified(entry: Issued | Revoked) -> str:
@@ -152,19 +155,28 @@ def _utc(at: int) -> str:
         return "no time"
 
 
-def _rare(entry: _Rare, state: State) -> str:  # noqa: PLR0911 - one line for each kind
+def _personal(entry: _Personal) -> str:
+    """What persons are, ask for, approve and set."""
+    if isinstance(entry, Appointed):
+        return f"{entry.person} is {entry.role}, key {entry.public.hex()[:12]}"
+    if isinstance(entry, Approved):
+        return f"{entry.person} approves {entry.serial}"
+    if isinstance(entry, Requested):
+        return f"{entry.person} asks for {entry.serial}"
+    if isinstance(entry, Dismissed):
+        return f"{entry.person} is no longer in office"
+    limit = f"epsilon {entry.epsilon}" if entry.epsilon else f"{entry.limit} release(s) for each patient"
+    return f"{entry.account}: {limit}, approved as {entry.serial}"
+
+
+def _rare(entry: _Rare, state: State) -> str:
     """What persons did, what became of certificates, and what follows a restore."""
     if isinstance(entry, Issued | Revoked):
         return _certified(entry)
     if isinstance(entry, Amended):
         return f"policy {entry.policy.hex()[:12]}"
-    if isinstance(entry, Appointed):
-        return f"{entry.person} is {entry.role}, key {entry.public.hex()[:12]}"
-    if isinstance(entry, Approved):
-        return f"{entry.person} approves {entry.serial}"
-    if isinstance(entry, LimitSet):
-        limit = f"epsilon {entry.epsilon}" if entry.epsilon else f"{entry.limit} release(s) for each patient"
-        return f"{entry.account}: {limit}, approved as {entry.serial}"
+    if isinstance(entry, _Personal):
+        return _personal(entry)
     if isinstance(entry, Restored):
         return f"epoch {entry.epoch}: from a backup of {entry.size} entries"
     if isinstance(entry, Recovered):

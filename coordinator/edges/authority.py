@@ -29,7 +29,7 @@ from coordinator.edges.home import Home
 from coordinator.intake import HUB, Intake
 from policies import governance
 from policies.audit import open_envelope
-from policies.ledger import APPROVING
+from policies.office import APPROVING
 from policies.review import Finding
 from policies.statement import Approval, parse
 from protos.identity import (

@@ -28,7 +28,7 @@ from coordinator.intake import Unwelcome
 from policies.claims import Claim, KAnonymous, SubsampledGaussian
 from policies.review import Verdict
 from policies.sqlite import export_file
-from policies.statement import PAYLOAD_TYPE, Reservation, Settlement, encode, release_id
+from policies.statement import PAYLOAD_TYPE, Approval, Request, Reservation, Settlement, encode, release_id
 from policies.verify import verify
 from protos.envelope import seal
 from protos.identity import CA, agent_name, issue, leaf_of, make_intermediate, make_root, request
@@ -185,6 +185,14 @@ def test_a_statement_for_another_site_is_refused(federation: Federation, site: S
     federation.join("site-b")
     asked = reservation("grant-1", "site-b", "", "ksame", K5)
     assert rules(site.door().reserve("key", site.seal(asked))) == ["another_site"]
+
+
+@pytest.mark.parametrize("word", [Approval, Request])
+def test_a_persons_word_is_no_word_of_a_site(
+    federation: Federation, site: Site, word: type[Approval | Request]
+) -> None:
+    said = word("dpo-1", "lazaret/coordinator", "s", "limit", "site-a/rdp", "8.0")
+    assert rules(site.door().reserve("key", site.seal(said))) == ["another_site"]
 
 
 def test_an_envelope_sealed_by_another_site_is_refused(federation: Federation, site: Site) -> None:

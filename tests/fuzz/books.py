@@ -48,6 +48,7 @@ from policies.statement import (
     Approval,
     Receipts,
     Release,
+    Request,
     Settlement,
     Statement,
     canonical,
@@ -107,6 +108,7 @@ def statements() -> tuple[Statement, ...]:
         Receipts("site-a", ORIGIN, "nonce-1", 1),
         Approval("p-hospital", ORIGIN, "s-1", "limit", "site-a/rdp", "8.0"),
         Approval("p-hospital", ORIGIN, "s-3", "enrol", "site-a", "ab" * 32),
+        Request("p-operator", ORIGIN, "s-4", "limit", "site-a/rdp", "8.0"),
     )
 
 

@@ -25,6 +25,7 @@ from policies.entries import (
     Amended,
     Appointed,
     Approved,
+    Dismissed,
     Enrolled,
     Entry,
     Expired,
@@ -37,6 +38,7 @@ from policies.entries import (
     Record,
     Recovered,
     Refused,
+    Requested,
     Reserved,
     Restored,
     Revoked,
@@ -49,7 +51,8 @@ from policies.entries import (
     encode,
     proposal,
 )
-from policies.ledger import ROLES, KeyReused, Proposal, State
+from policies.ledger import KeyReused, State
+from policies.office import ROLES, Proposal
 from policies.store import Batch, Draft, Head, Store
 
 LIMIT = 100
@@ -148,6 +151,11 @@ def agreed(serial: str, action: str, subject: str, value: str, *persons: str) ->
     return [Approved(person, serial, words, b32(f"{person} {serial}")) for person in persons or ("cara", "hugo")]
 
 
+def asks(serial: str, action: str, subject: str, value: str, person: str = "olaf") -> Requested:
+    """What a person asks for."""
+    return Requested(person, serial, proposal(serial, action, subject, value), b32(f"{person} asks {serial}"))
+
+
 def appointing(serial: str, *persons: str) -> list[Approved]:
     """The approvals of olaf, who runs the machine."""
     return agreed(serial, "appoint", "olaf", f"operator {O.public.hex()}", *persons)
@@ -176,6 +184,9 @@ def recovered(grant: str = "lost", amount: int = 30, site: str = "m", account: s
 
 GRANTED = (opened(), reserved())
 PERSONS = (C, H)
+CORA = appointed("cora", "compliance", "c")
+COMING = (C, H, *agreed("c", "appoint", "cora", f"compliance {CORA.public.hex()}"), CORA)
+LEFT = (*COMING, *agreed("l", "dismiss", "cora", "compliance"), Dismissed("cora", "l"))
 AWAITED = (enrolled(), opened(), restored(2))  # a restored ledger that waits for site m
 BARRED = (enrolled(), opened(), reserved(), revoked())  # what site m holds outlives its membership
 
@@ -270,6 +281,45 @@ BROKEN: list[Case] = [
            *agreed("s", "limit", "m/rdp", "0.2", "cara")),
     *cases("closed", (*PERSONS, opened(), *agreed("s", "limit", "m/rdp", said(9), "cara"), to(9)),
            *agreed("s", "limit", "m/rdp", said(9), "hugo")),
+    # requests, and those who asked
+    *cases("may ask", PERSONS, asks("s", "limit", "m/rdp", "0.1"), asks("s", "limit", "m/rdp", "0.1", "nobody")),
+    *cases("may ask", (appointed("aude", "auditor"),), asks("s", "limit", "m/rdp", "0.1", "aude")),
+    *cases("may ask", (O, Dismissed("olaf", "")), asks("s", "limit", "m/rdp", "0.1")),
+    *cases("serial of its own", (O, C), asks("", "limit", "m/rdp", "0.1")),
+    *cases("serial of its own", (O, C, asks("s", "limit", "m/rdp", "0.1")), asks("s", "limit", "m/rdp", "0.1"),
+           asks("s", "limit", "m/rdp", "0.2", "cara")),
+    *cases("serial of its own", (O, C, *agreed("s", "limit", "m/rdp", "0.1", "cara")),
+           asks("s", "limit", "m/rdp", "0.1")),
+    *cases("who asked", (*PERSONS, asks("s", "limit", "m/rdp", "0.1", "cara")),
+           *agreed("s", "limit", "m/rdp", "0.1", "cara")),
+    *cases("something else", (O, *PERSONS, asks("s", "limit", "m/rdp", "0.1")),
+           *agreed("s", "limit", "m/rdp", "0.2"), *agreed("s", "waive", "m/rdp", "0.1")),
+    *cases("2 role.*1 did", (*PERSONS, opened(), asks("s", "limit", "m/rdp", said(101), "cara"),
+           *agreed("s", "limit", "m/rdp", said(101), "hugo")), to(101)),
+    *cases("choose another", (O, C), *(asks(serial, "limit", "m/rdp", "0.1") for serial in (
+        "release-" + "ab" * 16, "amend-1-" + "ab" * 32, "refuse-release-" + "ab" * 16, "release-", "amend-"))),
+    *cases("1 role.*0 did; who asks", (*PERSONS, opened(), asks("s", "limit", "m/rdp", said(9), "cara"),
+           *agreed("t", "limit", "m/rdp", said(9), "cara")), to(9, "t")),
+    *cases("2 role.*1 did; who asks", (*PERSONS, opened(), asks("s", "limit", "m/rdp", said(101), "cara"),
+           *agreed("t", "limit", "m/rdp", said(101))), to(101, "t")),
+    # releases that a person refused
+    *cases("has refused", (*PERSONS, *GRANTED, *agreed("refuse-r1", "refuse", "r1", "x", "cara")), sent()),
+    *cases("has refused", (*PERSONS, *GRANTED, *agreed("refuse-r1", "refuse", "r1", "x"),
+           *agreed("r1", "release", "r1", b32("a").hex())), sent()),
+    # those who leave
+    *cases("in office", (O,), Dismissed("otto", "")),
+    *cases("in office", (O, Dismissed("olaf", "")), Dismissed("olaf", "")),
+    *cases("the last of", PERSONS, Dismissed("cara", ""), Dismissed("hugo", "s")),
+    *cases("the last of", (*PERSONS, *agreed("s", "dismiss", "cara", "compliance")), Dismissed("cara", "s")),
+    *cases("has no serial", (O,), Dismissed("olaf", "s")),
+    *cases("2 role.*0 did", (O, *PERSONS), Dismissed("olaf", ""), Dismissed("olaf", "s")),
+    *cases("2 role.*1 did", (O, *PERSONS, *agreed("s", "dismiss", "olaf", "operator", "cara")),
+           Dismissed("olaf", "s")),
+    *cases("2 role.*0 did", (O, *PERSONS, *agreed("s", "dismiss", "olaf", "hospital")), Dismissed("olaf", "s")),
+    *cases("may approve", LEFT, *agreed("s", "limit", "m/rdp", "0.1", "cora")),
+    *cases("appointed already", LEFT, appointed("cora", "compliance"), replace(O, public=b32("key of cora"))),
+    *cases("2 role.*1 did", (*COMING, opened(), *agreed("s", "limit", "m/rdp", said(101), "cora", "hugo"),
+           *agreed("l", "dismiss", "cora", "compliance"), Dismissed("cora", "l")), to(101)),
     # limits
     *cases("no such account", (opened(),), to(1, name="n/rdp")),
     *cases("what its epsilon allows", (opened(),), LimitSet("m/rdp", 0, "", "s"), LimitSet("m/rdp", 100,
@@ -409,13 +459,13 @@ def account(state: State, name: str = "m/rdp") -> tuple[int, int, int, int]:
 
 def test_books_begin_empty_in_the_first_epoch() -> None:
     state = State()
-    told = {name: getattr(state, name) for name in State.__slots__}
+    told = {name: getattr(state, name) for name in (f.name for f in fields(State))}
     assert {name: value for name, value in told.items() if value} == {"epoch": 1}
     assert (state.restored_at, state.nonce, state.size) == (0, "", 0)
     assert Account(opened()) == Account(opened(), 0, 0, None)
     assert Grant(reserved()) == Grant(reserved(), "held", 0, 0, 0)
-    assert Proposal() == Proposal({}, False)
-    assert {"compliance", "hospital", "operator"} == ROLES
+    assert Proposal() == Proposal({}, False, ())
+    assert {"auditor", "compliance", "hospital", "operator", "researcher"} == ROLES
 
 
 def test_an_idempotency_key_is_used_once_and_keeps_its_place() -> None:
@@ -563,6 +613,68 @@ def test_approvals_are_kept_by_person_and_told_by_role() -> None:
     assert split.approvals("s", "limit", "m/rdp", "0.8") == {"hospital": other.envelope.hex()}
     for asked in (("t", "limit", "m/rdp"), ("s", "waive", "m/rdp"), ("s", "limit", "n/rdp")):
         assert state.approvals(*asked, "0.9") == {}
+
+
+def test_who_asks_is_kept_and_others_decide() -> None:
+    asked = asks("s", "limit", "m/rdp", said(101), "cora")
+    assert takes(books(*COMING, opened()), asked).asked == {"s": asked}
+    words = agreed("s", "limit", "m/rdp", said(101), "cara", "hugo")
+    assert account(takes(books(*COMING, opened(), asked, *words), to(101)))[0] == 101
+
+
+def test_who_leaves_approves_nothing_more_and_what_was_decided_stays() -> None:
+    words = agreed("s", "limit", "m/rdp", said(101), "cora", "hugo")
+    before = books(*COMING, opened(), *words, to(101), *agreed("l", "dismiss", "cora", "compliance"))
+    after = takes(before, Dismissed("cora", "l"))
+    assert after.dismissed == {"cora"}
+    assert (after.in_office("cora"), after.in_office("cara")) == (None, C)
+    assert account(after)[0] == 101
+    assert after.agreeing("s", "limit", "m/rdp", said(101)) == [
+        "cora",
+        "hugo",
+    ]  # it was used while both were in office
+    assert after.office() == {"compliance", "hospital"}
+
+
+def test_who_decided_is_told_and_nobody_who_had_left_by_then() -> None:
+    words = ("s", "limit", "m/rdp", said(101))
+    gone = (*COMING, opened(), *agreed(*words, "cora"), *agreed("l", "dismiss", "cora", "compliance"))
+    before = books(*gone, Dismissed("cora", "l"), *agreed("s", "limit", "m/rdp", said(102), "hugo"))
+    refuses(before, to(101), "2 role.*0 did$")
+    before = books(*gone, Dismissed("cora", "l"), *agreed(*words, "hugo", "cara"))
+    after = takes(before, to(101))
+    assert before.agreeing(*words) == after.agreeing(*words) == ["hugo", "cara"]
+    assert after.proposals["s"].counted == ("hugo", "cara")
+    assert after.agreeing("s", "limit", "m/rdp", said(102)) == []
+
+
+def test_who_asks_for_something_does_not_approve_it_under_another_serial_unless_somebody_else_asks() -> None:
+    mine, words = asks("s", "limit", "m/rdp", said(101), "cara"), ("limit", "m/rdp", said(101))
+    both = agreed("t", *words)
+    assert books(*PERSONS, opened(), mine, *both).agreeing("t", *words) == ["hugo"]
+    asked = books(O, C, replace(H, serial=""), opened(), mine, asks("t", *words), *both)
+    assert takes(asked, to(101, "t")).proposals["t"].counted == ("cara", "hugo")
+    other = asks("s", "limit", "m/rdp", said(102), "cara")
+    assert account(takes(books(*PERSONS, opened(), other, *both), to(101, "t")))[0] == 101
+    late = books(*PERSONS, opened(), *both, mine)  # nothing is decided until it is: he asked before it was
+    refuses(late, to(101, "t"), "2 role.*1 did; who asks")
+    done = (*COMING, opened(), mine, *agreed("s", *words, "cora", "hugo"), to(101))  # so it is open no more
+    low = (*agreed("u", "limit", "m/rdp", said(9), "hugo"), to(9, "u"))
+    assert account(takes(books(*done, *low, *both), to(101, "t")))[0] == 101
+    release = ("release-1", "release", "release-1", "ab")
+    own = books(*PERSONS, asks("s", *release[1:], "cara"), *agreed(*release))
+    assert own.agreeing(*release) == ["cara", "hugo"], "a release has one serial, and nobody can ask under it"
+
+
+def test_a_grant_in_a_run_is_remembered_whatever_became_of_it() -> None:
+    assert books(opened(), reserved(run="")).granted == set()
+    assert books(*GRANTED, Freed("g", "x", b32("e"))).granted == {("m", "run")}
+    assert takes(books(*AWAITED), recovered()).granted == {("m", "run")}
+    assert takes(books(*GRANTED), reserved("h", 1)).granted == {("m", "run")}, "older ledgers still fold"
+
+
+def test_where_nobody_may_approve_an_operator_leaves_freely() -> None:
+    assert takes(books(O), Dismissed("olaf", "")).in_office("olaf") is None
 
 
 @pytest.mark.parametrize("other", [bytes(32), b"\xff" * 32])
@@ -850,6 +962,8 @@ class Reference:
     refused: set[str] = field(default_factory=set)  # grants
     roles: dict[str, str] = field(default_factory=dict)  # person -> role
     words: dict[str, dict[str, bytes]] = field(default_factory=dict)  # serial -> person -> what was approved
+    asked: dict[str, tuple[str, bytes]] = field(default_factory=dict)  # serial -> who asked, for what
+    gone: set[str] = field(default_factory=set)  # persons who were dismissed
     decided: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)  # releases: "sent NAME" or "NAME"
     updates: set[tuple[str, int, str]] = field(default_factory=set)
@@ -866,14 +980,19 @@ class Reference:
         """Limit less what is gone."""
         return self.limits[name] - self.spent[name] - self.held(name)
 
-    def voices(self, serial: str, wanted: bytes) -> int:
+    def voices(self, serial: str, *words: str) -> int:
         """How many different roles have approved exactly that, under a serial that decided nothing yet."""
-        given = self.words.get(serial, {})
-        return 0 if serial in self.decided else len({self.roles[p] for p, said in given.items() if said == wanted})
+        if serial in self.decided:
+            return 0
+        given = {p for p, said in self.words.get(serial, {}).items() if said == proposal(serial, *words)} - self.gone
+        for other, (who, wanted) in self.asked.items() if serial not in self.asked else ():
+            if other not in self.decided and wanted == proposal(other, *words):
+                given.discard(who)
+        return len({self.roles[p] for p in given})
 
     def office(self) -> set[str]:
         """The roles that approve."""
-        return {"compliance", "hospital"} & set(self.roles.values())
+        return {"compliance", "hospital"} & {role for p, role in self.roles.items() if p not in self.gone}
 
     def end(self, grant: str, used: int) -> None:
         """A grant is closed."""
@@ -883,7 +1002,7 @@ class Reference:
 
 SITES, ACCOUNTS, NUMBERS = ("m", "n"), ("m/rdp", "n/rdp", "m/k"), ("1", "2", "a0")
 GRANTS, SERIALS = [f"g{i}" for i in range(12)], ["s", "t", "u", "v"]
-PEOPLE = {"cara": "compliance", "cora": "compliance", "hugo": "hospital", "olaf": "operator"}
+PEOPLE = {"cara": "compliance", "cora": "compliance", "hugo": "hospital", "olaf": "operator", "rita": "researcher"}
 WORDS = [
     ("limit", "m/rdp", said(40)),
     ("limit", "n/rdp", said(3)),
@@ -891,6 +1010,7 @@ WORDS = [
     *(("waive", "n", str(epoch)) for epoch in (1, 2, 3)),
     *(("enrol", site, enrolled(site).envelope.hex()) for site in SITES),
     ("appoint", "cora", f"compliance {b32('key of cora').hex()}"),
+    *(("dismiss", person, role) for person, role in PEOPLE.items()),
 ]
 
 
@@ -946,8 +1066,8 @@ class Fold(RuleBasedStateMachine):
     @rule(site=st.sampled_from(SITES), serial=st.sampled_from(["", "", *SERIALS]), fresh=st.booleans())
     def enrol(self, site: str, serial: str = "", fresh: bool = False) -> None:
         ref, entry = self.ref, again(site, serial) if fresh else enrolled(site, serial)
-        office, wanted = ref.office(), proposal(serial, "enrol", site, entry.envelope.hex())
-        allowed = ref.voices(serial, wanted) >= len(office) if office else not serial
+        office, wanted = ref.office(), ("enrol", site, entry.envelope.hex())
+        allowed = ref.voices(serial, *wanted) >= len(office) if office else not serial
         allowed = allowed and entry.envelope not in ref.requests
         if self.offer(entry, allowed and (site not in ref.sites or site in ref.barred)):
             ref.requests.add(entry.envelope)
@@ -1082,10 +1202,10 @@ class Fold(RuleBasedStateMachine):
     def appoint(self, person: str, serial: str) -> None:
         ref, role = self.ref, PEOPLE[person]
         entry = appointed(person, role, serial)
-        wanted = proposal(serial, "appoint", person, f"{role} {entry.public.hex()}")
+        wanted = ("appoint", person, f"{role} {entry.public.hex()}")
         office = ref.office()
-        first = not office or (role != "operator" and role not in office)
-        fits = person not in ref.roles and (not serial if first else ref.voices(serial, wanted) >= len(office))
+        first = not office or (role in ("compliance", "hospital") and role not in office)
+        fits = person not in ref.roles and (not serial if first else ref.voices(serial, *wanted) >= len(office))
         if self.offer(entry, fits):
             ref.roles[person] = role
             ref.decided |= set() if first else {serial}
@@ -1095,6 +1215,10 @@ class Fold(RuleBasedStateMachine):
         """Some persons approve, and something is done that may be what they approved."""
         serial = self.some(data, set(SERIALS) - self.ref.decided, SERIALS)
         words = data.draw(st.sampled_from(WORDS))
+        if data.draw(st.booleans()):
+            self.ask(
+                data.draw(st.sampled_from(sorted(PEOPLE))), serial, data.draw(st.sampled_from([words, WORDS[0]]))
+            )
         for person in data.draw(st.sampled_from([["cara", "hugo"], ["hugo"], ["cara", "cora"], ["olaf", "cara"]])):
             self.approve(person, serial, words)
         action, subject, value = self.some(data, [words], WORDS)
@@ -1110,20 +1234,39 @@ class Fold(RuleBasedStateMachine):
             self.appoint(subject, serial)
         elif action == "waive":
             self.waive(subject, serial)
+        elif action == "dismiss":
+            self.dismiss(subject, serial)
         else:
             self.set_limit(subject, next(n for n in (3, 40) if value in (str(n), said(n))), serial)
 
     def approve(self, person: str, serial: str, words: tuple[str, str, str]) -> None:
         ref, digest = self.ref, proposal(serial, *words)
         fits = ref.roles.get(person) in ("compliance", "hospital") and serial not in ref.decided
-        fits = fits and person not in ref.words.get(serial, {})
+        fits = fits and person not in ref.words.get(serial, {}) and person not in ref.gone
+        who, what = ref.asked.get(serial, ("", digest))
+        fits = fits and who != person and what == digest
         if self.offer(Approved(person, serial, digest, b32(f"{person} {serial}")), fits):
             ref.words.setdefault(serial, {})[person] = digest
+
+    def ask(self, person: str, serial: str, words: tuple[str, str, str]) -> None:
+        ref, entry = self.ref, asks(serial, *words, person)
+        fits = person in ref.roles and person not in ref.gone
+        if self.offer(entry, fits and serial not in ref.asked and not ref.words.get(serial)):
+            ref.asked[serial] = (person, entry.proposal)
+
+    def dismiss(self, person: str, serial: str) -> None:
+        ref, role, office = self.ref, PEOPLE[person], self.ref.office()
+        others = [p for p in ref.roles if p not in ref.gone and p != person and ref.roles[p] == role]
+        fits = person in ref.roles and person not in ref.gone and bool(others or role in ("operator", "researcher"))
+        fits = fits and (ref.voices(serial, "dismiss", person, role) >= len(office) if office else not serial)
+        if self.offer(Dismissed(person, serial), fits):
+            ref.gone.add(person)
+            ref.decided |= {serial} if office else set()
 
     def set_limit(self, name: str, limit: int, serial: str) -> None:
         ref, text = self.ref, said(limit) if name.endswith("rdp") else ""
         now = ref.limits.get(name)
-        voices = ref.voices(serial, proposal(serial, "limit", name, text or str(limit)))
+        voices = ref.voices(serial, "limit", name, text or str(limit))
         fits = now is not None and voices >= (2 if limit > now else 1)
         if self.offer(LimitSet(name, limit, text, serial), fits):
             ref.decided.add(serial)
@@ -1172,7 +1315,7 @@ class Fold(RuleBasedStateMachine):
 
     def waive(self, site: str, serial: str) -> None:
         ref = self.ref
-        agreed_on = ref.voices(serial, proposal(serial, "waive", site, str(ref.epoch))) == 2
+        agreed_on = ref.voices(serial, "waive", site, str(ref.epoch)) == 2
         if self.offer(Waived(site, serial), site in ref.awaited and agreed_on):
             ref.decided.add(serial)
             ref.awaited.remove(site)

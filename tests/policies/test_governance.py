@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies import governance
+from policies import amendments, governance
 from policies.accounting import cost
 from policies.claims import SubsampledGaussian
-from policies.entries import Approved, Freed, InvalidEntry, LimitSet, Recovered, Reserved, proposal
+from policies.entries import Approved, Freed, InvalidEntry, LimitSet, Recovered, Requested, Reserved, proposal
 from policies.export import Unsound
+from policies.policy import parse
 from policies.register import Register, digest
-from policies.sqlite import export_file
+from policies.sqlite import export_file, open_sqlite
 from policies.statement import Amendment, Receipts, canonical, claim_json
-from policies.store import Draft
-from policies.verify import verify
-from tests.support.books import DP, Hospital, Person, open_register, policy
+from policies.store import Draft, Store
+from policies.verify import main, verify
+from tests.support.books import DP, Clock, Hospital, Person, open_register, policy
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
 CAREFUL, LOCAL, ADMIN = Person("dpo-1", "compliance"), Person("head-1", "hospital"), Person("it-1", "operator")
@@ -135,8 +136,66 @@ def test_one_person_may_lower_a_limit_and_below_what_is_gone_nothing_more_is_gra
     asked = ledger.site.reservation("g", SMALL, "federated", "run")
     assert ledger.register.reserve("k1", asked, ledger.site.seal(asked)).admitted
     ledger.raise_to("0.2", "s1", CAREFUL)
-    again = ledger.site.reservation("g2", SubsampledGaussian(0.2, 1.0, 30), "federated", "run")
+    again = ledger.site.reservation("g2", SubsampledGaussian(0.2, 1.0, 30), "federated", "run-2")
     assert {f.rule for f in ledger.register.reserve("k2", again, ledger.site.seal(again)).findings} == {"budget"}
+    ledger.audit()
+
+
+def test_the_auditor_names_who_may_approve_and_who_did_and_nobody_who_had_left(
+    ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, second, reader = ledger.register.store, Person("head-2", "hospital"), Person("res-1", "researcher")
+    for person in (second, reader):
+        serial, value = f"s-{person.name}", f"{person.role} {person.public.hex()}"
+        ledger.approve(serial, "appoint", person.name, value, CAREFUL, LOCAL)
+        governance.appoint(store, person.name, person.role, person.public, serial)
+    ledger.approve("s-limit", "limit", "site-a/rdp", "4.0", second)
+    site = Hospital("site-b", policy())
+    request, sealed = site.enrolment()
+    ledger.approve("s-site", "enrol", "site-b", digest(sealed).hex(), second)
+    ledger.approve("s-gone", "dismiss", "head-2", "hospital", CAREFUL, LOCAL)
+    governance.dismiss(store, "head-2", "s-gone")
+    ledger.approve("s-limit", "limit", "site-a/rdp", "4.0", CAREFUL, LOCAL)
+    governance.set_limit(store, "site-a/rdp", "4.0", "s-limit")
+    ledger.approve("s-site", "enrol", "site-b", digest(sealed).hex(), CAREFUL, LOCAL)
+    ledger.register.enrol(request, sealed, parse(policy(), "site-b"), "s-site")
+    found = ledger.audit()
+    assert found.limits_set == ["site-a/rdp to 4.0, approved by dpo-1, head-1"]
+    assert found.sites["site-b"]["approved_by"] == ["dpo-1 (compliance)", "head-1 (hospital)"]
+    assert found.approving == ["dpo-1", "head-1"]
+    assert found.persons["head-2"] == f"hospital, key {second.public.hex()} (dismissed)"
+    (tmp_path / "ledger.export").write_bytes(export_file(ledger.path, "lazaret/test", ledger.key))
+    assert main([str(tmp_path / "ledger.export")]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line.split(",")[0] for line in lines if line.startswith("may approve: ")] == [
+        "may approve: dpo-1",
+        "may approve: head-1",
+    ]
+    assert f"appointed: head-2, {found.persons['head-2']}" in lines
+    assert [line.split(",")[0] for line in lines if line.startswith("appointed: ")][1:] == [
+        "appointed: it-1",
+        "appointed: res-1",
+    ]
+
+
+def test_nobody_keeps_the_serial_of_a_release_by_asking_for_something_else_under_it(ledger: Ledger) -> None:
+    store, release = ledger.register.store, "release-" + "ab" * 16
+    for serial in (release, f"refuse-{release}", amendments.serial(policy(), 0)):
+        with pytest.raises(InvalidEntry, match="begins with amend-, refuse-, release-: choose another"):
+            governance.request(store, ADMIN.request(serial, "limit", "site-a/rdp", "9.9"))
+    ledger.approve(release, "release", release, "ab" * 32, CAREFUL, LOCAL)
+    assert set(store.state.approvals(release, "release", release, "ab" * 32)) == {"compliance", "hospital"}
+
+
+def test_who_asked_does_not_decide_it_alone_under_another_serial(ledger: Ledger) -> None:
+    store, words = ledger.register.store, ("limit", "site-a/rdp", ledger.limit("1.0"))
+    governance.request(store, CAREFUL.request("s1", *words))
+    for serial in ("s2", "amend-s2", "refuse-s2", "release-s2"):
+        with pytest.raises(InvalidEntry, match="0 did; who asks for it under another serial"):
+            ledger.raise_to("1.0", serial, CAREFUL)
+    governance.request(store, ADMIN.request("s3", *words))
+    ledger.raise_to("1.0", "s3", CAREFUL)
+    assert store.state.accounts["site-a/rdp"].epsilon == "1.0"
     ledger.audit()
 
 
@@ -189,6 +248,107 @@ def test_a_limit_is_what_its_epsilon_allows(ledger: Ledger) -> None:
     for wrong in (limit + 1, limit - 1):
         with pytest.raises(InvalidEntry, match="what its epsilon allows"):
             ledger.register.store.append(f"x{wrong}", Draft((LimitSet("site-a/rdp", wrong, "4.0", "s1"),)))
+
+
+def test_who_asked_does_not_approve_and_others_do(ledger: Ledger) -> None:
+    store, words = ledger.register.store, ("limit", "site-a/rdp", ledger.limit("4.0"))
+    assert governance.request(store, CAREFUL.request("s1", *words)).person == "dpo-1"
+    with pytest.raises(InvalidEntry, match="who asked"):
+        ledger.approve("s1", *words, CAREFUL)
+    ledger.approve("s1", *words, LOCAL)
+    with pytest.raises(InvalidEntry, match=r"2 role.*1 did"):
+        governance.set_limit(store, "site-a/rdp", "4.0", "s1")
+    governance.request(store, ADMIN.request("s2", *words))  # who runs the machine may ask, and two others decide
+    ledger.approve("s2", *words, CAREFUL, LOCAL)
+    governance.set_limit(store, "site-a/rdp", "4.0", "s2")
+    ledger.audit()
+
+
+def test_what_was_asked_for_is_what_is_approved(ledger: Ledger) -> None:
+    governance.request(ledger.register.store, ADMIN.request("s1", "limit", "site-a/rdp", ledger.limit("4.0")))
+    with pytest.raises(InvalidEntry, match="something else"):
+        ledger.approve("s1", "limit", "site-a/rdp", ledger.limit("8.0"), CAREFUL)
+
+
+def test_a_request_is_signed_by_who_asks_for_this_ledger_and_is_no_approval(ledger: Ledger) -> None:
+    store, words = ledger.register.store, ("s1", "limit", "site-a/rdp", "4.0")
+    with pytest.raises(InvalidEntry, match="not signed by that person"):
+        governance.request(store, Person("dpo-1", "compliance").request(*words))
+    with pytest.raises(InvalidEntry, match="for another ledger"):
+        governance.request(store, ADMIN.request(*words, origin="lazaret/other"))
+    with pytest.raises(InvalidEntry, match="not an approval"):
+        governance.approve(store, CAREFUL.request(*words))
+    with pytest.raises(InvalidEntry, match="not a request"):
+        governance.request(store, CAREFUL.approval(*words))
+    with pytest.raises(InvalidEntry, match="not a sealed word"):
+        governance.request(store, b"{}")
+
+
+def test_an_auditor_sees_a_request_that_was_put_into_another_persons_mouth(ledger: Ledger) -> None:
+    sealed = ADMIN.request("s1", "limit", "site-a/rdp", "4.0")
+    said = Requested("dpo-1", "s1", proposal("s1", "limit", "site-a/rdp", "4.0"), digest(sealed))
+    ledger.register.store.append("x", Draft((said,), (sealed,)))
+    with pytest.raises(Unsound, match="signed by another key"):
+        ledger.audit()
+
+
+def test_an_auditor_sees_a_request_of_other_words(ledger: Ledger) -> None:
+    sealed = ADMIN.request("s1", "limit", "site-a/rdp", "4.0")
+    said = Requested("it-1", "s1", proposal("s1", "limit", "site-a/rdp", "8.0"), digest(sealed))
+    ledger.register.store.append("x", Draft((said,), (sealed,)))
+    with pytest.raises(Unsound, match="something else"):
+        ledger.audit()
+
+
+def test_a_person_leaves_when_both_roles_agree_and_the_last_of_a_role_never(ledger: Ledger) -> None:
+    store = ledger.register.store
+    with pytest.raises(InvalidEntry, match="the last of"):
+        governance.dismiss(store, "dpo-1", "s1")
+    with pytest.raises(InvalidEntry, match="2 role"):
+        governance.dismiss(store, "it-1", "s1")
+    ledger.approve("s1", "dismiss", "it-1", "operator", CAREFUL, LOCAL)
+    governance.dismiss(store, "it-1", "s1")
+    with pytest.raises(InvalidEntry, match="may ask"):
+        governance.request(store, ADMIN.request("s2", "limit", "site-a/rdp", "4.0"))
+    ledger.audit()
+
+
+def amended(tmp_path: Path, *persons: Person, new: str) -> object:
+    """A site's own ledger in which a new policy was signed that these persons approved; what the auditor tells."""
+    site, key = Hospital("site-a"), Ed25519PrivateKey.generate()
+    store = Store(open_sqlite(tmp_path / "ledger.db"), "lazaret/site-a", key, Clock())
+    register = Register(store, lambda _site: parse(site.policy_text, "own"))
+    register.enrol(*site.enrolment(), parse(site.policy_text, "own"))
+    for person in (CAREFUL, LOCAL):
+        governance.appoint(store, person.name, person.role, person.public)
+    words = (amendments.serial(new, 0), amendments.ACTION, "site-a", amendments.digest(new))
+    for person in persons:
+        governance.approve(store, person.approval(*words, origin="lazaret/site-a"))
+    may = True
+    try:
+        governance.may_amend(store.state, "site-a", parse(site.policy_text, "own"), parse(new, "new"), new)
+    except InvalidEntry:
+        may = False
+    statement = Amendment("site-a", 1, new)
+    register.amend("amend-1", statement, site.seal(statement))
+    store.close()
+    return may, verify(export_file(tmp_path / "ledger.db", "lazaret/site-a", key)).loosened
+
+
+@pytest.mark.parametrize("persons", [(), (CAREFUL,), (LOCAL,)])
+def test_a_site_loosens_its_own_policy_only_when_both_roles_have_approved_the_very_text(
+    tmp_path: Path, persons: tuple[Person, ...]
+) -> None:
+    may, told = amended(tmp_path, *persons, new=policy(k_min=2))
+    assert not may
+    assert told == ["site-a, amendment 1: k_min"]
+
+
+def test_what_both_approved_and_what_only_tightens_is_signed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert amended(tmp_path / "a", CAREFUL, LOCAL, new=policy(k_min=2)) == (True, [])
+    assert amended(tmp_path / "b", new=policy(k_min=50)) == (True, [])
 
 
 def test_the_third_person_needs_the_first_two(ledger: Ledger) -> None:

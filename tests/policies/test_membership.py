@@ -347,6 +347,7 @@ def _signed(folder: Path, *words: str) -> bytes:
         ),
     )
     line = ["sign", *words, "--person", "dpo-1", "--serial", "s-1", "--key", "dpo.key", "--out", str(out)]
+    line += ["--ledger", "lazaret/test"]
     arguments = parser.parse_args(line)
     assert arguments.act(arguments) == 0
     return out.read_bytes()

@@ -132,7 +132,7 @@ def test_a_verdict_admits_only_without_a_finding_and_says_nothing_unasked() -> N
     assert Verdict(()) == Verdict((), "", 0)
     assert Verdict(()).admitted
     assert not Verdict((Finding("x", "y"),)).admitted
-    assert Standing(None) == Standing(None, None, False, False, False)
+    assert Standing(None) == Standing(None, None, False, False, False, False)
     for value, name in ((Finding("x", "y"), "rule"), (Verdict(()), "findings"), (Standing(None), "frozen")):
         with pytest.raises(FrozenInstanceError):
             setattr(value, name, ())
@@ -783,7 +783,7 @@ def test_several_claims_are_used_once_and_cost_no_more_than_was_granted() -> Non
 def together(left: int, *amounts: int, least: int | None = None, names: str = "abcdef", sites: str = "") -> list[str]:
     """ "+" for each that is granted, otherwise the rules, of reservations that cost so much of one purse each."""
     asked = [
-        replace(ASKED_DP, grant=name, site=site)
+        replace(ASKED_DP, grant=name, site=site, run=f"run-{name}")
         for name, site, _ in zip(names, sites or "m" * len(amounts), amounts, strict=False)
     ]
     alone = [Verdict((), "", n) if n else Verdict((Finding("min_k", "x"),)) for n in amounts]
@@ -829,13 +829,36 @@ def test_a_request_names_each_grant_once() -> None:
     assert together(10, 1, 2, least=0, names="aa") == ["+", "grant_exists"]
     assert together(10, 1, 2, names="aa") == ["together", "grant_exists"]
     assert together(10, 0, 2, least=0, names="aa") == ["min_k", "grant_exists"]
-    asked = [ASKED_DP, replace(ASKED_DP, grant="h")]
+    asked = [ASKED_DP, replace(ASKED_DP, grant="h", run="run-h")]
     alone = [Verdict((), "", 6), Verdict((), "", 6)]
     told = [details(v) for v in review_together(asked, alone, {"site-m/rdp": 10})]
     assert told == [{"budget": "together they cost more than the account holds"}] * 2
     told = [details(v) for v in review_together([ASKED_DP] * 2, alone, {"site-m/rdp": 99})]
     assert told == [{"together": "another part of the same request was refused"},
                     {"grant_exists": "the same request names that grant twice"}]  # fmt: skip
+
+
+def test_a_request_asks_for_a_sites_part_in_a_run_once() -> None:
+    one, same, other = ASKED_DP, replace(ASKED_DP, grant="h"), replace(ASKED_DP, grant="i", run="run-i")
+    elsewhere, alone = replace(ASKED_DP, grant="j", site="n"), Verdict((), "", 1)
+    left = {"site-m/rdp": 9, "n/rdp": 9, "site-m/k": 9}
+
+    def found(*asked: Reservation, first: Verdict = alone) -> list[str]:
+        verdicts = [first, *[alone] * (len(asked) - 1)]
+        return ["+" if v.admitted else ",".join(of(v)) for v in review_together(asked, verdicts, left, 0)]
+
+    assert found(one, same, other, elsewhere) == ["+", "run_spent", "+", "+"]
+    assert found(one, same, first=Verdict((Finding("min_k", "x"),))) == ["min_k", "+"]
+    assert found(ASKED, replace(ASKED, grant="h")) == ["+", "+"], "what is no run may be asked for again"
+    assert [of(v) for v in review_together([one, same], [alone] * 2, left)] == [["together"], ["run_spent"]]
+
+
+def test_a_sites_part_in_a_run_is_granted_once() -> None:
+    verdict = review_reservation(ASKED_DP, Standing(purse(), run_spent=True), POLICY)
+    assert details(verdict) == {
+        "run_spent": "the site was granted its part in that run before: a new run has a new name"
+    }
+    assert review_reservation(ASKED, Standing(shelf(), run_spent=True), POLICY).admitted, "it is no run"
 
 
 def test_room_is_what_the_account_and_the_policy_of_today_leave() -> None:

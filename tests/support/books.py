@@ -13,7 +13,17 @@ from policies.claims import Claim, Composed, GaussianQuery, KAnonymous, Subsampl
 from policies.policy import Policy, parse, preset, strictest
 from policies.register import Register
 from policies.sqlite import open_sqlite
-from policies.statement import PAYLOAD_TYPE, Approval, Enrolment, Release, Reservation, Statement, encode, release_id
+from policies.statement import (
+    PAYLOAD_TYPE,
+    Approval,
+    Enrolment,
+    Release,
+    Request,
+    Reservation,
+    Statement,
+    encode,
+    release_id,
+)
 from policies.store import Store
 from protos.envelope import seal
 from protos.identity import agent_name, node_public, request
@@ -137,3 +147,6 @@ class Person:
     ) -> bytes:
         statement = Approval(name or self.name, origin, serial, action, subject, value)
         return seal(encode(statement), PAYLOAD_TYPE, self.key)
+
+    def request(self, serial: str, action: str, subject: str, value: str, origin: str = "lazaret/test") -> bytes:
+        return seal(encode(Request(self.name, origin, serial, action, subject, value)), PAYLOAD_TYPE, self.key)
