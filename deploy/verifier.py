@@ -1,115 +1,16 @@
-"""``python -m deploy.verifier OUT.pyz``: the auditor's ``lazaret-verify`` as one file.
-
-A zip application of exactly the modules that :mod:`policies.verify` needs, found by following its imports: the
-auditor runs the same code as we do, and there is no second implementation to drift. It needs Python 3.11 and
-``cryptography``, and nothing of ours installed. The build fails when anything else is imported.
-
-The same sources give the same bytes on every machine, so that whoever builds it again can compare the SHA-256.
-Therefore ``zipfile`` and not ``zipapp``, which stores the files' times; a fixed order, time and mode for each member;
-and no compression, because different versions of zlib compress differently.
-"""
+"""``python -m deploy.verifier OUT.pyz``: ``lazaret-verify`` as one file, see :mod:`policies.onefile`."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
-import io
 import sys
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-START: Final = "policies.verify"
-ALLOWED: Final = sys.stdlib_module_names | {"cryptography"}
-SHEBANG: Final = b"#!/usr/bin/env python3\n"
-# Both checks end with 2: a machine that cannot run the verifier has not found a ledger unsound, which is 1.
-MAIN: Final = f'''"""lazaret-verify EXPORT [--from CHECKPOINT] [--json]"""
+from policies.onefile import ROOT, ForeignImport, archive, needed
 
-import importlib.util
-import sys
-
-if sys.version_info < (3, 11) or importlib.util.find_spec("cryptography") is None:
-    sys.stderr.write("lazaret-verify needs Python 3.11 or newer and the package cryptography\\n")
-    sys.exit(2)
-
-from {START} import main  # noqa: E402 - after the check
-
-sys.exit(main())
-'''
-
-
-class ForeignImport(ValueError):
-    """A module that the verifier needs imports something that an auditor's machine does not have."""
-
-
-def _source(root: Path, module: str) -> Path | None:
-    """The file of a module of ours, or None."""
-    place = root.joinpath(*module.split("."))
-    found = [path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()]
-    return found[0] if found else None
-
-
-def _imported(module: str, source: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What a module imports: each module's full name, and the names taken from it, which may be modules too."""
-    for node in ast.walk(ast.parse(source.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, ()) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            package = module.split(".") if source.name == "__init__.py" else module.split(".")[:-1]
-            base = package[: len(package) - node.level + 1] if node.level else []
-            name = ".".join([*base, *([node.module] if node.module else [])])
-            yield name, tuple(alias.name for alias in node.names)
-
-
-def needed(root: Path, start: str) -> Mapping[str, Path]:
-    """Every module of ours that importing ``start`` may load, with its file; packages on the way included.
-
-    Args:
-        root: the folder of our top-level packages.
-        start: the full name of a module.
-    Raises:
-        ForeignImport: one of them imports what is neither ours, nor Python's, nor ``cryptography``.
-    """
-    found: dict[str, Path] = {}
-    queue = [(start, "the command")]
-    while queue:
-        module, importer = queue.pop()
-        parents = module.split(".")
-        for name in (".".join(parents[: i + 1]) for i in range(len(parents))):
-            source = _source(root, name)
-            if source is None and parents[0] in ALLOWED:
-                break
-            if source is None:
-                raise ForeignImport(f"{importer} imports {module}, which an auditor's machine does not have")
-            if name in found:
-                continue
-            found[name] = source
-            for other, names in _imported(name, source):
-                queue.append((other, name))
-                queue += [(f"{other}.{n}", name) for n in names if _source(root, f"{other}.{n}") is not None]
-    return found
-
-
-def archive(root: Path = ROOT, start: str = START) -> bytes:
-    """The zip application, the same bytes for the same sources.
-
-    Raises:
-        ForeignImport: see :func:`needed`.
-    """
-    members = {source.relative_to(root).as_posix(): source.read_bytes() for source in needed(root, start).values()}
-    members["__main__.py"] = MAIN.encode()
-    out = io.BytesIO()
-    out.write(SHEBANG)
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as packed:
-        for name, body in sorted(members.items()):
-            member = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-            member.create_system = 3  # Unix, whatever built it
-            member.external_attr = 0o100644 << 16
-            packed.writestr(member, body)
-    return out.getvalue()
+__all__ = ["ROOT", "ForeignImport", "archive", "main", "needed"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,10 @@
-"""``lazaret-verify``: re-derive an exported ledger offline, from its entries alone.
+"""``lazaret-verify``: re-derive an exported ledger offline, from its entries alone; or check a release's certificate.
 
 Needs only Python and ``cryptography``. It checks that the text is in its one form (so any changed byte is found), the
 Merkle root under the signed checkpoint and under every head that a site cosigned, that every balance folds without an
 overspend and no limit was raised by one person alone, that every envelope is signed by the site or person that the
 ledger knows and says what its entry says, and it reviews every grant and every admission again under the site's own
-signed policy.
+signed policy. A certificate (:mod:`policies.certificate`) is checked against the ledger's key, or the whole ledger.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from policies import attest, certificate
 from policies.audit import Auditor
 from policies.claims import UNIT
 from policies.export import Export, Unsound
 from policies.merkle import BadCheckpoint, Checkpoint, cosigners, open_checkpoint
+from policies.office import APPROVING
 
 MAX_EXPORT: Final = 1 << 33
 
@@ -44,8 +46,11 @@ class Findings:
     envelopes: int
     epoch: int
     witnesses: dict[str, int]  # site -> size of the newest head that it cosigned
-    persons: dict[str, str]  # who may approve -> role and key: who they are is for people to check
+    persons: dict[str, str]  # whoever was appointed -> role and key: who they are is for people to check
+    approving: list[str]  # those of them who may approve now
     limits_set: list[str]  # every change of a limit, and who approved it
+    loosened: list[str]  # a site's own policy, loosened without the approval of those in office
+    granted_twice: list[str]  # grants of a site in a run that it had been granted a part in before
     sites: dict[str, dict[str, Any]]  # who approved the enrolment, and what became of the site and its certificates
 
 
@@ -118,7 +123,8 @@ def _findings(export: Export, head: Checkpoint, auditor: Auditor) -> Findings:
     }
     fingerprint = hashlib.sha256(export.public).hexdigest()
     counts = (len(state.grants), len(state.releases), auditor.refusals, len(export.envelopes), state.epoch)
-    persons = {name: f"{p.role}, key {p.public.hex()}" for name, p in sorted(state.persons.items())}
+    gone = {name: " (dismissed)" for name in state.dismissed}
+    persons = {n: f"{p.role}, key {p.public.hex()}{gone.get(n, '')}" for n, p in sorted(state.persons.items())}
     return Findings(
         head.origin,
         head.size,
@@ -128,7 +134,10 @@ def _findings(export: Export, head: Checkpoint, auditor: Auditor) -> Findings:
         *counts,
         witnesses=_witnesses(export.witnessed, auditor.keys),
         persons=persons,
+        approving=[name for name in persons if name not in gone and state.persons[name].role in APPROVING],
         limits_set=auditor.limits_set,
+        loosened=auditor.loosened,
+        granted_twice=auditor.twice,
         sites=_members(auditor),
     )
 
@@ -163,40 +172,111 @@ def _witnesses(notes: Sequence[str], keys: Mapping[str, Sequence[bytes]]) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``lazaret-verify EXPORT [--from CHECKPOINT] [--key HEX] [--json]``: exit 0 sound, 1 not, 2 usage, 70 mute."""
-    parser = argparse.ArgumentParser(prog="lazaret-verify", description="check an exported ledger offline")
-    parser.add_argument("export", type=Path, metavar="EXPORT")
+    """``lazaret-verify FILE [--from FILE] [--key HEX] [--artifact FILE] [--json]``: 0 sound, 1 not, 2 usage."""
+    parser = argparse.ArgumentParser(
+        prog="lazaret-verify", description="check an exported ledger, or a release's certificate, offline"
+    )
     parser.add_argument(
-        "--from", dest="since", type=Path, metavar="CHECKPOINT", help="an older signed checkpoint that it must extend"
+        "export", type=Path, metavar="FILE", help="a ledger's export, or a release's certificate (JSON or PDF)"
+    )
+    parser.add_argument(
+        "--from",
+        dest="since",
+        type=Path,
+        metavar="FILE",
+        help="of an export: an older signed checkpoint that it must extend; of a certificate: the ledger's export",
     )
     parser.add_argument(
         "--key", metavar="HEX", help="the ledger's key, or how it begins, as you know it from elsewhere"
+    )
+    parser.add_argument(
+        "--artifact",
+        type=Path,
+        metavar="FILE",
+        help="is a certificate about this file?",
     )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
     if arguments.key is not None and not re.fullmatch(r"[0-9a-fA-F]{16,64}", arguments.key):
         parser.error("--key: give at least 16 hexadecimal digits")
-    raw, since = _read(parser, arguments.export), None
-    if arguments.since is not None:
-        try:
-            since = (
-                _read(parser, arguments.since).decode().rstrip("\n") + "\n"
-            )  # an editor may have eaten the last one
-        except UnicodeDecodeError:
-            parser.error(f"{arguments.since}: not a checkpoint")
+    raw = _read(parser, arguments.export)
     gc.disable()  # a million entries are no garbage; a tenth of the time
     try:
-        found = verify(raw, since)
-        if arguments.key is not None and not found.key.startswith(arguments.key.lower()):
-            raise Unsound("the ledger is signed by another key than the one given")
+        if certificate.is_certificate(raw):
+            document, text = _certificate(parser, arguments, raw)
+        else:
+            document, text = _ledger(parser, arguments, raw)
     except Unsound as error:
         reason = "".join(c if c.isprintable() else "?" for c in str(error))  # it may quote what was signed
         _say(json.dumps({"sound": False, "reason": reason}) if arguments.json else f"NOT SOUND: {reason}")
         return 1
-    document = {"sound": True, **{name: getattr(found, name) for name in Findings.__slots__}}
-    document["extends"] = arguments.since is not None
-    _say(json.dumps(document, indent=2) if arguments.json else _summary(found, arguments.since is not None))
+    _say(json.dumps(document, indent=2) if arguments.json else text)
     return 0
+
+
+def _ledger(parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw: bytes) -> tuple[dict[str, Any], str]:
+    """What a sound export says, for machines and for people."""
+    if arguments.artifact is not None:
+        parser.error("--artifact: a ledger's export is about no single file; give the release's certificate")
+    since = _checkpoint(parser, arguments.since) if arguments.since is not None else None
+    found = verify(raw, since)
+    if arguments.key is not None and not found.key.startswith(arguments.key.lower()):
+        raise Unsound("the ledger is signed by another key than the one given")
+    document = {"sound": True, **{name: getattr(found, name) for name in Findings.__slots__}}
+    document["extends"] = since is not None
+    return document, _summary(found, since is not None)
+
+
+def _certificate(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw: bytes
+) -> tuple[dict[str, Any], str]:
+    """What a sound certificate says. Its key must be known from elsewhere: anybody can make one with their own."""
+    found = certificate.read(raw)
+    head = attest.check(found)
+    if arguments.key is None and arguments.since is None:
+        raise Unsound(
+            "whose certificate this is cannot be told: give --key with the ledger's key as its owner publishes it, "
+            f"or --from with the ledger's export; it is signed by {found.fingerprint}"
+        )
+    if arguments.key is not None and not found.fingerprint.startswith(arguments.key.lower()):
+        raise Unsound("the certificate is signed by another key than the one given")
+    if arguments.since is not None:
+        ledger = _read(parser, arguments.since)
+        verify(ledger)
+        attest.against(found, Export.parse(ledger))
+    same = None if arguments.artifact is None else _sha256(parser, arguments.artifact)
+    if same is not None and same != found.facts["artifact_sha256"]:
+        raise Unsound("the certificate is about another file than the one given")
+    lines = [*attest.summary(found, head)]
+    lines += ["  the export of the ledger holds all of it"] if arguments.since is not None else []
+    lines += ["  it is about the file that was given"] if same is not None else []
+    document = {
+        "sound": True,
+        "certificate": dict(found.facts),
+        "words": dict(found.words),
+        "origin": head.origin,
+        "size": head.size,
+        "root": head.root.hex(),
+        "key": found.fingerprint,
+        "in_export": arguments.since is not None,
+        "artifact_checked": same is not None,
+    }
+    return document, "\n".join(lines)
+
+
+def _sha256(parser: argparse.ArgumentParser, path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        parser.error(f"cannot read {path}: {error.strerror}")
+
+
+def _checkpoint(parser: argparse.ArgumentParser, path: Path) -> str:
+    try:
+        return _read(parser, path).decode().rstrip("\n") + "\n"  # an editor may have eaten the last one
+    except UnicodeDecodeError:
+        parser.error(f"{path}: not a checkpoint")
 
 
 def _read(parser: argparse.ArgumentParser, path: Path) -> bytes:
@@ -236,9 +316,12 @@ def _summary(found: Findings, extends: bool) -> str:
     ]
     if extends:
         lines.append("  it extends the older checkpoint")
-    lines += [f"  may approve: {name}, {who}" for name, who in found.persons.items()]
+    lines += [f"  may approve: {name}, {found.persons[name]}" for name in found.approving]
+    lines += [f"  appointed: {name}, {who}" for name, who in found.persons.items() if name not in found.approving]
     lines += [_of_site(site, facts) for site, facts in found.sites.items()]
     lines += [f"  limit of {change}" for change in found.limits_set]
+    lines += [f"  LOOSENED without approval of those in office: {change}" for change in found.loosened]
+    lines += [f"  GRANTED AGAIN in one run, which is refused today: {again}" for again in found.granted_twice]
     lines += [f"  head at {size} cosigned by {site}" for site, size in sorted(found.witnesses.items())]
     for name, account in found.accounts.items():
         share = 100 * (account["held"] + account["spent"]) / account["limit"] if account["limit"] else 0.0

@@ -1,0 +1,174 @@
+"""A release certificate: what a ledger says of one release, signed by its key, with the proof that it says so.
+
+This module is its form; :mod:`policies.attest` says whether it holds. It rests on entries of the ledger (the site's
+enrolment, the account that paid, the grant, the admission; of a federated model each site's last update and the
+rounds), an inclusion proof for each under one signed checkpoint (RFC 6962), and the site's own sealed statement. Its
+facts are derived from these and from nothing else, so none can be stronger than the ledger. Its words are the
+coordinator's, who signs them. Needs only Python and ``cryptography``.
+
+As JSON it is a DSSE envelope. As PDF it holds that JSON as an attachment, and its last line is a comment with the
+ledger's signature over every byte before it: what is printed cannot be changed either.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from policies.export import Unsound
+from policies.statement import canonical, load_json
+
+PAYLOAD: Final = "application/vnd.lazaret.certificate+json"
+FORM: Final = "lazaret-certificate/1"
+MAX_BYTES: Final = 1 << 26
+ATTACHED: Final = "certificate.json"
+_SIGNED: Final = re.compile(rb"%lazaret-certificate ([A-Za-z0-9+/]{86}==)\n")
+_ENVELOPE: Final = re.compile(
+    rb'\{"payload":"[A-Za-z0-9+/=]+","payloadType":"' + re.escape(PAYLOAD.encode()) + rb'"[^}]*\}\]\}'
+)
+_KEYS: Final = {"checkpoint", "entries", "envelopes", "facts", "form", "key", "origin", "words"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An entry in its place, and the proof that the checkpoint's tree holds it there."""
+
+    seq: int
+    entry: bytes
+    proof: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What is signed; :func:`policies.attest.check` says whether it holds."""
+
+    origin: str
+    public: bytes  # the ledger's Ed25519 key, raw
+    checkpoint: str  # signed note
+    shown: tuple[Shown, ...]
+    envelopes: tuple[bytes, ...]  # the sites' sealed statements
+    facts: Mapping[str, Any]
+    words: Mapping[str, str]  # the same for people; signed, and derived from nothing
+
+    def encode(self) -> bytes:
+        """The payload to sign: canonical JSON."""
+        entries: list[Any] = [
+            {"entry": _b64(s.entry), "proof": [_b64(p) for p in s.proof], "seq": s.seq} for s in self.shown
+        ]
+        return canonical(
+            {
+                "checkpoint": self.checkpoint,
+                "entries": entries,
+                "envelopes": [_b64(raw) for raw in self.envelopes],
+                "facts": dict(self.facts),
+                "form": FORM,
+                "key": self.public.hex(),
+                "origin": self.origin,
+                "words": dict(self.words),
+            }
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the ledger's key, to compare with the one that its owner publishes."""
+        return hashlib.sha256(self.public).hexdigest()
+
+
+def is_certificate(raw: bytes) -> bool:
+    """Does this look like one, rather than like an export of a ledger?"""
+    return raw.startswith((b"%PDF-", b"{"))
+
+
+def read(raw: bytes) -> Certificate:
+    """The certificate in a file, JSON or PDF, once the signature over the whole file holds under its own key.
+
+    Raises:
+        Unsound: not in its one form, or its signature is another key's.
+    """
+    if raw.startswith(b"%PDF-"):
+        return _read_pdf(raw)
+    payload, signature, named = _envelope(raw.removesuffix(b"\n"))
+    found = _decode(payload)
+    if named != found.fingerprint:
+        raise Unsound("the envelope names another key than the certificate")
+    _verify(found.public, signature, PAYLOAD, payload)
+    return found
+
+
+def _read_pdf(raw: bytes) -> Certificate:
+    at = raw.rfind(b"%lazaret-certificate ")
+    signed = _SIGNED.fullmatch(raw[at:]) if at > 0 else None
+    if signed is None:
+        raise Unsound("the PDF's last line is no signature of a ledger: it is not a certificate, or was changed")
+    inside = _ENVELOPE.findall(raw)
+    if len(inside) != 1:
+        raise Unsound("the PDF does not hold exactly one certificate")
+    found = read(inside[0])
+    _verify(found.public, _unbase64(signed[1].decode()), "application/pdf", raw[:at])
+    return found
+
+
+def pdf_signature(signature: bytes) -> bytes:
+    """The last line of a certificate's PDF: the signature over :func:`pae` of every byte before it."""
+    return b"%lazaret-certificate " + base64.b64encode(signature) + b"\n"
+
+
+def pae(kind: str, payload: bytes) -> bytes:
+    """DSSE v1.0 pre-authentication encoding: what is signed."""
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind.encode(), len(payload), payload)
+
+
+def _verify(public: bytes, signature: bytes, kind: str, payload: bytes) -> None:
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, pae(kind, payload))
+    except (InvalidSignature, ValueError):
+        raise Unsound("the certificate was changed, or is signed by another key than the one it names") from None
+
+
+def _envelope(raw: bytes) -> tuple[bytes, bytes, object]:
+    """Payload and signature of the envelope, and the key that it names."""
+    try:
+        document = load_json(raw, 2 * MAX_BYTES)
+        (signature,) = document["signatures"]
+        if canonical(document) != raw or len(document) != 3 or len(signature) != 2:
+            raise Unsound("the certificate is not in its one form")
+        if document["payloadType"] != PAYLOAD:
+            raise Unsound("the envelope holds something else than a certificate")
+        return _unbase64(document["payload"]), _unbase64(signature["sig"]), signature["keyid"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unsound(str(error) if isinstance(error, Unsound) else "not a certificate") from None
+
+
+def _decode(payload: bytes) -> Certificate:
+    try:
+        body = load_json(payload, MAX_BYTES)
+        if canonical(body) != payload or set(body) != _KEYS or body["form"] != FORM:
+            raise Unsound("not a certificate of this version in its one form")
+        shown = tuple(
+            Shown(int(e["seq"]), _unbase64(e["entry"]), tuple(_unbase64(p) for p in e["proof"]))
+            for e in body["entries"]
+        )
+        envelopes = tuple(_unbase64(raw) for raw in body["envelopes"])
+        public = bytes.fromhex(body["key"])
+        return Certificate(body["origin"], public, body["checkpoint"], shown, envelopes, body["facts"], body["words"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Unsound(str(error) if isinstance(error, Unsound) else "the certificate is malformed") from None
+
+
+def _b64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _unbase64(text: str) -> bytes:
+    """Standard base64 in its one form."""
+    raw = base64.b64decode(text, validate=True)
+    if _b64(raw) != text:
+        raise Unsound("base64 that is not in its one form")
+    return raw
