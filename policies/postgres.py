@@ -21,7 +21,7 @@ import hashlib
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
+from policies.forms import FORM, TABLE, number, readable, writable
 from policies.store import Batch, Head, LedgerBusy, LedgerUnsound
 
 PAGE: Final = 10_000  # entries read at a time
@@ -90,10 +91,37 @@ _CANNOT_CONNECT: Final = (
 )
 
 
-def _schema(ledger: str) -> str:
+def schema_of(ledger: str) -> str:
+    """The schema in which the ledger of that name lives.
+
+    Raises:
+        ValueError: no fit name.
+    """
     if not _NAME.fullmatch(ledger):
         raise ValueError("a ledger's name is 1 to 51 of a-z, 0-9, - and _, beginning with a letter or digit")
     return f"lazaret_{ledger}"
+
+
+def lock_of(schema: str) -> int:
+    """The advisory lock of whoever writes the ledger in that schema."""
+    return int.from_bytes(hashlib.sha256(schema.encode()).digest()[:8], "big", signed=True)
+
+
+def connect(dsn: str, *, autocommit: bool = True) -> psycopg.Connection[Any]:
+    """A connection with a ledger's settings, unless the address has its own.
+
+    Raises:
+        ValueError: the address cannot be read.
+        ConnectionError: no connection.
+    """
+    try:
+        address = {**_CONNECT, **{k: v for k, v in conninfo_to_dict(dsn).items() if v is not None}}
+    except psycopg.Error:
+        raise ValueError(_MISTYPED) from None
+    try:
+        return psycopg.connect("", autocommit=autocommit, **address)  # type: ignore[arg-type]
+    except psycopg.Error as error:
+        raise _cannot_connect(error) from None
 
 
 def _cannot_connect(error: psycopg.Error) -> ConnectionError:
@@ -116,14 +144,7 @@ class _Link:
     """One connection: one thread at a time, no wait without an end, no warning overlooked."""
 
     def __init__(self, dsn: str, patience: float) -> None:
-        try:
-            address = {**_CONNECT, **{k: v for k, v in conninfo_to_dict(dsn).items() if v is not None}}
-        except psycopg.Error:
-            raise ValueError(_MISTYPED) from None
-        try:
-            self._db = psycopg.connect("", autocommit=True, **address)  # type: ignore[arg-type]
-        except psycopg.Error as error:
-            raise _cannot_connect(error) from None
+        self._db = connect(dsn)
         self.process = self._db.info.backend_pid  # as the server, or what stands before it, says
         self._patience = patience
         self._wire = socket.fromfd(self._db.fileno(), socket.AF_UNSPEC, socket.SOCK_STREAM)  # a copy of our own
@@ -180,6 +201,14 @@ class Postgres:
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         return self._link.ask(sql.SQL(query).format(sql.Identifier(self._schema)), values)
+
+    def form(self) -> int:
+        """The form of the ledger's tables: see :mod:`policies.forms`; 0 where there are none for this role.
+
+        Raises:
+            LedgerUnsound: they do not say one.
+        """
+        return form_of(self._link.ask, self._schema)
 
     def _one_of(self, query: str, value: Any) -> bytes | None:
         rows = self._rows(query, (value,))
@@ -307,7 +336,7 @@ class Postgres:
 
     def _take(self) -> None:
         """Become the writer: the lock, then a new term."""
-        lock = int.from_bytes(hashlib.sha256(self._schema.encode()).digest()[:8], "big", signed=True)
+        lock = lock_of(self._schema)
         try:
             self._rows("SELECT pg_advisory_lock(%s)", (lock,))
         except LedgerBusy:
@@ -332,6 +361,20 @@ class Postgres:
         )
 
 
+def form_of(ask: Callable[..., Sequence[tuple[Any, ...]]], schema: str) -> int:
+    """The form of the tables in a schema, asked through any connection: (query, values) -> rows."""
+    there = "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = %s"
+    names = {name for (name,) in ask(sql.SQL(there), (schema,))}
+    if TABLE not in names:
+        return 1 if "entry" in names else 0
+    said = ask(sql.SQL("SELECT version_num FROM {}").format(sql.Identifier(schema, TABLE)))
+    try:
+        ((form,),) = said
+        return number(form)
+    except ValueError:
+        raise LedgerUnsound("the ledger's tables do not say their form: they are damaged") from None
+
+
 def open_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) -> Postgres:
     """Open an installed ledger for this process alone to write.
 
@@ -343,12 +386,14 @@ def open_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) ->
     Raises:
         LedgerBusy: another process has it open for writing.
         ValueError: the address, the role, the server's settings or the installation will not do, with what to do.
+        WrongForm: an older or a newer program installed it.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(_schema(ledger), _Link(dsn, patience))
+    disk = Postgres(schema_of(ledger), _Link(dsn, patience))
     try:
         disk._set_up(default_transaction_read_only="off")
         disk._check_server()
+        writable(disk.form())
         disk._check_role()
         disk._take()
     except BaseException:
@@ -364,9 +409,10 @@ def look_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) ->
         ValueError: the address will not do, or there is no such ledger for this role.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(_schema(ledger), _Link(dsn, patience))
+    disk = Postgres(schema_of(ledger), _Link(dsn, patience))
     try:
         disk._set_up(default_transaction_read_only="on")
+        readable(disk.form())
         disk.head()
     except BaseException:
         disk.close()
@@ -383,9 +429,10 @@ def install(dsn: str, writer: str, ledger: str = "main") -> None:
         ledger: the ledger's name.
     Raises:
         ValueError: the role does not exist, or could do more than it is granted.
+        WrongForm: the ledger that is there was installed by an older or a newer program.
         ConnectionError: no connection, or no answer.
     """
-    schema = _schema(ledger)
+    schema = schema_of(ledger)
     with contextlib.closing(_Link(dsn, PATIENCE)) as link:
         role = "SELECT rolsuper OR pg_has_role(oid, current_user, 'MEMBER') FROM pg_roles WHERE rolname = %s"
         rows = link.ask(sql.SQL(role), (writer,))
@@ -396,5 +443,6 @@ def install(dsn: str, writer: str, ledger: str = "main") -> None:
         owned = "SELECT nspowner = current_user::regrole FROM pg_namespace WHERE nspname = %s"
         if link.ask(sql.SQL(owned), (schema,)) == [(False,)]:
             raise ValueError("the ledger belongs to another role; install it as that one")
-        text = sql.SQL(_SCHEMA.read_text())
-        link.ask(text.format(schema=sql.Identifier(schema), writer=sql.Identifier(writer)))
+        writable(form_of(link.ask, schema))
+        text, names = sql.SQL(_SCHEMA.read_text()), (sql.Identifier(schema), sql.Identifier(writer))
+        link.ask(text.format(schema=names[0], writer=names[1], form=sql.Literal(str(FORM))))

@@ -8,6 +8,10 @@ CREATE TABLE IF NOT EXISTS {schema}.envelope(digest bytea PRIMARY KEY, body byte
 CREATE TABLE IF NOT EXISTS {schema}.head(one boolean PRIMARY KEY CHECK (one), term bigint NOT NULL,
   size bigint NOT NULL, root bytea NOT NULL, seal bytea NOT NULL);
 INSERT INTO {schema}.head VALUES(true, 0, 0, '', '') ON CONFLICT DO NOTHING;
+-- Which form this is: see policies/forms.py. Alembic's version table.
+CREATE TABLE IF NOT EXISTS {schema}.form(version_num varchar(32) NOT NULL,
+  CONSTRAINT form_pkc PRIMARY KEY (version_num));
+INSERT INTO {schema}.form VALUES({form}) ON CONFLICT DO NOTHING;
 
 CREATE OR REPLACE FUNCTION {schema}.lazaret_kept() RETURNS trigger
   LANGUAGE plpgsql SET search_path = pg_catalog AS $$

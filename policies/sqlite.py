@@ -19,16 +19,29 @@ from typing import IO, Any, Final
 import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from policies.forms import FORM, TABLE, number, readable, writable
 from policies.store import Batch, Head, LedgerBusy, LedgerUnsound, Line, export, lines
 
-SCHEMA: Final = """
+SCHEMA: Final = f"""
 CREATE TABLE IF NOT EXISTS entry(seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS envelope(digest BLOB PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS head(one INTEGER PRIMARY KEY CHECK(one = 1), size INTEGER NOT NULL, root BLOB NOT NULL,
   seal BLOB NOT NULL) STRICT;
 CREATE TRIGGER IF NOT EXISTS entry_is_kept BEFORE DELETE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
 CREATE TRIGGER IF NOT EXISTS entry_is_fixed BEFORE UPDATE ON entry BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER IF NOT EXISTS envelope_is_kept BEFORE DELETE ON envelope
+  BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER IF NOT EXISTS envelope_is_fixed BEFORE UPDATE ON envelope
+  BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER IF NOT EXISTS head_is_kept BEFORE DELETE ON head BEGIN SELECT RAISE(ABORT, 'append-only'); END;
+CREATE TRIGGER IF NOT EXISTS head_grows BEFORE UPDATE ON head WHEN NEW.size < OLD.size
+  BEGIN SELECT RAISE(ABORT, 'a head only grows'); END;
+CREATE TABLE IF NOT EXISTS {TABLE}(version_num VARCHAR(32) NOT NULL,
+  CONSTRAINT {TABLE}_pkc PRIMARY KEY (version_num));
+INSERT OR IGNORE INTO {TABLE} VALUES('{FORM}');
 """
+_HEAD: Final = """INSERT INTO head VALUES(1, ?, ?, ?)
+  ON CONFLICT(one) DO UPDATE SET size = excluded.size, root = excluded.root, seal = excluded.seal"""
 PRAGMAS: Final = ("journal_mode=WAL", "synchronous=FULL", "trusted_schema=OFF", "mmap_size=0", "cell_size_check=ON")
 CHECKPOINT: Final = 1000  # pages in the write-ahead log
 PAGE: Final = 10_000  # entries read at a time
@@ -52,6 +65,18 @@ class Sqlite:
     def _one_of(self, query: str, values: tuple[Any, ...]) -> bytes | None:
         rows = self._rows(query, values)
         return _bytes(rows[0][0]) if rows else None
+
+    def form(self) -> int:
+        """The database's form: see :mod:`policies.forms`.
+
+        Raises:
+            LedgerUnsound: it does not say one, or cannot be read.
+        """
+        try:
+            with self._one:
+                return form_of(self._db)
+        except apsw.Error as error:
+            raise LedgerUnsound(f"the database cannot be read ({type(error).__name__})") from None
 
     def bodies(self, upto: int | None = None) -> Iterator[bytes]:
         """The entries in their order."""
@@ -99,7 +124,7 @@ class Sqlite:
             sealed = [(hashlib.sha256(body).digest(), body) for body in batch.envelopes]
             self._db.executemany("INSERT OR IGNORE INTO envelope VALUES(?, ?)", sealed)
             self._db.executemany("INSERT INTO entry VALUES(?, ?)", enumerate(batch.bodies, batch.first))
-            self._db.execute("INSERT OR REPLACE INTO head VALUES(1, ?, ?, ?)", (head.size, head.root, head.seal))
+            self._db.execute(_HEAD, (head.size, head.root, head.seal))
             self._db.execute("COMMIT")
 
     @contextlib.contextmanager
@@ -134,12 +159,36 @@ def _bytes(value: object) -> bytes:
     return value
 
 
+def form_of(connection: apsw.Connection) -> int:
+    """The form of a ledger's database: see :mod:`policies.forms`; 0 where it holds nothing yet.
+
+    Raises:
+        LedgerUnsound: it does not say one form.
+    """
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    if TABLE not in tables:
+        return 1 if tables & {"entry", "envelope", "head"} else 0
+    said = connection.execute(f"SELECT version_num FROM {TABLE}").fetchall()  # noqa: S608 - a constant
+    try:
+        ((form,),) = said
+        return number(form)
+    except ValueError:
+        raise LedgerUnsound("the database does not say its form: it is damaged") from None
+
+
 def prepare(connection: apsw.Connection) -> None:
-    """The settings and tables that a writer needs."""
+    """The settings and tables that a writer needs.
+
+    Raises:
+        WrongForm: the tables are there, in another form than this program's; nothing was changed.
+    """
+    form = form_of(connection)
+    writable(form)
     for pragma in PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").fetchall()
     connection.set_wal_hook(_checkpoint)  # instead of SQLite's own, which ignores that it failed
-    connection.execute(SCHEMA)
+    if not form:
+        connection.execute(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT")  # whole or not at all: a half would be an older form
 
 
 def _checkpoint(connection: apsw.Connection, name: str, pages: int) -> int:
@@ -164,10 +213,11 @@ def open_sqlite(path: Path) -> Sqlite:
     Raises:
         LedgerBusy: another process has it open for writing.
         LedgerUnsound: the file is no ledger, or cannot be read or written.
+        WrongForm: an older or a newer program made it.
         FileNotFoundError: its directory does not exist.
     """
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(_lock_file(path.with_suffix(".lock")))
+        lock = undo.enter_context(lock_file(path.with_suffix(".lock")))
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         try:
             connection = apsw.Connection(str(path))
@@ -185,13 +235,26 @@ def look(path: Path) -> Sqlite:
 
     Raises:
         FileNotFoundError: there is no ledger.
+        WrongForm: a newer program made it.
+        LedgerUnsound: it cannot be read.
     """
     if not path.exists():
         raise FileNotFoundError(f"no ledger at {path.name}")
-    return Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY))
+    disk = Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY))
+    try:
+        readable(disk.form())
+    except BaseException:
+        disk.close()
+        raise
+    return disk
 
 
-def _lock_file(path: Path) -> IO[str]:
+def lock_file(path: Path) -> IO[str]:
+    """Keep every other writer out until it is closed.
+
+    Raises:
+        LedgerBusy: somebody else has it.
+    """
     handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -377,23 +377,39 @@ def export(disk: Disk, origin: str, key: Ed25519PrivateKey, witnessed: Sequence[
     Raises:
         LedgerUnsound: the entries are not those of the last commit; the ledger's key signs nothing about them.
     """
-    head = disk.head()
-    bodies, tree, resting = tuple(disk.bodies(head.size if head else 0)), CompactRange(), set[bytes]()
+    bodies, resting = list[bytes](), set[bytes]()
+
+    def keep(body: bytes, entry: Entry) -> None:
+        bodies.append(body)
+        resting.add(getattr(entry, "envelope", b""))
+
+    note = signed_head(disk, origin, key, keep)
+    envelopes = tuple(e for e in disk.envelopes() if hashlib.sha256(e).digest() in resting)
+    seen = tuple(n for n in witnessed if _later(n) == _later(note))  # of before a restore, others may be gone
+    return Export(key.public_key().public_bytes_raw(), tuple(bodies), envelopes, note, seen).encode()
+
+
+def signed_head(
+    disk: Disk, origin: str, key: Ed25519PrivateKey, heed: Callable[[bytes, Entry], None] = lambda _body, _entry: None
+) -> str:
+    """The signed checkpoint of what a disk holds, entry by entry; ``heed`` gets each.
+
+    Raises:
+        LedgerUnsound: the entries are not those of the last commit; the ledger's key signs nothing about them.
+    """
+    head, tree = disk.head(), CompactRange()
     epoch, nonce = 1, ""
     try:
-        for body in bodies:
+        for body in disk.bodies(head.size if head else 0):
             tree.append(leaf_hash(body))
             entry = decode(body).entry
-            resting.add(getattr(entry, "envelope", b""))
+            heed(body, entry)
             epoch, nonce = (entry.epoch, entry.nonce) if isinstance(entry, Restored) else (epoch, nonce)
     except ValueError as error:
         raise LedgerUnsound(f"entry {tree.size - 1}: {error}") from None
-    if head != (_sealed(origin, tree.size, tree.root(), _mac_key(key)) if bodies else None):
+    if head != (_sealed(origin, tree.size, tree.root(), _mac_key(key)) if tree.size else None):
         raise LedgerUnsound("the entries are not the ones that this key committed last; nothing was signed")
-    envelopes = tuple(e for e in disk.envelopes() if hashlib.sha256(e).digest() in resting)
-    note = sign_checkpoint(Checkpoint(origin, tree.size, tree.root(), epoch, nonce), key)
-    seen = tuple(n for n in witnessed if _later(n) == _later(note))  # of before a restore, others may be gone
-    return Export(key.public_key().public_bytes_raw(), bodies, envelopes, note, seen).encode()
+    return sign_checkpoint(Checkpoint(origin, tree.size, tree.root(), epoch, nonce), key)
 
 
 def _later(note: str) -> list[str]:

@@ -58,7 +58,7 @@ class Books(RuleBasedStateMachine):
     def reserve(self, claim: SubsampledGaussian) -> None:
         self.made += 1
         name = f"grant-{self.made}"
-        reservation = self.hospital.reservation(name, claim, "federated", "run")
+        reservation = self.hospital.reservation(name, claim, "federated", f"run-{name}")
         envelope = self.hospital.seal(reservation)
         self.sealed[name] = (reservation, envelope)
         fits = cost(claim, self.order) <= self.limit - self.spent - sum(self.held.values())
@@ -80,7 +80,7 @@ class Books(RuleBasedStateMachine):
     def expire(self, data: st.DataObject) -> None:
         if self.held:
             name = data.draw(st.sampled_from(sorted(self.held)))
-            told = Settlement(name, "site-a", "run", "federated", "expired", "restart", 0)
+            told = Settlement(name, "site-a", f"run-{name}", "federated", "expired", "restart", 0)
             self.register.settle(f"s-{name}", told, self.hospital.seal(told))
             self.spent += self.held.pop(name)
 
@@ -267,7 +267,8 @@ hospital = Hospital("site-a", key=key)
 register = open_register(folder / "ledger.db", hospital, key=key)
 tiny = SubsampledGaussian(0.001, 20.0, 1)
 for i in range(100000):
-    r = hospital.reservation(f"grant-{register.store.state.size}", tiny, "federated", "run")
+    n = register.store.state.size
+    r = hospital.reservation(f"grant-{n}", tiny, "federated", f"run-{n}")
     register.reserve(f"key-{r.grant}", r, hospital.seal(r))
     print(r.grant, flush=True)
 """
@@ -325,7 +326,9 @@ def test_a_request_over_several_accounts_is_granted_whole_or_not_at_all(tmp_path
     part = SubsampledGaussian(0.25, 1.8, 60)  # epsilon 6.5 of 8
 
     def ask(key: str, *names: str) -> list[bool]:
-        asked = [(h.reservation(n, part, "federated", "run"), h) for n in names for h in (a, b) if n[0] == h.name[-1]]
+        run = lambda n: f"run-{n[2:]}"  # noqa: E731 - a site is granted its part in a run once
+        sites = {h.name[-1]: h for h in (a, b)}
+        asked = [(sites[n[0]].reservation(n, part, "federated", run(n)), sites[n[0]]) for n in names]
         verdicts = register.reserve_all(key, [(r, h.seal(r)) for r, h in asked])
         return [v.admitted for v in verdicts]
 
@@ -338,8 +341,8 @@ def test_a_request_over_several_accounts_is_granted_whole_or_not_at_all(tmp_path
     assert register.store.state.size == size
     before = held()
     poor = register.reserve_all("k4", [(r, h.seal(r)) for r, h in [
-        (a.reservation("a-4", SubsampledGaussian(0.01, 8.0, 1), "federated", "run"), a),
-        (b.reservation("b-4", part, "federated", "run"), b)]])  # fmt: skip
+        (a.reservation("a-4", SubsampledGaussian(0.01, 8.0, 1), "federated", "run-4"), a),
+        (b.reservation("b-4", part, "federated", "run-4"), b)]])  # fmt: skip
     assert [{f.rule for f in v.findings} for v in poor] == [{"together"}, {"budget"}]
     assert held() == before
 
@@ -350,7 +353,7 @@ def test_a_request_leaves_out_what_is_refused_where_fewer_are_enough(tmp_path: P
     part = SubsampledGaussian(0.25, 1.8, 60)  # epsilon 6.5 of 8, and of 2
 
     def ask(key: str, grants: dict[str, Hospital], least: int | None) -> list[set[str]]:
-        made = [(h.reservation(name, part, "federated", "run"), h) for name, h in grants.items()]
+        made = [(h.reservation(name, part, "federated", f"run-{name[1:]}"), h) for name, h in grants.items()]
         verdicts = register.reserve_all(key, [(r, h.seal(r)) for r, h in made], least)
         return [{f.rule for f in v.findings} for v in verdicts]
 

@@ -62,8 +62,8 @@ class InSqlite:
 
     def edit(self, *statements: str) -> None:
         with contextlib.closing(apsw.Connection(str(self.path))) as db:
-            for name in ("entry_is_kept", "entry_is_fixed"):
-                db.execute(f"DROP TRIGGER IF EXISTS {name}")
+            for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'").fetchall():
+                db.execute(f"DROP TRIGGER {name}")
             for statement in statements:
                 db.execute(statement)
 
@@ -279,7 +279,7 @@ def test_eight_threads_keep_order_and_balance(place: Place, key: Ed25519PrivateK
     def ask(thread: int) -> None:
         for n in range(4):
             name = f"grant-{thread}-{n}"
-            reservation = hospital.reservation(name, CLAIM, "federated", "run")
+            reservation = hospital.reservation(name, CLAIM, "federated", f"run-{name}")
             said[name] = books.reserve(f"key-{name}", reservation, hospital.seal(reservation)).admitted
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
@@ -305,7 +305,7 @@ def test_an_export_beside_the_writer_is_sound(place: Place, key: Ed25519PrivateK
     hospital = Hospital("site-a")
     books = register(place.open(), key, hospital)
     for n in range(3):
-        reservation = hospital.reservation(f"grant-{n}", CLAIM, "federated", "run")
+        reservation = hospital.reservation(f"grant-{n}", CLAIM, "federated", f"run-{n}")
         books.reserve(f"key-{n}", reservation, hospital.seal(reservation))
     with contextlib.closing(place.look()) as disk:
         found = verify(export(disk, ORIGIN, key), since=books.store.checkpoint())

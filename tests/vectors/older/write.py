@@ -1,0 +1,80 @@
+"""Run with an older commit's tree on the path: writes a coordinator's and a site's home as it did."""
+
+import hashlib
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from agent.deidentify.record import Record
+from agent.desk import open_desk
+from agent.edges.home import Home as AgentHome
+from agent.edges.home import origin
+from coordinator.edges.home import ORIGIN
+from coordinator.edges.home import Home as CoordinatorHome
+from policies.sqlite import export_file
+from tests.support.books import DP, K5
+from tests.support.federation import Federation, pictures
+
+
+def main(out: Path) -> None:
+    """Everything below a folder that is made anew."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    with Federation(out) as fed:
+        site = fed.join("site-a")
+        fed.join("site-b")
+        toml = site.home.root / "site.toml"
+        toml.write_text(toml.read_text().replace('127.0.0.1:1"', f'127.0.0.1:{fed.port}"'))
+        with open_desk(site.home.root, lambda *_: None) as desk:
+            rng = np.random.default_rng(4)
+            for n in range(12):
+                pixels = rng.random((8, 8)).astype(np.float32)
+                desk.vault.keep(
+                    Record(
+                        f"{n:032x}",
+                        hashlib.sha256(b"f%d" % n).hexdigest()[:32],
+                        f"{n % 6:032x}",
+                        "0" * 32,
+                        "OT",
+                        "image",
+                        str(n % 3),
+                        pixels,
+                        b"DICOM %d" % n,
+                        False,
+                    )
+                )
+            for grant, claim, mechanism, run in (("grant-1", K5, "ksame", ""), ("grant-2", DP, "federated", "run-1")):
+                said = site.hospital.reservation(grant, claim, mechanism, run)
+                sealed = desk.site.seal(said)
+                v = desk.site.books.reserve(f"reserve-{grant}", said, sealed)
+                assert v.admitted, v
+                v = desk.door.reserve(f"reserve-{grant}", sealed)
+                assert v.admitted, v
+            artifact = pictures()
+            release = site.release("grant-1", artifact)
+            sealed = desk.site.seal(release)
+            desk.vault.write_note(
+                "releases", [{"release": release.release, "clusters": [[f"{n:032x}" for n in range(5)]], "again": []}]
+            )
+            desk.site.books.send(release, sealed)
+            v = desk.door.submit(f"submit-{release.release}", sealed, artifact)
+            assert v.admitted, v
+            desk.site.books.record(f"submit-{release.release}", release, sealed, v)
+            desk.door.hello(desk.watch.cosigned("site-a", desk.home.sign_key(), 1_760_000_000))
+            desk.vault.write_note("ledger", desk.site.books.store.state.size)
+    for root in (out / "coordinator", out / "site-a"):
+        for path in list(root.rglob("*")):
+            if path.suffix in {".log", ".part"} or path.name.endswith(("-wal", "-shm")):
+                path.unlink()
+    shutil.rmtree(out / "coordinator" / "offline")
+    coordinator, site_a = CoordinatorHome(out / "coordinator"), AgentHome(out / "site-a")
+    exported = export_file(coordinator.ledger, ORIGIN, coordinator.ledger_key())
+    (out / "coordinator.export").write_bytes(exported)
+    exported = export_file(site_a.root / "ledger.db", origin("site-a"), site_a.sign_key())
+    (out / "site-a.export").write_bytes(exported)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
