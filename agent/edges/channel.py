@@ -11,6 +11,8 @@ from typing import Final
 
 import grpc
 
+from protos.versions import USER_AGENT
+
 MAX_MESSAGE: Final = 4 << 20  # bytes of one gRPC message, either way; what is larger travels in parts
 _KEEPALIVE_MS: Final = 60_000  # a half-open connection is noticed after this and the next
 _KEEPALIVE_TIMEOUT_MS: Final = 20_000
@@ -33,6 +35,7 @@ def open_channel(target: str, credentials: grpc.ChannelCredentials, proxy: str =
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_http_proxy", 0),  # of the environment
         ("grpc.use_local_subchannel_pool", 1),  # fresh credentials must mean a fresh connection
+        ("grpc.primary_user_agent", USER_AGENT),  # which protocols this agent speaks
     ]
     if not proxy:
         return grpc.secure_channel(target, credentials, options)

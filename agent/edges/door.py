@@ -30,6 +30,7 @@ from policies.review import Finding, Verdict
 from policies.statement import ID, Release, parse
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.versions import Unspoken, agree, answered
 
 # a key's first word, and the entry it leads to
 _LEADS_TO = {"reserve": Reserved, "run": Reserved, "submit": Admitted, "recover": Recovered}
@@ -100,7 +101,8 @@ class GrpcDoor:
         """
         with self._turn:
             request = pb.HelloRequest(seen=self.watch.seen, cosigned=cosigned)
-            reply = self._ask(lambda: self._stub.Hello(request, timeout=10))
+            reply, call = self._ask(lambda: self._stub.Hello.with_call(request, timeout=10))
+            _speaks(call)
             epoch = Epoch(reply.epoch, reply.restored, reply.restored_at, tuple(reply.restored_proof))
             if self.watch.renewed(epoch):
                 self.watch.restored(reply.checkpoint, epoch, reply.proof)
@@ -172,6 +174,18 @@ class GrpcDoor:
         if not reply.admitted and not findings:
             findings = (Finding("no_reason", "the coordinator refused without a reason"),)
         return Verdict(findings, reply.level if reply.level in _LEVELS else "")
+
+
+def _speaks(call: Any) -> None:
+    """Is there a protocol that the coordinator speaks too?
+
+    Raises:
+        Unreachable: there is none, and which side to upgrade.
+    """
+    try:
+        agree(answered(call.trailing_metadata() or ()), "coordinator")
+    except Unspoken as error:
+        raise Unreachable(str(error)) from None
 
 
 def _named(envelope: bytes) -> str:

@@ -28,7 +28,7 @@ from agent.deidentify.record import Record
 from agent.edges.home import MAIN, BadSite, Home, new_key
 from agent.edges.notes import Notes
 from agent.edges.room import sync_folder
-from agent.edges.sealed import VaultError, derive, faults
+from agent.edges.sealed import OlderVault, VaultError, derive, faults
 from agent.edges.vault import Vault
 from agent.stages.freeze import place_of
 from protos.keyfile import read_private, write_private
@@ -47,6 +47,7 @@ __all__ = [
     "opt_out",
     "opted_out",
     "rooms",
+    "upgrade",
 ]
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,30}")
@@ -133,25 +134,27 @@ def keys(home: Home, name: str) -> ProjectKeys:
 
 
 def open_vault(home: Home, name: str = MAIN) -> Vault:
-    """A project's vault, after whatever an earlier process left undone: endings, deletions, an older format.
+    """A project's vault, after whatever an earlier process left undone: endings, deletions.
 
     Raises:
         BadProject: there is no such project, or it has ended.
+        OlderVault: an older program made it: see :func:`upgrade`.
         VaultError: a key does not open its file, or the disk failed.
     """
     finish(home)
     with _opened(home) as notes:
-        _migrate(home, notes)
+        if _older_records(notes):
+            raise OlderVault
         _purge(home, notes)
     if name == MAIN:
         _make_main(home)
     return _open(home, name)
 
 
-def _open(home: Home, name: str) -> Vault:
+def _open(home: Home, name: str, *, upgrading: bool = False) -> Vault:
     key = keys(home, name).vault
     _database(home, name).parent.mkdir(mode=0o700, exist_ok=True)
-    notes = _notes(home)
+    notes = _notes(home, upgrading=upgrading)
     try:
         return Vault(notes, _database(home, name), key)
     except BaseException:
@@ -159,8 +162,8 @@ def _open(home: Home, name: str) -> Vault:
         raise
 
 
-def _notes(home: Home) -> Notes:
-    return Notes(home.root / "vault.db", home.secret("vault"))
+def _notes(home: Home, *, upgrading: bool = False) -> Notes:
+    return Notes(home.root / "vault.db", home.secret("vault"), upgrading=upgrading)
 
 
 @contextlib.contextmanager
@@ -172,10 +175,29 @@ def _opened(home: Home) -> Iterator[Notes]:
         notes.close()
 
 
+def upgrade(home: Home) -> None:
+    """Bring the vault of an older program into this one's form; interrupted, it goes on when it is said again.
+
+    Raises:
+        VaultError: a newer program made it, a key does not open it, or the disk failed.
+    """
+    finish(home)
+    notes = _notes(home, upgrading=True)
+    try:
+        _migrate(home, notes)
+        notes.finish_upgrade()
+    finally:
+        notes.close()
+
+
 def _make_main(home: Home) -> None:
     """Homes from before there were projects have no key for this one."""
     if not (_ended(home, MAIN) or (_folder(home, MAIN) / "key").exists()):
         create(home, MAIN)
+
+
+def _older_records(notes: Notes) -> bool:
+    return bool(notes.rows("SELECT 1 FROM sqlite_schema WHERE name = 'record'"))
 
 
 def _migrate(home: Home, notes: Notes) -> None:
@@ -183,12 +205,12 @@ def _migrate(home: Home, notes: Notes) -> None:
 
     Interrupted, it begins again, and what came already is passed over; until all have come, none is removed.
     """
-    if not notes.rows("SELECT 1 FROM sqlite_schema WHERE name = 'record'"):
+    if not _older_records(notes):
         return
     _make_main(home)
     if _ended(home, MAIN):
         raise VaultError("vault.db holds records of an older version, and the project main has ended: remove them")
-    vault = _open(home, MAIN)
+    vault = _open(home, MAIN, upgrading=True)
     try:
         gone, batch = notes.opted_out(), list[Record]()
         for name, digest, box in notes.stream("SELECT name, digest, body FROM record ORDER BY name"):
@@ -239,7 +261,6 @@ def opt_out(home: Home, person: str) -> int:
     """
     finish(home)
     with _opened(home) as notes:
-        _migrate(home, notes)
         notes.opt_out(person)
         return _purge(home, notes)
 

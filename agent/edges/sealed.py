@@ -49,6 +49,17 @@ class VaultError(NotKept):
     """The vault's key is another one, a row was changed, or the disk failed. The text names no patient."""
 
 
+class OlderVault(VaultError):
+    """An older program made the file; nothing was changed in it."""
+
+    def __init__(self) -> None:
+        """Say what to do."""
+        super().__init__(
+            "the vault was made by an older version of this program: stop everything, and run "
+            "`lazaret-agent upgrade`, which makes a backup first"
+        )
+
+
 @contextlib.contextmanager
 def faults() -> Iterator[None]:
     """SQLite's errors as sentences for the operator.
@@ -68,17 +79,27 @@ def derive(key: bytes, purpose: str) -> bytes:
     return HKDF(SHA256(), 32, None, b"lazaret/" + purpose.encode()).derive(key)
 
 
+def form_of(database: apsw.Connection) -> int:
+    """The form of a sealed file: see :data:`FORMAT`; 0 where it holds nothing yet."""
+    ((version,),) = database.execute("PRAGMA user_version").fetchall()
+    if version:
+        return int(version)
+    return 1 if database.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall() else 0  # form 1 said nothing
+
+
 class SealedFile:
     """A database whose values only the key opens. Notes are in every one; other tables are its user's."""
 
-    def __init__(self, path: Path, key: bytes, schema: str = "") -> None:
+    def __init__(self, path: Path, key: bytes, schema: str = "", *, upgrading: bool = False) -> None:
         """Open or create (0600).
 
         Args:
             path: of the file.
             key: 32 bytes.
             schema: statements that make the tables beside ``note``; each must bear being said again.
+            upgrading: take an older program's file into this form (:func:`agent.edges.projects.upgrade` alone).
         Raises:
+            OlderVault: an older program made it.
             VaultError: the key does not open it, or a newer program made it.
         """
         self._aead, self._index = AESGCM(key), derive(key, "vault/index")
@@ -91,14 +112,19 @@ class SealedFile:
             self._db = apsw.Connection(str(path))
         try:
             with faults():
-                self._prepare(schema)
+                self._prepare(schema, upgrading)
             self._greet()
         except BaseException:
             self._db.close()
             raise
 
-    def _prepare(self, schema: str) -> None:
+    def _prepare(self, schema: str, upgrading: bool) -> None:
         self._db.set_busy_timeout(_BUSY_MS)
+        version = form_of(self._db)
+        if not version <= FORMAT:
+            raise VaultError("the vault was made by a newer version of this program: use that one")
+        if 0 < version < FORMAT and not upgrading:
+            raise OlderVault
         for pragma in (
             "page_size=16384",  # of a new file: pictures are long rows
             "journal_mode=WAL",
@@ -108,14 +134,16 @@ class SealedFile:
             "journal_size_limit=67108864",
         ):
             self._db.execute(f"PRAGMA {pragma}").fetchall()
-        ((version,),) = self.rows("PRAGMA user_version")
         if version == FORMAT:  # to open takes no lock then
             return
-        if not version < FORMAT:
-            raise VaultError("the vault was made by a newer version of this program: use that one")
         with self.transaction():
             self._db.execute(_NOTES + schema)
-            self._db.execute(f"PRAGMA user_version={FORMAT}")
+            if not version:
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+
+    def finish_upgrade(self) -> None:
+        """Everything of an older form has come over: from here on the file says that it has this one."""
+        self.rows(f"PRAGMA user_version={FORMAT}")
 
     def _greet(self) -> None:
         if self.note("opened") is None:

@@ -25,6 +25,7 @@ import grpc
 from cryptography import x509
 
 from protos.identity import OPERATOR, joining_site_of, site_of
+from protos.versions import METADATA, OURS, Unspoken, agree, announced
 
 AGENT, JOINING, OPERATING = "agent", "joining", "operator"
 ROLES: Final[Mapping[str, str]] = {  # the role that each method is for; a method that is not listed is nobody's
@@ -47,7 +48,7 @@ ENTRIES: Final = 64.0  # written down of all unwelcome certificates in one site'
 ENTRY_S: Final = 60.0  # for one more
 KEPT: Final = 4096  # names or numbers in one table of buckets
 _PARSED: Final = 4096  # certificates remembered
-_UNWRITTEN: Final = frozenset({"rate", "busy"})  # what a crowded site meets: logged, not written into the ledger
+_UNWRITTEN: Final = frozenset({"rate", "busy", "protocol"})  # a crowded or an outdated site: logged, no entry
 
 
 class Turned(Exception):
@@ -194,6 +195,19 @@ class Call:
         self.context.cancel()
 
 
+def _speaks(context: Any) -> None:
+    """Say which protocols are spoken here, and turn a peer away that speaks none of them (:mod:`protos.versions`).
+
+    Raises:
+        Turned: it does not, and which side to upgrade.
+    """
+    context.set_trailing_metadata(((METADATA, str(OURS)),))
+    try:
+        agree(announced(context.invocation_metadata()), "agent")
+    except Unspoken as error:
+        raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(error), "protocol") from None
+
+
 def _name(peer: Peer) -> str:
     return f"{peer.role}/{peer.site}"
 
@@ -274,6 +288,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                     self._strangers.pace(peer.number, self._clock())
                     raise unfit
                 self._welcome_ones.pace(_name(peer), self._clock())
+            _speaks(context)
             return self._begin(Call(peer, method, context))
         except Turned as turned:
             self._turn(method, peer, turned)

@@ -22,6 +22,7 @@ from rich.table import Column, Table
 from coordinator.edges import home as homes
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.versions import USER_AGENT
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -35,7 +36,8 @@ def _stub(arguments: argparse.Namespace) -> Iterator[Any]:
     home = homes.Home(arguments.home)
     key, chain = homes.operator_certificate(home, dt.datetime.now(dt.UTC))
     credentials = grpc.ssl_channel_credentials(home.root_crt(), key, chain)
-    with grpc.secure_channel(home.settings().listen, credentials, [("grpc.enable_http_proxy", 0)]) as channel:
+    options = [("grpc.enable_http_proxy", 0), ("grpc.primary_user_agent", USER_AGENT)]
+    with grpc.secure_channel(home.settings().listen, credentials, options) as channel:
         yield GatewayStub(channel)
 
 

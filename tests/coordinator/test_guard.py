@@ -55,6 +55,12 @@ class Context:
         self.said = (code, details)
         raise Ended
 
+    def set_trailing_metadata(self, pairs: tuple[tuple[str, str], ...]) -> None:
+        self.trailing = pairs
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def is_active(self) -> bool:
         return self.active
 

@@ -24,6 +24,7 @@ from agent.edges.home import Home
 from agent.edges.projects import BadProject
 from agent.edges.quarantine import Quarantine
 from agent.edges.room import Arrival, Room
+from agent.edges.sealed import OlderVault
 from agent.edges.vault import Vault, VaultError
 from agent.stages.freeze import place_of
 from protos.identity import BadKeyFile
@@ -435,8 +436,11 @@ def test_an_older_home_comes_over_whole(home: Home, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(Vault, "keep_all", gone)
             with pytest.raises(Gone):
-                projects.open_vault(home)
+                projects.upgrade(home)
+    with pytest.raises(OlderVault, match="upgrade"):  # begun or not: nothing is done with a half
+        projects.open_vault(home)
     for _ in range(2):
+        projects.upgrade(home)
         with contextlib.closing(projects.open_vault(home)) as vault:
             assert vault.note("releases") == [{"release": "r", "clusters": [["someone"]]}]
             assert {head.name for head in vault.heads()} == {r.name for r in (*records, faced)}
@@ -462,4 +466,5 @@ def test_an_opted_out_patient_does_not_come_over_from_an_older_file(home: Home) 
         old.execute("INSERT OR IGNORE INTO main.note SELECT * FROM books.note")
         old.commit()
     (home.root / "books.db").unlink()
+    projects.upgrade(home)
     assert kept(home) == {who(2)}

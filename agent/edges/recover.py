@@ -1,0 +1,202 @@
+"""After a restore: what this site had been granted since the backup, out of the coordinator's ledger, is spent."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from agent.edges.home import BadSite, Home, origin
+from agent.edges.notes import Notes
+from agent.edges.restore import NOTE
+from agent.edges.watch import Watch
+from policies import governance
+from policies.accounts import Account
+from policies.audit import open_envelope
+from policies.claims import Claim, KAnonymous, SubsampledGaussian
+from policies.entries import decode
+from policies.export import Export, Unsound
+from policies.ledger import State
+from policies.merkle import BadCheckpoint, open_checkpoint
+from policies.register import digest
+from policies.review import TERMS, price
+from policies.sqlite import open_sqlite
+from policies.statement import PAYLOAD_TYPE, Amendment, Receipts, Reservation, Statement, encode, parse
+from policies.store import Store
+from policies.verify import verify
+from protos.envelope import seal
+
+SHARED: Final = "lazaret/coordinator"
+_STEP: Final = SubsampledGaussian(sampling_rate=1.0, noise_multiplier=1.0, steps=1)
+_ONE_RELEASE: Final = KAnonymous(k=2, l_diversity=1, releases_per_patient=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was made good."""
+
+    lost: int  # grants that the backup did not know; spent now
+    full: tuple[str, ...]  # accounts of which everything is spent
+    amended: bool  # was a newer policy of this site found?
+
+
+def recover(home: Home, raw: bytes) -> Recovery:
+    """Take the lost grants from an export of the coordinator's ledger, made after this site had stopped.
+
+    Args:
+        home: the restored site.
+        raw: the export. Everything in it is checked first: see :mod:`policies.verify`.
+    Raises:
+        BadSite: nothing is awaited, or the export is not of the ledger that this site knows, an older one, or one
+            that may itself lack what was granted.
+    """
+    shared, envelopes = _checked(home, raw)
+    with _books(home) as books:
+        _must_hold_everything(books, shared)
+        lost = [
+            (name, grant)
+            for name, grant in shared.grants.items()
+            if grant.reserved.site == books.site and grant.state != "freed" and name not in books.store.state.grants
+        ]
+        mechanisms = {grant.reserved.mechanism for _, grant in lost}
+        books.note_unsure(any(TERMS[name].kind == "k" for name in mechanisms & set(TERMS)))
+        for name, grant in lost:
+            envelope = envelopes[grant.reserved.envelope]
+            said = parse(open_envelope(envelope, books.public))
+            assert isinstance(said, Reservation), "the export was audited"
+            governance.recover_grant(books.store, f"recover-{name}", said, envelope)
+        amended = _amended(books, shared, envelopes)
+        full = books.fill("k") if books.unsure else ()
+        return books.present(full, amended)
+
+
+def spend_everything(home: Home) -> Recovery:
+    """There is no export, and none will come: whatever this site's accounts have left is spent.
+
+    Raises:
+        BadSite: nothing is awaited.
+    """
+    with _books(home) as books:
+        return books.present((*books.fill("k"), *books.fill("rdp")), False)
+
+
+def _must_hold_everything(books: _Books, shared: State) -> None:
+    """The coordinator's ledger knows what this site was granted, unless it was brought back from a backup meanwhile.
+
+    It would be told by this site, which has itself lost its receipts. Whether the site had shown them before is not
+    asked: a site that was restored, too, and not recovered, shows fewer and says that these are all.
+    """
+    if [shared.epoch, shared.nonce] != books.met or books.site in shared.waiting | shared.late:
+        raise BadSite(
+            "since this site's backup the coordinator's ledger was itself brought back from one, so its export may "
+            "lack what was granted here: give the last export of before that, if it was made after this site had "
+            "stopped; where there is none, run `recover --spend-everything`"
+        )
+    if books.site not in shared.sites:
+        raise BadSite("the export is from before this site was enrolled: ask for one of today")
+
+
+def _checked(home: Home, raw: bytes) -> tuple[State, dict[bytes, bytes]]:
+    """The fold of an export that holds, of the ledger that this site joined, and no older than what it saw of it."""
+    public = home.coordinator_key()
+    seen = Watch(home.root / "watch", public, forgetful=True).memory
+    try:
+        export = Export.parse(raw)
+        head = open_checkpoint(export.checkpoint, public)
+        known = open_checkpoint(seen.note, public) if seen.note else None
+        if head.origin != SHARED or export.public != public:
+            raise BadSite("the export is of another ledger than the coordinator's that this site joined")
+        if known and head.epoch < known.epoch:
+            raise BadSite("the export is from before the coordinator's last restore: ask for one of today")
+        verify(raw, seen.note if known and (head.epoch, head.nonce) == (known.epoch, known.nonce) else None)
+    except (Unsound, BadCheckpoint) as error:
+        raise BadSite(f"the export does not hold, so nothing is believed of it: {error}") from None
+    state, resting = State(), dict[bytes, bytes]()
+    for body in export.entries:
+        state.apply(decode(body))
+    for envelope in export.envelopes:
+        resting[digest(envelope)] = envelope
+    return state, resting
+
+
+class _Books:
+    """The restored site's ledger and notes, opened for making good."""
+
+    def __init__(self, store: Store, notes: Notes, site: str, key: Ed25519PrivateKey) -> None:
+        self.store, self.notes, self.site, self.key = store, notes, site, key
+        note = notes.note(NOTE) or {}
+        self.unsure = bool(note.get("unsure", True))
+        self.met = note.get("head", [1, ""])  # the coordinator's epoch, and its nonce, as the first backup knew them
+
+    @property
+    def public(self) -> bytes:
+        """The site's own key."""
+        return self.key.public_key().public_bytes_raw()
+
+    def note_unsure(self, more: bool) -> None:
+        """Before the first lost grant is written down: an interruption forgets nothing."""
+        self.unsure |= more
+        self.notes.write_note(NOTE, {**(self.notes.note(NOTE) or {}), "unsure": self.unsure})
+
+    def seal(self, statement: Statement) -> bytes:
+        """By the site's own key."""
+        return seal(encode(statement), PAYLOAD_TYPE, self.key)
+
+    def fill(self, kind: str) -> tuple[str, ...]:
+        """Spend what an account has left, as grants of this site's own word; its name, if it had anything left."""
+        name = f"{self.site}/{kind}"
+        account = self.store.state.accounts.get(name)
+        filled = account is not None and account.left > 0
+        while account is not None and account.left > 0:
+            mechanism, claim = _worth(account)
+            grant = f"lost-{self.store.state.epoch}-{kind}-{self.store.state.recovered[self.site]}"
+            said = Reservation(grant, self.site, "", mechanism, claim, {}, "OT")
+            governance.recover_grant(self.store, f"recover-{grant}", said, self.seal(said))
+        return (name,) if filled else ()
+
+    def present(self, full: tuple[str, ...], amended: bool) -> Recovery:
+        """Say that this is all: from here on the ledger grants again, what is left."""
+        state = self.store.state
+        lost = state.recovered[self.site]
+        said = Receipts(self.site, self.store.origin, state.nonce, lost)
+        governance.present(self.store, f"present-{state.nonce}", said, self.seal(said))
+        self.notes.write_note("ledger", state.size)
+        self.notes.write_note(NOTE, None)
+        return Recovery(lost, full, amended)
+
+
+def _worth(account: Account) -> tuple[str, Claim]:
+    """A mechanism and a claim whose price is all that is left; of the releases without an epsilon, one."""
+    if not account.opened.order:
+        return "ksame", _ONE_RELEASE
+    steps = math.ceil(account.left / price(_STEP, account))
+    return "federated", SubsampledGaussian(_STEP.sampling_rate, _STEP.noise_multiplier, min(steps + 1, 1_000_000))
+
+
+@contextlib.contextmanager
+def _books(home: Home) -> Iterator[_Books]:
+    site, key = home.settings().site, home.sign_key()
+    with contextlib.ExitStack() as stack:
+        disk = open_sqlite(home.root / "ledger.db")
+        store = stack.enter_context(Store(disk, origin(site), key, lambda: int(time.time())))
+        if site not in store.state.waiting:
+            raise BadSite("this site's ledger was not restored, or everything lost is spent already: nothing to do")
+        notes = stack.enter_context(contextlib.closing(Notes(home.root / "vault.db", home.secret("vault"))))
+        yield _Books(store, notes, site, key)
+
+
+def _amended(books: _Books, shared: State, envelopes: dict[bytes, bytes]) -> bool:
+    """A policy that this site signed after the backup binds again."""
+    number = shared.amended.get(books.site, 0)
+    if not number > books.store.state.amended.get(books.site, 0):
+        return False
+    envelope = envelopes[shared.policies[books.site]]
+    said = parse(open_envelope(envelope, books.public))
+    assert isinstance(said, Amendment), "the export was audited"
+    governance.amend(books.store, f"amend-again-{number}", said, envelope)
+    return True

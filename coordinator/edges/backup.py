@@ -1,0 +1,267 @@
+"""The coordinator's backup, its return in a new epoch, and its upgrade.
+
+A backup is one moment of the ledger, and what lies beside it: admitted releases, cosigned heads, enrolments, runs.
+Keys stay out unless somebody asks; the root's key was never here. After a restore nothing is granted before every
+site has shown its receipts (:class:`policies.entries.Restored`), so no budget comes back with the bytes. A ledger in
+PostgreSQL is backed up and brought back with the database, and only then is the rest restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from coordinator.edges.home import ORIGIN, BadCoordinator, Home, look_at_ledger, open_ledger
+from coordinator.edges.witnesses import Witnesses
+from policies.forms import FORM
+from policies.snapshots import Unquiet, copy_together
+from policies.sqlite import lock_file, look
+from policies.store import Disk, export, signed_head
+from protos.backup import BOX, BadBackup, Manifest, Writer, read, take, tells_password
+from protos.keybox import files_of, mark, seal_files
+from protos.keyfile import write_private
+
+TREES: Final = ("releases", "witnesses", "enrolments", "architectures", "runs", "logins")
+PASSING: Final = frozenset({"console.key"})  # made anew where it is missing
+EXPORT: Final = "ledger.export"  # of a ledger in PostgreSQL: for auditors; nothing is restored from it
+BACKUPS: Final = "backups"
+_SUFFIX: Final = ".restoring"
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What was written."""
+
+    manifest: Manifest
+    entries: int
+    files: int
+    keys: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What came back."""
+
+    made: int  # seconds since 1970
+    entries: int
+    epoch: int
+    waiting: tuple[str, ...]  # sites that have to show their receipts
+
+
+def private_of(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Of the files of a key directory, or of a copy of one, the private ones."""
+    return {name: body for name, body in files.items() if not name.endswith(".crt")}
+
+
+def backup(home: Home, out: Path, passphrase: str = "") -> Backup:
+    """Write a backup to a new folder, also while the coordinator serves; whole and durable when this returns.
+
+    Args:
+        home: the coordinator's directory.
+        out: the folder; nothing of that name may be there.
+        passphrase: put the keys in, sealed to it; "": they stay out.
+    Raises:
+        BadCoordinator, BadBackup, BadBox, BadKeyFile: nothing was written; the text says why.
+        LedgerUnsound: the ledger is not the one that its key committed last.
+    """
+    settings, key = home.settings(), home.ledger_key()
+    _no_password(home, settings.ledger)
+    secrets = private_of(files_of(home.keys))
+    box = seal_files(secrets, passphrase) if passphrase else b""
+    with Writer(out) as writer:
+        form, files = 0, 1
+        if settings.ledger:
+            with contextlib.closing(look_at_ledger(home)) as disk:
+                head, entries = _head(disk, home)
+                writer.add(EXPORT, export(disk, ORIGIN, key, Witnesses(home.witnesses).notes()))
+        else:
+            with _said():
+                copy_together([(home.ledger, writer.path("ledger.db"))])
+            writer.took("ledger.db")
+            with contextlib.closing(look(writer.part / "ledger.db")) as disk:
+                form, (head, entries) = disk.form(), _head(disk, home)
+        files += _rest(home, writer)
+        if box:
+            writer.add(BOX, box)
+        marks = {name: mark(body) for name, body in secrets.items() if name not in PASSING}
+        made = Manifest(ORIGIN, int(time.time()), version("lazaret"), head, form, marks)
+        writer.finish(made, key)
+    return Backup(made, entries, files, bool(box))
+
+
+def _no_password(home: Home, address: str) -> None:
+    """A password is a key, and no key is in clear in a backup: neither the ledger's, nor in a comment or an old copy.
+
+    Raises:
+        BadCoordinator: there is one, or it cannot be told.
+    """
+    held = _secret_in(address) if address else False
+    named = [path.name for path in _settings(home) if tells_password(path.read_text(errors="replace"))]
+    if held or named:
+        raise BadCoordinator(
+            f"{', '.join(named) or 'coordinator.toml'} holds a password or a secret, and a backup has none in clear: "
+            "put the database's into a password file (PGPASSFILE, mode 0600), and take it out"
+        )
+
+
+def _secret_in(address: str) -> bool:
+    """Does an address of PostgreSQL hold a password? As libpq reads it: in words, or as a URL."""
+    try:
+        from psycopg import ProgrammingError  # noqa: PLC0415 - optional
+        from psycopg.conninfo import conninfo_to_dict  # noqa: PLC0415 - optional
+    except ModuleNotFoundError:
+        raise BadCoordinator("for a ledger in PostgreSQL install lazaret[postgres]") from None
+    try:
+        words = conninfo_to_dict(address)
+    except ProgrammingError:  # its text may quote the address
+        raise BadCoordinator("coordinator.toml: the ledger's address cannot be read") from None
+    return any(value and ("password" in key or "secret" in key) for key, value in words.items())
+
+
+def _settings(home: Home) -> list[Path]:
+    paths = sorted(home.root.iterdir())
+    return [path for path in paths if path.suffix == ".toml" and path.is_file() and not path.is_symlink()]
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """Faults of the copying, in words for the operator."""
+    try:
+        yield
+    except Unquiet as error:
+        raise BadCoordinator(f"no backup was made: {error}") from None
+
+
+def _head(disk: Disk, home: Home) -> tuple[str, int]:
+    """The signed head and its size; all entries were read, and are what was committed."""
+    head = disk.head()
+    return ("", 0) if head is None else (signed_head(disk, ORIGIN, home.ledger_key()), head.size)
+
+
+def _rest(home: Home, writer: Writer) -> int:
+    files = 0
+    for path in _settings(home):
+        files += writer.copy(path.name, path)
+    for name in TREES:
+        files += writer.copy_tree(name, home.root / name)
+    for name in files_of(home.keys):
+        if name.endswith(".crt"):
+            files += writer.copy(f"keys/{name}", home.keys / name)
+    return files
+
+
+def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) -> Restored:
+    """Bring a backup into a new directory, all of it or nothing, and open the ledger's next epoch.
+
+    Args:
+        root: the coordinator's directory: new, or empty.
+        folder: the backup.
+        secrets: the private files of its key directory, by name.
+        nonce: random: receipts are for the restore that bears it.
+    Raises:
+        BadCoordinator, BadBackup, BadKeyFile: it cannot be used, or the keys are others; nothing was written.
+        LedgerUnsound, WrongForm: the ledger in it cannot be used.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise BadCoordinator(f"{root.name} is not empty: move it away and keep it for the auditor")
+    if "ledger.key" not in secrets:
+        raise BadBackup("ledger.key is not among the keys: without it nobody can tell whose backup this is")
+    part = root.with_name(root.name + _SUFFIX)
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        done = _assembled(Home(part), folder, secrets, nonce)
+        os.sync()
+        part.rename(root)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return done
+
+
+def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes], nonce: str) -> Restored:
+    home.keys.mkdir(mode=0o700, parents=True)
+    home.root.chmod(0o700)
+    write_private(home.keys / "ledger.key", secrets["ledger.key"])
+    manifest = read(folder, home.ledger_key().public_key().public_bytes_raw())
+    if manifest.origin != ORIGIN:
+        raise BadBackup("the backup is a site's: restore it with lazaret-agent")
+    wrong = sorted(name for name, known in manifest.keys.items() if mark(secrets.get(name, b"")) != known)
+    if wrong:
+        raise BadBackup(f"missing among the keys, or another than when the backup was made: {', '.join(wrong)}")
+    for name, body in secrets.items():
+        if name != "ledger.key":
+            (home.keys / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(home.keys / name, body)
+    take(folder, manifest, home.root, {EXPORT})
+    if manifest.ledger_form:
+        _ledger_upgraded(home)
+    with open_ledger(home) as store:
+        entries = store.state.size
+        store.restore(nonce)
+        Witnesses(home.witnesses).forget(store.state.epoch)
+        return Restored(manifest.made, entries, store.state.epoch, tuple(sorted(store.state.waiting)))
+
+
+def form(home: Home) -> int:
+    """The form of the ledger's database: see :mod:`policies.forms`.
+
+    Raises:
+        WrongForm: a newer program made it.
+    """
+    with contextlib.closing(look_at_ledger(home)) as disk:
+        found: int = disk.form()  # type: ignore[attr-defined] # both disks have it; simulators need not
+        return found
+
+
+def _ledger_upgraded(home: Home) -> tuple[int, bytes]:
+    from policies.migrations.upgrade import upgrade_sqlite  # noqa: PLC0415 - SQLAlchemy, where it is needed
+
+    done = upgrade_sqlite(home.ledger, ORIGIN, home.ledger_key())
+    return done.size, done.root
+
+
+def upgrade(home: Home, now: dt.datetime, say: Callable[[str], None], owner: str = "") -> tuple[int, bytes]:
+    """Bring the ledger's database to this program's form, after a backup; its entries and root, unchanged.
+
+    Args:
+        home: the coordinator's directory; it does not serve.
+        now: UTC, for the backup's name.
+        say: hears each step.
+        owner: for a ledger in PostgreSQL: the address as the role that owns it.
+    Raises:
+        BadCoordinator: the owner's address is missing, or the database cannot be used.
+        LedgerBusy, LedgerUnsound, WrongForm: nothing was changed.
+    """
+    before = form(home)
+    if home.settings().ledger and not owner:
+        raise BadCoordinator("the ledger is in PostgreSQL: give --owner and the address as the role that owns it")
+    if not owner:
+        with lock_file(home.ledger.with_suffix(".lock")):  # it does not serve; the step below takes it again
+            pass
+    made = home.root / BACKUPS / f"before-upgrade-{now:%Y%m%d-%H%M%S}"
+    made.parent.mkdir(mode=0o700, exist_ok=True)
+    backup(home, made)
+    say(f"backup: {made.name}, without keys")
+    size, root = _owned(owner) if owner else _ledger_upgraded(home)
+    say(f"ledger: form {before} to {FORM}, {size} entries, root {root.hex()[:16]}, unchanged")
+    return size, root
+
+
+def _owned(owner: str) -> tuple[int, bytes]:
+    try:
+        from policies.migrations.owner import upgrade_postgres  # noqa: PLC0415 - its driver is optional
+    except ModuleNotFoundError:
+        raise BadCoordinator("for a ledger in PostgreSQL install lazaret[postgres]") from None
+    try:
+        done = upgrade_postgres(owner)
+    except (ValueError, ConnectionError) as error:
+        raise BadCoordinator(f"the ledger's database: {error}") from None
+    return done.size, done.root

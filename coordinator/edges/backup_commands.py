@@ -1,0 +1,121 @@
+"""``backup``, ``restore`` and ``upgrade`` of the coordinator."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import getpass
+import json
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from coordinator.edges import backup as backups
+from coordinator.edges.home import Home
+from policies.forms import FORM, WrongForm
+from protos.backup import BOX, BadBackup
+from protos.keybox import BadBox, files_of, open_files
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+EXPECTED: Final = (BadBackup, BadBox, WrongForm)
+
+
+def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add them."""
+    out = add(commands, "backup", _told(_backup), "copy the ledger as of one moment, and all that lies beside it")
+    out.add_argument("out", type=Path, help="a new folder, on another machine's disk")
+    out.add_argument("--with-keys", action="store_true", help="put the keys in too, sealed to a passphrase")
+    back = add(commands, "restore", _told(_restore), "bring a backup into a new directory: in a new epoch")
+    back.add_argument("folder", type=Path, help="the backup")
+    back.add_argument("--keys", type=Path, help="a copy of keys/, where the backup holds none")
+    for command in (out, back):
+        command.add_argument("--passphrase-file", type=Path, help="else it is asked for")
+    up = add(commands, "upgrade", _told(_upgrade), "bring the ledger to this version's form, after a backup")
+    up.add_argument("--check", action="store_true", help="only say whether there is something to do (exit 1)")
+    up.add_argument("--owner", default="", help="in PostgreSQL: the address as the role that owns the ledger")
+    up.add_argument("--json", action="store_true")
+
+
+def _say(text: str) -> None:
+    """For people; no line is broken, since some are copied."""
+    OUT.print(text, markup=False, soft_wrap=True)
+
+
+def _told(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    def told(arguments: argparse.Namespace) -> int:
+        try:
+            return act(arguments)
+        except EXPECTED as error:
+            ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
+            return 1
+
+    return told
+
+
+def _asked(arguments: argparse.Namespace, twice: bool) -> str:
+    if arguments.passphrase_file:
+        return str(arguments.passphrase_file.read_text().rstrip("\r\n"))
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().rstrip("\r\n")
+    first = getpass.getpass("passphrase: ")
+    if twice and getpass.getpass("again: ") != first:
+        raise BadBox("the two passphrases differ")
+    return first
+
+
+def _backup(arguments: argparse.Namespace) -> int:
+    passphrase = _asked(arguments, twice=True) if arguments.with_keys else ""
+    if arguments.with_keys and not passphrase:
+        raise BadBox("keys are sealed to a passphrase, and there is none")
+    home = Home(arguments.home)
+    made = backups.backup(home, arguments.out, passphrase)
+    _say(f"wrote {arguments.out.name}: {made.files} files, a ledger of {made.entries} entries")
+    if home.settings().ledger:
+        _say("the ledger itself is in PostgreSQL: back it up with the database; here is an export for auditors")
+    if made.keys:
+        _say("the keys are in it, sealed: keep the passphrase elsewhere. The root's key is on its own medium")
+    else:
+        _say(f"no key is in it. Keep a copy of keys/ ({len(made.manifest.keys)} files) locked away elsewhere")
+    return 0
+
+
+def _restore(arguments: argparse.Namespace) -> int:
+    if arguments.keys:
+        keys = backups.private_of(files_of(arguments.keys))
+    elif (arguments.folder / BOX).is_file():
+        keys = open_files((arguments.folder / BOX).read_bytes(), _asked(arguments, twice=False))
+    else:
+        raise BadBackup("no key is in this backup: give --keys and the folder of a copy of keys/")
+    done = backups.restore(arguments.home, arguments.folder, keys, secrets.token_hex(16))
+    made = f"{dt.datetime.fromtimestamp(done.made, dt.UTC):%Y-%m-%d %H:%M} UTC"
+    waiting = ", ".join(done.waiting) or "nobody"
+    _say(f"restored as of {made}: {done.entries} entries; epoch {done.epoch}; waiting for {waiting}")
+    if done.waiting:
+        _say("nothing is granted before they have shown their receipts; start `serve`, and they do by themselves")
+    return 0
+
+
+def _upgrade(arguments: argparse.Namespace) -> int:
+    home = Home(arguments.home)
+    found = backups.form(home) if home.settings().ledger or home.ledger.exists() else 0
+    if arguments.check or found in {0, FORM}:
+        newest = found in {0, FORM}
+        if arguments.json:
+            sys.stdout.write(json.dumps({"newest": newest, "forms": {"ledger": [found, FORM]}}) + "\n")
+        else:
+            said = "nothing to do" if newest else "there is something to do: run `upgrade`"
+            _say(f"ledger: form {found} of {FORM}; {said}" if found else f"no ledger yet; {said}")
+        return 0 if newest else 1
+    say = lambda text: ERR.print(text, markup=False)  # noqa: E731 - one line of progress
+    size, root = backups.upgrade(home, dt.datetime.now(dt.UTC), say, arguments.owner)
+    if arguments.json:
+        document = {"newest": True, "forms": {"ledger": [FORM, FORM]}, "entries": size, "root": root.hex()}
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        _say("upgraded; every head signed before verifies as it did")
+    return 0

@@ -1,0 +1,94 @@
+"""Private files in one sealed box, which only a passphrase opens: how keys travel in a backup when somebody asks.
+
+scrypt (RFC 7914) with N = 2^17, r = 8, p = 1 (128 MiB of memory for each guess) makes the key for AES-256-GCM. The
+parameters are fixed: a box that names others is none of ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
+LEAST: Final = 14  # characters of a passphrase
+MOST_BYTES: Final = 1 << 24
+_MAGIC: Final = b"LZKEYS1\n"
+_SALT, _NONCE = 16, 12
+_PATH: Final = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,80}/){0,3}[A-Za-z0-9][A-Za-z0-9._-]{0,80}")
+
+
+class BadBox(ValueError):
+    """The passphrase is another one or too short, or the box was changed."""
+
+
+def _key(passphrase: str, salt: bytes) -> bytes:
+    return Scrypt(salt=salt, length=32, n=1 << 17, r=8, p=1).derive(passphrase.encode())
+
+
+def seal_files(files: Mapping[str, bytes], passphrase: str) -> bytes:
+    """Files by their relative names, sealed.
+
+    Raises:
+        BadBox: the passphrase has fewer than 14 characters, or all the same.
+    """
+    if not len(passphrase) >= LEAST or len(set(passphrase)) < 5:
+        raise BadBox(f"the passphrase must have at least {LEAST} characters: five words, for example")
+    if not all(_PATH.fullmatch(name) for name in files):
+        raise BadBox("a file in the key directory has an unfit name; take it out first")
+    salt, nonce = os.urandom(_SALT), os.urandom(_NONCE)
+    plain = json.dumps({name: base64.b64encode(body).decode() for name, body in sorted(files.items())}).encode()
+    return _MAGIC + salt + nonce + AESGCM(_key(passphrase, salt)).encrypt(nonce, plain, _MAGIC)
+
+
+def open_files(box: bytes, passphrase: str) -> dict[str, bytes]:
+    """The files.
+
+    Raises:
+        BadBox: another passphrase, or the box was changed.
+    """
+    if not box.startswith(_MAGIC) or not len(box) <= MOST_BYTES:
+        raise BadBox("that is no box of keys")
+    at = len(_MAGIC)
+    salt, nonce = box[at : at + _SALT], box[at + _SALT : at + _SALT + _NONCE]
+    try:
+        plain = AESGCM(_key(passphrase, salt)).decrypt(nonce, box[at + _SALT + _NONCE :], _MAGIC)
+    except (InvalidTag, ValueError):
+        raise BadBox("the passphrase is another one, or the box of keys was changed") from None
+    files = {name: base64.b64decode(body) for name, body in json.loads(plain).items()}
+    if not all(_PATH.fullmatch(name) and ".." not in name for name in files):
+        raise BadBox("a file in the box of keys has an unfit name")
+    return files
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The plain files below a key directory, or a copy of one on a medium, by their names relative to it.
+
+    Raises:
+        BadBox: it is no directory, or holds a link or too much.
+    """
+    if not folder.is_dir():
+        raise BadBox(f"{folder.name} is no folder of keys")
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise BadBox(f"{folder.name} holds a symbolic link; take it out first")
+        if path.is_file() and path.suffix != ".part":
+            found[path.relative_to(folder).as_posix()] = path.read_bytes()
+            if not sum(map(len, found.values())) <= MOST_BYTES // 2:
+                raise BadBox(f"{folder.name} holds more than keys")
+    return found
+
+
+def mark(body: bytes) -> str:
+    """What tells one key file from another without telling the key: HKDF-SHA256, 32 hexadecimal digits."""
+    return HKDF(SHA256(), 16, None, b"lazaret/backup/mark").derive(body).hex()

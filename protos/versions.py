@@ -1,0 +1,106 @@
+"""Which wire protocol each side speaks, and what becomes of two that do not speak the same.
+
+Each side announces the oldest and the newest protocol that it speaks: an agent in the ``user-agent`` of its channel,
+the coordinator in the trailing metadata of a reply. They use the newest that both speak; where there is none, the
+newer side says so in a sentence, and nothing else is done. This program speaks the newest and the one before it (N
+and N-1), so that a federation is upgraded one site at a time, in whatever order.
+
+Protocol 1 announced nothing; 2 is the same calls with the announcement.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+NEWEST: Final = 2
+OLDEST: Final = NEWEST - 1
+METADATA: Final = "lazaret-protocol"  # of replies
+_AGENT: Final = re.compile(r"(?:^| )lazaret-protocol/(\S{1,40})")
+_RANGE: Final = re.compile(r"([1-9][0-9]{0,5})-([1-9][0-9]{0,5})")
+
+
+class Unspoken(ValueError):
+    """There is no protocol that both sides speak; the text says which side to upgrade."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Spoken:
+    """The protocols that one side speaks: from ``oldest`` to ``newest``."""
+
+    oldest: int = OLDEST
+    newest: int = NEWEST
+
+    def __post_init__(self) -> None:
+        """A range."""
+        if not 1 <= self.oldest <= self.newest:
+            raise ValueError("an empty range of protocols")
+
+    def __str__(self) -> str:
+        """As announced: ``1-2``."""
+        return f"{self.oldest}-{self.newest}"
+
+    @classmethod
+    def of(cls, text: str) -> Spoken:
+        """The reverse.
+
+        Raises:
+            Unspoken: it cannot be read, so nothing is known of what that side speaks.
+        """
+        found = _RANGE.fullmatch(text)
+        try:
+            return cls(*map(int, found.groups())) if found else cls(0)
+        except ValueError:
+            raise Unspoken("the other side announces a protocol that cannot be read; are both Lazaret?") from None
+
+
+OTHER: Final = {"agent": "coordinator", "coordinator": "agent"}
+FIRST: Final = Spoken(1, 1)  # of whoever announces nothing
+OURS: Final = Spoken()
+USER_AGENT: Final = f"lazaret-protocol/{OURS}"
+
+
+def announced(metadata: Iterable[Any]) -> Spoken:
+    """What an agent speaks, by the metadata of its call.
+
+    Args:
+        metadata: (key, value) pairs.
+    Raises:
+        Unspoken: it announces something that cannot be read.
+    """
+    agents = [str(pair[1]) for pair in metadata if pair[0] == "user-agent"]
+    found = [match for agent in agents if (match := _AGENT.search(agent))]
+    return Spoken.of(found[0].group(1)) if found else FIRST
+
+
+def answered(metadata: Iterable[Any]) -> Spoken:
+    """What a coordinator speaks, by the trailing metadata of its reply.
+
+    Raises:
+        Unspoken: it announces something that cannot be read.
+    """
+    found = [str(pair[1]) for pair in metadata if pair[0] == METADATA]
+    return Spoken.of(found[0]) if found else FIRST
+
+
+def agree(theirs: Spoken, they: str, ours: Spoken = OURS) -> int:
+    """The newest protocol that both speak.
+
+    Args:
+        theirs: what the other side announces.
+        they: what it is called in the sentence: ``agent`` or ``coordinator``.
+        ours: what this side speaks.
+    Raises:
+        Unspoken: there is none.
+    """
+    both = min(theirs.newest, ours.newest)
+    if both >= max(theirs.oldest, ours.oldest):
+        return both
+    if theirs.newest < ours.oldest:
+        said = f"it speaks protocol {theirs.newest} at most, and this side {ours.oldest} at least"
+        raise Unspoken(f"the {they} is too old: {said}; upgrade the {they}")
+    said = f"it speaks protocol {theirs.oldest} at least, and this side {ours.newest} at most"
+    behind = OTHER[they]
+    raise Unspoken(f"the {they} is too new: {said}; upgrade the {behind} first, or take the {they} a version back")

@@ -1,0 +1,158 @@
+"""A site's home that an older version wrote: refused, upgraded after a backup, and nothing in it is another."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+from pathlib import Path
+
+import apsw
+import pytest
+
+from agent.edges import projects, restore, upgrading
+from agent.edges.backup import backup, private_of
+from agent.edges.home import BadSite, Home, origin
+from agent.edges.notes import Notes
+from agent.edges.sealed import FORMAT, OlderVault, VaultError
+from agent.edges.upgrading import Forms, forms, upgrade
+from policies.forms import FORM, WrongForm
+from policies.sqlite import export_file, open_sqlite
+from policies.store import Store
+from policies.verify import verify
+from protos.backup import read
+from protos.keybox import files_of
+from tests.support.older import Older, older
+
+NOW = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC)
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Older:
+    return older(tmp_path)
+
+
+def exported(home: Home) -> bytes:
+    return export_file(home.root / "ledger.db", origin("site-a"), home.sign_key())
+
+
+def kept(home: Home) -> tuple[int, int]:
+    """Patients and images in the project main."""
+    with contextlib.closing(projects.open_vault(home)) as vault:
+        return vault.patients(), len(list(vault.heads()))
+
+
+def test_an_older_home_is_opened_by_nothing_before_it_is_upgraded(before: Older) -> None:
+    home = Home(before.site)
+    raw = {p.name: p.read_bytes() for p in before.site.iterdir() if p.is_file()}
+    assert forms(home) == Forms(1, 1)
+    with pytest.raises(OlderVault, match="lazaret-agent upgrade"):
+        projects.open_vault(home)
+    with pytest.raises(OlderVault):
+        projects.opt_out(home, "0" * 32)
+    with pytest.raises(WrongForm, match="upgrade"):
+        open_sqlite(before.site / "ledger.db")
+    assert raw == {n: (before.site / n).read_bytes() for n in raw}, "and by a look nothing is changed"
+
+
+def test_an_upgrade_keeps_every_entry_head_note_and_image(before: Older) -> None:
+    home, told = Home(before.site), list[str]()
+    done = upgrade(home, NOW, told.append)
+    assert (done.before, done.after, done.entries) == (Forms(1, 1), Forms(FORM, FORMAT), 8)
+    assert exported(home) == before.exported("site-a"), "to the byte, signatures and all"
+    assert verify(exported(home), before.head("site-a")).root == done.root.hex()
+    assert kept(home) == (6, 12)
+    with contextlib.closing(Notes(home.root / "vault.db", home.secret("vault"))) as notes:
+        assert notes.note("ledger") == 8
+        ((released,),) = [one["clusters"] for one in notes.note("releases")]
+        assert len(released) == 5, "who was released is known as before"
+    assert [line.split(":")[0] for line in told] == ["backup", "ledger", "vault"]
+    again = upgrade(home, NOW)
+    assert (again.backup, again.after.newest) == (None, True), "done twice, done once"
+
+
+def test_the_backup_of_before_is_whole_has_no_key_and_is_itself_of_the_older_form(
+    before: Older, tmp_path: Path
+) -> None:
+    home = Home(before.site)
+    done = upgrade(home, NOW)
+    assert done.backup == home.root / "backups" / "before-upgrade-20261122-120000"
+    manifest = read(done.backup, home.sign_key().public_key().public_bytes_raw())
+    assert manifest.ledger_form == 1
+    assert not any("keys/sign" in name or name.endswith("key") for name in manifest.files)
+    done_again = restore.restore(tmp_path / "again", done.backup, private_of(files_of(home.keys)), "cd" * 16)
+    assert (done_again.entries, done_again.epoch, done_again.closed) == (8, 2, 1), (
+        "an older backup comes back upgraded"
+    )
+    assert forms(Home(tmp_path / "again")).newest
+    assert kept(Home(tmp_path / "again")) == (6, 12)
+    assert verify(exported(Home(tmp_path / "again")), before.head("site-a")).epoch == 2
+
+
+@pytest.mark.parametrize("point", ["before the ledger", "between ledger and vault", "in the vault"])
+def test_an_interrupted_upgrade_goes_on(before: Older, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    from policies.migrations import upgrade as ledger
+
+    home = Home(before.site)
+    owner, name = {
+        "before the ledger": (ledger, "upgrade_sqlite"),
+        "between ledger and vault": (projects, "upgrade"),
+        "in the vault": (Notes, "finish_upgrade"),
+    }[point]
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dies)
+        with pytest.raises(KeyboardInterrupt):
+            upgrade(home, NOW)
+    assert not forms(home).newest
+    with pytest.raises(OlderVault):
+        projects.open_vault(home)
+    assert exported(home) == before.exported("site-a")
+    upgrade(home, NOW + dt.timedelta(seconds=1))
+    assert exported(home) == before.exported("site-a")
+    assert kept(home) == (6, 12)
+
+
+def test_a_home_of_a_newer_program_is_not_taken_back(before: Older) -> None:
+    home = Home(before.site)
+    upgrade(home, NOW)
+    with contextlib.closing(apsw.Connection(str(home.root / "vault.db"))) as newer:
+        newer.execute(f"PRAGMA user_version={FORMAT + 1}")
+    for act in (lambda: forms(home), lambda: upgrade(home, NOW)):
+        with pytest.raises(BadSite, match="no way back"):
+            act()
+    with pytest.raises(VaultError, match="newer version"):
+        projects.open_vault(home)
+    with contextlib.closing(apsw.Connection(str(home.root / "ledger.db"))) as newer:
+        newer.execute(f"UPDATE form SET version_num = '{FORM + 1}'")
+    with pytest.raises(WrongForm, match="no way back"):
+        forms(home)
+
+
+def test_nothing_is_upgraded_while_the_ledger_is_in_use(before: Older) -> None:
+    from policies.sqlite import lock_file
+    from policies.store import LedgerBusy
+
+    home = Home(before.site)
+    with lock_file(home.root / "ledger.lock"), pytest.raises(LedgerBusy):
+        upgrade(home, NOW)
+    assert forms(home) == Forms(1, 1)
+    assert not (home.root / "backups").exists()
+
+
+def test_an_upgraded_site_appends_and_its_auditor_agrees(before: Older) -> None:
+    home = Home(before.site)
+    upgrade(home, NOW)
+    with Store(open_sqlite(home.root / "ledger.db"), origin("site-a"), home.sign_key(), lambda: 1) as store:
+        store.restore("ef" * 16)
+    assert verify(exported(home), before.head("site-a")).size == 9
+
+
+def test_a_home_without_ledger_or_vault_has_nothing_to_upgrade(before: Older) -> None:
+    for name in ("ledger.db", "vault.db"):
+        (before.site / name).unlink()
+    assert forms(Home(before.site)).newest
+    assert upgrading.upgrade(Home(before.site), NOW).backup is None
+    assert backup(Home(before.site), before.root / "small").entries == 0

@@ -1,0 +1,248 @@
+"""The coordinator is lost and comes back: a new epoch, every site's receipts first, nothing given back."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from agent.recovery import present
+from coordinator.edges import backup_commands
+from coordinator.edges.backup import backup, form, private_of, restore, upgrade
+from coordinator.edges.home import ORIGIN, BadCoordinator, Home, create, open_ledger
+from policies.claims import SubsampledGaussian
+from policies.entries import Refused
+from policies.forms import FORM
+from policies.policy import preset
+from policies.postgres import install
+from policies.sqlite import export_file
+from policies.store import Draft
+from policies.verify import verify
+from protos.backup import BadBackup, read
+from protos.keybox import files_of
+from tests.coordinator.test_watch import pipeline_site
+from tests.support.federation import Federation, pictures
+from tests.support.older import Older, older
+from tests.support.postgres import OWNER, WRITER, throwaway
+
+SMALL = SubsampledGaussian(0.01, 8.0, 1)
+NONCE = "ab" * 16
+NOW = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC)
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Older:
+    return older(tmp_path)
+
+
+def exported(home: Home) -> bytes:
+    return export_file(home.ledger, ORIGIN, home.ledger_key())
+
+
+def test_a_backup_that_is_made_while_it_serves_comes_back_in_a_new_epoch_and_gives_nothing_back(
+    tmp_path: Path,
+) -> None:
+    with Federation(tmp_path / "fed") as fed:
+        site = fed.join("site-a")
+        site.reserved("k")
+        artifact = pictures()
+        release = site.release("k", artifact)
+        assert site.door().submit(f"submit-{release.release}", site.seal(release), artifact).admitted
+        made = backup(fed.home, tmp_path / "backup")
+        assert made.entries == fed.store.state.size
+        said = site.hospital.reservation("lost", SMALL, "federated", "run")
+        (tmp_path / "own").mkdir()
+        held = pipeline_site(site, tmp_path / "own")
+        sealed = site.seal(said)
+        assert held.books.reserve("reserve-lost", said, sealed).admitted
+        assert site.door().reserve("reserve-lost", sealed).admitted
+        owed = fed.store.state.accounts["site-a/rdp"].held
+    keys = private_of(files_of(fed.home.keys))
+    fed.home.root.rename(tmp_path / "gone")
+    done = restore(fed.home.root, tmp_path / "backup", keys, NONCE)
+    assert (done.epoch, done.waiting, done.entries) == (2, ("site-a",), made.entries)
+    assert (fed.home.releases / release.release / "images").is_dir(), "what was admitted is on the shelf again"
+    with fed:
+        door = site.door()
+        door.hello()
+        assert door.watch.must_present
+        early = door.reserve("reserve-early", site.seal(site.hospital.reservation("early")))
+        assert "frozen" in {finding.rule for finding in early.findings}
+        object.__setattr__(held, "door", door)
+        assert present(held, door.watch.head.origin, NONCE) == 1
+        assert fed.store.state.accounts["site-a/rdp"].spent == owed
+        assert not fed.store.state.waiting
+    assert verify(exported(fed.home)).epoch == 2
+
+
+def test_a_backup_without_its_keys_or_with_others_or_of_a_site_restores_nothing(
+    before: Older, tmp_path: Path
+) -> None:
+    home = Home(before.coordinator)
+    backup(home, tmp_path / "backup")
+    keys = private_of(files_of(home.keys))
+    bad = {
+        "ledger.key is not among": {n: b for n, b in keys.items() if n != "ledger.key"},
+        "missing among the keys.*intermediate.key": {n: b for n, b in keys.items() if n != "intermediate.key"},
+        "another than when": {**keys, "tls.key": b"another"},
+    }
+    for words, given in bad.items():
+        with pytest.raises(BadBackup, match=words):
+            restore(tmp_path / "again", tmp_path / "backup", given, NONCE)
+        assert not (tmp_path / "again").exists()
+    with pytest.raises(BadCoordinator, match="not empty"):
+        restore(home.root, tmp_path / "backup", keys, NONCE)
+    (tmp_path / "backup" / "policy.toml").write_text("k_min = 1")
+    with pytest.raises(BadBackup, match="changed"):
+        restore(tmp_path / "again", tmp_path / "backup", keys, NONCE)
+
+
+def test_no_private_key_is_in_a_backup(before: Older, tmp_path: Path) -> None:
+    home = Home(before.coordinator)
+    backup(home, tmp_path / "backup")
+    raw = b"".join(p.read_bytes() for p in (tmp_path / "backup").rglob("*") if p.is_file())
+    assert b"PRIVATE KEY" not in raw
+    listed = read(tmp_path / "backup", home.ledger_key().public_key().public_bytes_raw()).keys
+    assert set(listed) == {"ledger.key", "intermediate.key", "tls.key", "operator.key"}
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "host=db dbname=lazaret user=writer password=hunter2",
+        "host=db sslpassword=hunter2",
+        "postgresql://writer:hunter2@db/lazaret",
+        "postgresql://db/lazaret?user=writer&pass%77ord=hunter2",  # as libpq reads it
+        "host=db password='hunter2",  # cannot be read: cannot be told
+    ],
+)
+def test_no_password_of_the_ledgers_database_is_in_a_backup(tmp_path: Path, address: str) -> None:
+    listen = f'listen = "127.0.0.1:0"\nledger = {json.dumps(address)}\n'
+    home = create(tmp_path / "coordinator", listen, preset("internal"), NOW)
+    with pytest.raises(BadCoordinator, match=r"coordinator\.toml.*(PGPASSFILE|cannot be read)") as told:
+        backup(home, tmp_path / "backup")
+    assert "hunter2" not in str(told.value)
+    assert not list(tmp_path.glob("backup*"))
+
+
+def test_no_password_is_in_a_backup_by_an_old_copy_or_a_comment(before: Older, tmp_path: Path) -> None:
+    home = Home(before.coordinator)
+    (home.root / "old.toml").write_text('# ledger = "host=db password=hunter2"\n')
+    with pytest.raises(BadCoordinator, match=r"old\.toml holds a password"):
+        backup(home, tmp_path / "backup")
+    (home.root / "old.toml").write_text('# ledger = "host=db passfile=/etc/lazaret/pgpass"\n')
+    assert backup(home, tmp_path / "backup").entries == 18
+
+
+def test_an_older_coordinator_is_upgraded_after_a_backup_and_its_heads_stay(before: Older) -> None:
+    home, told = Home(before.coordinator), list[str]()
+    assert form(home) == 1
+    size, root = upgrade(home, NOW, told.append)
+    assert (form(home), size) == (FORM, 18)
+    assert exported(home) == before.exported("coordinator")
+    assert verify(exported(home), before.head("coordinator")).root == root.hex()
+    made = home.root / "backups" / "before-upgrade-20261122-120000"
+    assert read(made, home.ledger_key().public_key().public_bytes_raw()).ledger_form == 1
+    done = restore(before.root / "again", made, private_of(files_of(home.keys)), NONCE)
+    assert (done.epoch, done.waiting) == (2, ("site-a", "site-b")), "an older backup comes back upgraded"
+    assert form(Home(before.root / "again")) == FORM
+
+
+def test_sites_go_on_with_an_upgraded_coordinator_without_presenting_anything(before: Older) -> None:
+    """An upgrade is no restore: the head that a site saw is extended, in the same epoch."""
+    home = Home(before.coordinator)
+    upgrade(home, NOW, lambda _text: None)
+    note = (home.witnesses / "site-a.note").read_text()
+    found = verify(export_file(home.ledger, ORIGIN, home.ledger_key(), (note,)), before.head("coordinator"))
+    assert (found.epoch, found.witnesses) == (1, {"site-a": 18})
+
+
+def test_a_ledger_in_postgresql_is_upgraded_by_its_owner_and_comes_back_with_its_database(tmp_path: Path) -> None:
+    with throwaway() as server:
+        install(server.dsn(OWNER), WRITER)
+        listen = f'listen = "127.0.0.1:0"\nledger = {json.dumps(server.dsn(WRITER))}\n'
+        home = create(tmp_path / "coordinator", listen, preset("internal"), dt.datetime.now(dt.UTC))
+        with open_ledger(home) as store:
+            store.append("x", Draft((Refused("x", "site-a", "", "call", ["rule"], b""),)))
+        with psycopg.connect(server.dsn(OWNER), autocommit=True) as db:
+            db.execute("DROP TABLE lazaret_main.form")
+        assert form(home) == 1
+        with pytest.raises(BadCoordinator, match="--owner"):
+            upgrade(home, NOW, lambda _text: None)
+        assert upgrade(home, NOW, lambda _text: None, server.dsn(OWNER))[0] == 1
+        assert form(home) == FORM
+        made = backup(home, tmp_path / "backup")
+        assert (made.entries, made.manifest.ledger_form) == (1, 0)
+        assert verify((tmp_path / "backup" / "ledger.export").read_bytes()).size == 1
+        assert not (tmp_path / "backup" / "ledger.db").exists()
+        keys = private_of(files_of(home.keys))
+        home.root.rename(tmp_path / "gone")  # the database was brought back by other means
+        assert restore(home.root, tmp_path / "backup", keys, NONCE).epoch == 2
+
+
+# -- the commands
+
+
+def typed(root: Path, *words: str) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--home", type=Path)
+    commands = parser.add_subparsers()
+
+    def add(group: Any, name: str, act: Any, text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = group.add_parser(name, help=text)
+        command.set_defaults(act=act)
+        return command
+
+    backup_commands.add_commands(commands, add)
+    arguments = parser.parse_args(["--home", str(root), *words])
+    return int(arguments.act(arguments))
+
+
+def test_where_nobody_is_awaited_nobody_is_told_to_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "hub"
+    made = create(root, 'listen = "127.0.0.1:7443"\n', preset("controlled"), NOW)
+    assert typed(root, "upgrade") == 0
+    assert capsys.readouterr().out == "no ledger yet; nothing to do\n"
+    with open_ledger(made):
+        pass
+    assert typed(root, "backup", str(tmp_path / "bare")) == 0
+    shutil.copytree(made.keys, tmp_path / "medium")
+    root.rename(tmp_path / "gone")
+    assert typed(root, "restore", str(tmp_path / "bare"), "--keys", str(tmp_path / "medium")) == 0
+    said = capsys.readouterr().out
+    assert "waiting for nobody" in said
+    assert "receipts" not in said
+
+
+def test_the_commands_tell_what_is_to_be_done(
+    before: Older, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = before.coordinator
+    assert typed(home, "upgrade", "--check") == 1
+    assert "there is something to do" in capsys.readouterr().out
+    assert typed(home, "upgrade", "--json") == 0
+    assert '"entries": 18' in capsys.readouterr().out
+    assert typed(home, "upgrade") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    (tmp_path / "words").write_text("four horses and a staple")
+    assert typed(home, "backup", str(tmp_path / "bare")) == 0
+    assert "no key is in it" in capsys.readouterr().out
+    sealed = ["--passphrase-file", str(tmp_path / "words")]
+    assert typed(home, "backup", str(tmp_path / "full"), "--with-keys", *sealed) == 0
+    shutil.copytree(home / "keys", tmp_path / "medium")
+    home.rename(tmp_path / "gone")
+    assert typed(home, "restore", str(tmp_path / "bare")) == 1
+    assert "give --keys" in capsys.readouterr().err
+    assert typed(home, "restore", str(tmp_path / "bare"), "--keys", str(tmp_path / "medium")) == 0
+    said = capsys.readouterr().out
+    assert "waiting for site-a, site-b" in said
+    assert "nothing is granted before they have shown their receipts" in said
+    home.rename(tmp_path / "gone-again")
+    assert typed(home, "restore", str(tmp_path / "full"), *sealed) == 0
+    assert "epoch 2" in capsys.readouterr().out

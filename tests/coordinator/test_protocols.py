@@ -1,0 +1,98 @@
+"""Agents and coordinators of other versions, over the real port: who is let in, and what the others are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from agent.edges import channel, door
+from agent.nouns import Unreachable
+from coordinator.edges import guard
+from protos.versions import NEWEST, OURS, Spoken, agree
+from tests.support.federation import Federation, Site
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    with Federation(tmp_path_factory.mktemp("federation")) as made:
+        made.site = made.join("site-a")  # type: ignore[attr-defined]
+        yield made
+
+
+def says(monkeypatch: pytest.MonkeyPatch, spoken: Spoken | None) -> None:
+    """An agent of another version; None: one from before versions were announced."""
+    agent = f"lazaret-protocol/{spoken}" if spoken else "lazaret-agent"
+    monkeypatch.setattr(channel, "USER_AGENT", agent)
+    theirs = spoken or Spoken(1, 1)
+    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, theirs))
+
+
+def is_of(monkeypatch: pytest.MonkeyPatch, spoken: Spoken) -> None:
+    """A coordinator of another version."""
+    monkeypatch.setattr(guard, "OURS", spoken)
+    monkeypatch.setattr(guard, "agree", lambda other, they: agree(other, they, spoken))
+
+
+def hello(federation: Federation) -> str:
+    site: Site = federation.site  # type: ignore[attr-defined]
+    opened = site.door()
+    try:
+        return opened.hello()
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("agent", [None, Spoken(NEWEST - 1, NEWEST - 1), OURS, Spoken(NEWEST, NEWEST + 1)])
+def test_an_agent_one_version_before_or_after_is_served(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, agent: Spoken | None
+) -> None:
+    says(monkeypatch, agent)
+    assert "k_min" in hello(federation)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "agent", "words"),
+    [
+        (OURS, Spoken(NEWEST + 1, NEWEST + 2), "the agent is too new.*upgrade the coordinator first"),
+        (OURS, Spoken(NEWEST + 1, NEWEST + 1), "the agent is too new.*upgrade the coordinator first"),
+        (Spoken(NEWEST, NEWEST + 1), None, "the agent is too old.*upgrade the agent"),
+        (Spoken(NEWEST + 1, NEWEST + 2), OURS, "the agent is too old.*upgrade the agent"),
+    ],
+)
+def test_an_agent_further_away_is_refused_in_a_sentence_and_nothing_is_written_into_the_ledger(
+    federation: Federation,
+    monkeypatch: pytest.MonkeyPatch,
+    coordinator: Spoken,
+    agent: Spoken | None,
+    words: str,
+) -> None:
+    is_of(monkeypatch, coordinator)
+    says(monkeypatch, agent)
+    before = federation.store.state.size
+    with pytest.raises(Unreachable, match=words):
+        hello(federation)
+    site: Site = federation.site  # type: ignore[attr-defined]
+    refused = site.door().reserve
+    with pytest.raises(Unreachable, match=words):  # every call, not only the first
+        refused("reserve-x", site.seal(site.hospital.reservation("x")))
+    assert federation.store.state.size == before
+
+
+def test_an_agent_refuses_a_coordinator_that_answers_in_a_protocol_it_does_not_speak(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "agree", lambda _theirs, _they: NEWEST)  # a coordinator that lets everybody in
+    monkeypatch.setattr(guard, "OURS", Spoken(NEWEST + 5, NEWEST + 6))
+    with pytest.raises(Unreachable, match=r"the coordinator is too new.*upgrade the agent"):
+        hello(federation)
+
+
+def test_a_coordinator_from_before_versions_were_announced_is_taken_for_the_first(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_speaks", lambda _context: None)
+    assert "k_min" in hello(federation)
+    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, Spoken(2, 3)))
+    with pytest.raises(Unreachable, match="the coordinator is too old"):
+        hello(federation)
