@@ -1,0 +1,1 @@
+"""What both consoles share: who is logged in, what a page may do, how it looks."""
