@@ -1,47 +1,32 @@
-"""The agent's log: JSON lines of named events with keys from a short list, and never patient data (P14)."""
+"""The agent's log: which keys may be in it, and never patient data (P14)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final
 
-import structlog
+from agent.edges.home import BadSite
+from protos.journal import BadLog, UnlistedKey, open_journal
 
-from protos.lossy import Lossy
-
+__all__ = ["KEYS", "UnlistedKey", "open_log"]
 KEYS: Final = frozenset(
     {
         "event", "level", "timestamp", "site", "step", "mechanism", "grant", "release", "run", "round", "epoch",
         "rule", "rules", "where", "count", "kept", "duplicates", "quarantined", "reason", "state", "seconds",
+        "person", "role", "action", "page", "incident", "fault", "seq",
     }
 )  # fmt: skip
 
 
-class UnlistedKey(RuntimeError):
-    """A log call used a key that is not on the list; the event is not written."""
-
-
-def only_listed(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """structlog processor: refuse an event with an unlisted key, or a value that is no plain short one."""
-    for key, value in event.items():
-        if key not in KEYS:
-            raise UnlistedKey(f"{key!r} may not be logged")
-        if not isinstance(value, str | int | float | list) or len(str(value)) > 500:
-            raise UnlistedKey(f"the value of {key!r} may not be logged")
-    return event
-
-
 def open_log(path: Path) -> Any:
-    """A logger that appends to ``path`` (0600) as JSON lines."""
+    """A logger that appends to ``path`` (0600) as JSON lines; ``log.toml`` beside it says more.
+
+    Raises:
+        BadSite: ``log.toml`` cannot be used.
+    """
     logging.getLogger("flwr").disabled = True
-    return structlog.wrap_logger(
-        structlog.WriteLogger(cast(TextIO, Lossy(path))),
-        processors=[
-            only_listed,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.JSONRenderer(),
-        ],
-    )
+    try:
+        return open_journal(path, "lazaret-agent", KEYS)
+    except BadLog as error:
+        raise BadSite(str(error)) from None

@@ -1,43 +1,30 @@
-"""The coordinator's log: JSON lines of named events with keys from a short list (P14)."""
+"""The coordinator's log: which keys may be in it (P14)."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final
 
-import structlog
+from coordinator.edges.home import BadCoordinator
+from protos.journal import BadLog, UnlistedKey, open_journal
 
-from protos.lossy import Lossy
-
+__all__ = ["KEYS", "UnlistedKey", "open_log"]
 KEYS: Final = frozenset(
     {
         "event", "level", "timestamp", "site", "call", "mechanism", "grant", "release", "run", "round",
         "rule", "rules", "incident", "fault", "admitted", "state", "sites", "seq",
+        "person", "role", "action", "page", "where", "count", "reason", "seconds",
     }
 )  # fmt: skip
 
 
-class UnlistedKey(RuntimeError):
-    """A log call used a key that is not on the list; the event is not written."""
-
-
-def only_listed(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """structlog processor: refuse an event with an unlisted key, or a long value."""
-    for key, value in event.items():
-        if key not in KEYS or len(str(value)) > 500:
-            raise UnlistedKey(f"{key!r} may not be logged")
-    return event
-
-
 def open_log(path: Path) -> Any:
-    """A logger that appends to ``path`` (0600) as JSON lines."""
-    return structlog.wrap_logger(
-        structlog.WriteLogger(cast(TextIO, Lossy(path))),
-        processors=[
-            only_listed,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.JSONRenderer(),
-        ],
-    )
+    """A logger that appends to ``path`` (0600) as JSON lines; ``log.toml`` beside it says more.
+
+    Raises:
+        BadCoordinator: ``log.toml`` cannot be used.
+    """
+    try:
+        return open_journal(path, "lazaret-coordinator", KEYS)
+    except BadLog as error:
+        raise BadCoordinator(str(error)) from None
