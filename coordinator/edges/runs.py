@@ -96,6 +96,7 @@ class Runs:
                     state.accounts.get(account_name(site, job.mechanism)),
                     frozen=state.frozen(site),
                     revoked=site in state.barred,
+                    run_spent=(site, job.run) in state.granted,
                 )
                 for site in job.sites
             }
@@ -109,6 +110,11 @@ class Runs:
             BadJob: there is no such run.
         """
         return self._follow(self._known(run), start=False)
+
+    def so_far(self, run: str) -> tuple[tuple[Event, ...], bool]:
+        """What this process has seen of a run, without waiting for more; and whether that is all there will be."""
+        feed = self._feeds.get(run)
+        return (tuple(feed.events), feed.over) if feed is not None else ((), True)
 
     def resume(self, run: str) -> Iterator[Event]:
         """Go on with a run that was stopped, where it was; its events from here on.

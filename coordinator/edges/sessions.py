@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,12 +36,21 @@ def _say(line: _Line, notice: Any) -> None:
         line.changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Whether a site's session is open, and since when it is so or not."""
+
+    online: bool
+    since: float  # seconds since 1970
+
+
 class Sessions:
     """One stream for each site at most."""
 
-    def __init__(self, log: Any) -> None:
-        """Nobody is connected."""
+    def __init__(self, log: Any, clock: Callable[[], float] = time.time) -> None:
+        """Nobody is connected. ``clock`` gives seconds since 1970, to show people; nothing is decided by it."""
         self._log, self._mutex, self._lines = log, threading.Lock(), dict[str, _Line]()
+        self._clock, self._seen = clock, dict[str, Presence]()
 
     def hold(self, call: Call, ended: Callable[[], str] = str) -> Iterator[Any]:
         """A site's notices, until it hangs up, a newer session of it begins, or :meth:`close`.
@@ -52,6 +62,8 @@ class Sessions:
             if site not in self._lines and not len(self._lines) < MOST:
                 raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: go on without one", "busy")
             before, self._lines[site] = self._lines.get(site), line
+            if before is None:
+                self._seen[site] = Presence(True, self._clock())
         if before is not None:
             _say(before, None)
         self._log.info("session", site=site, state="open")
@@ -74,6 +86,7 @@ class Sessions:
         with self._mutex:
             if self._lines.get(site) is line:
                 del self._lines[site]
+                self._seen[site] = Presence(False, self._clock())
         self._log.info("session", site=site, state="closed")
 
     def notify(self, kind: str, run: str = "", sites: tuple[str, ...] | None = None) -> None:
@@ -87,6 +100,11 @@ class Sessions:
         """The sites with an open session."""
         with self._mutex:
             return tuple(sorted(self._lines))
+
+    def presence(self) -> dict[str, Presence]:
+        """Every site that had a session since this process started, and how it stands now."""
+        with self._mutex:
+            return dict(self._seen)
 
     def close(self) -> None:
         """Say goodbye to every site."""

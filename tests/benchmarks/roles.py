@@ -9,6 +9,7 @@ whatever arrives.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -143,7 +144,7 @@ class Ungoverned(Conductor):
 def hub(home: Path) -> int:
     """``lazaret-coordinator serve`` with that conductor."""
     runs.Conductor = Ungoverned  # type: ignore[misc]
-    return server.serve(Home(home), lambda text: print(text, flush=True))
+    return server.serve(Home(home), lambda text: print(text, flush=True), lambda _parts: contextlib.nullcontext(()))
 
 
 def main(role: str, home: Path) -> int:

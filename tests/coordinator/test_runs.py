@@ -138,6 +138,14 @@ def test_a_forecast_writes_nothing(fed: Federation) -> None:
     assert not list((fed.folder / "runs").iterdir())
 
 
+def test_a_forecast_says_which_site_had_its_part_in_the_run_before(fed: Federation) -> None:
+    before = fed.wards["west"].hospital.reservation("old", federated().claim(), "federated", "run-1")
+    assert fed.intake.reserve("west", "reserve-old", fed.wards["west"].hospital.seal(before)).admitted
+    costs = {c.site: c for c in fed.runs.plan(job())[0]}
+    assert [costs[site].fits for site in ("north", "south", "west")] == [True, True, False]
+    assert "granted its part in that run before" in costs["west"].reason
+
+
 def test_a_run_that_the_forecast_refuses_is_not_launched_and_leaves_nothing(fed: Federation) -> None:
     dear = job(rounds=9)
     assert not fed.runs.plan(dear)[1].go

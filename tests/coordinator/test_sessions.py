@@ -67,6 +67,26 @@ def test_a_notice_reaches_the_sites_that_it_is_for_and_no_others(fed: Federation
         listener.close()
 
 
+def test_who_is_there_and_since_when_is_told_also_after_they_have_gone(fed: Federation) -> None:
+    begun, here = time.time(), fed.service.sessions
+    assert here.presence() == {}, "nobody was seen yet"
+    site = fed.join("site-a")
+    first = Listener(site)
+    connected(fed, "site-a")
+    since = here.presence()["site-a"]
+    assert since.online
+    assert begun <= since.since <= time.time()
+    second = Listener(site)  # the agent calls again: it was there all the time
+    assert first.hear() is None
+    assert here.presence()["site-a"] == since
+    second.close()
+    connected(fed)
+    gone = here.presence()["site-a"]
+    assert not gone.online
+    assert gone.since >= since.since
+    first.close()
+
+
 def test_a_second_session_of_a_site_ends_the_first(fed: Federation) -> None:
     site = fed.join("site-a")
     first = Listener(site)

@@ -1,0 +1,1 @@
+"""The coordinator console: pages for operators, researchers, compliance officers and auditors."""

@@ -1,0 +1,290 @@
+"""A federated run as a board: what became of each site in each round, and why those that are out are out. Pure.
+
+Closed rounds and grants are the ledger's word and outlive a restart. What happened in between (who was asked, who
+declined, who did not answer) is the run's own feed, which begins anew with the process; the page says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from coordinator.edges.feed import ENDS, Event
+from coordinator.plan import Job
+from coordinator.wording import RULES, explain, rounded_up
+from policies.ledger import State
+from policies.rdp import epsilon_of
+
+_SAME: Final = "Bring both sides to the same version."
+_SITE: Final = "See the agent's log at the site."
+_BESIDE: Final = "See beside each hospital why."
+# codes of a round that are no rules of a review: why, and what to do
+_CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "offline": (
+            "The hospital's agent was not connected.",
+            "Nothing, if it comes back; else call the site.",
+        ),
+        "no_reply": (
+            "The hospital's agent was asked and did not answer in time.",
+            "See the agent's log at the site.",
+        ),
+        "internal": ("Something failed at the hospital, or here.", "The log of that side knows what."),
+        "bundle": ("The agent found another bundle than the one it knows.", _SAME),
+        "message_type": (
+            "The agent was asked something that it does not know.",
+            "Bring both sides to the same version.",
+        ),
+        "policy": ("The hospital's own policy forbids it.", "Change the job, or agree on another policy."),
+        "mechanism": (
+            "The agent does not know this method or its settings.",
+            "Bring both sides to the same version.",
+        ),
+        "unavailable": ("The hospital cannot take part; it does not say why, on purpose.", "Ask the site's IT."),
+        "schema": ("The answer was not of the agreed form.", _SAME),
+        "not_finite": (
+            "The update held a number that is none.",
+            "Train with a smaller learning rate.",
+        ),
+        "size": ("The update had another length than the model.", _SAME),
+        "wrong_source": (
+            "The answer came from another hospital than was asked.",
+            "Treat it as an attack.",
+        ),
+        "another_round": ("The update was made for another round.", "Nothing: the next round asks anew."),
+        "not_selected": (
+            "The strategy left the update out: too far from the others.",
+            "Nothing, if once.",
+        ),
+        "failed": ("The hospital's agent failed in an unknown way.", _SITE),
+        "too_few_sites_online": (
+            "Too few hospitals were connected.",
+            "It is tried for two hours, then stopped.",
+        ),
+        "too_few_updates": ("Too few updates could be used.", _BESIDE),
+        "too_few_grants": (
+            "Too few hospitals had the budget, or wanted to take part.",
+            "See beside each hospital why.",
+        ),
+        "no_aggregate": ("The updates could not be combined to a sound model.", "Choose another strategy."),
+        "not_unmasked": (
+            "The masked sum could not be opened: too many hospitals left.",
+            "Launch it again.",
+        ),
+        "run_process_lost": ("The process that conducts the round ended; another takes its place.", "Nothing."),
+        "storage": ("The coordinator could not write to its disk.", "Make room, then resume the run."),
+        "by an operator": ("It was stopped by a person.", "Resume it when it shall go on."),
+        "not_granted": (
+            "The coordinator's ledger holds no budget of this hospital for the run.",
+            "See its refusals.",
+        ),
+        "stopped": ("The coordinator was stopped.", "The run goes on when it is started again."),
+        "resume it with `round resume`": ("It was stopped.", "Resume it when it shall go on."),
+    }
+)
+STATES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "finished": ("finished", "yes"),
+        "failed": ("failed", "no"),
+        "stopped": ("stopped", "warn"),
+        "stopping": ("stops after this round", "warn"),
+        "waiting": ("waits for sites", "warn"),
+        "queued": ("waits for its turn", ""),
+        "running": ("running", ""),
+    }
+)
+
+
+def why(code: str) -> tuple[str, str]:
+    """A code of a round in words, and what to do; an unknown one is named as it is."""
+    known = _CODES.get(code)
+    if known is None and code not in RULES and not code:
+        return "", ""
+    return known or explain(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """A site that is not in a round."""
+
+    site: str
+    code: str
+    why: str
+    todo: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One round."""
+
+    number: int
+    closed: bool
+    asked: tuple[str, ...]  # empty when this process has not seen it
+    counted: tuple[str, ...]
+    out: tuple[Out, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One site's part in the whole run."""
+
+    site: str
+    state: str  # in words
+    kind: str  # a badge's: yes | warn | no | nothing
+    rounds: int  # whose model counts its update
+    spent: str  # what was consumed so far, with its delta; "" for nothing
+    out: Out | None  # why it is out now
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A run as its page shows it."""
+
+    job: Job
+    state: str
+    word: str
+    kind: str
+    closed: int
+    rows: tuple[Row, ...]  # newest first
+    seats: tuple[Seat, ...]
+    reason: str
+    todo: str
+
+    @property
+    def live(self) -> bool:
+        """Whether it may change by itself."""
+        return self.state not in ("finished", "failed", "stopped")
+
+    @property
+    def share(self) -> int:
+        """Rounds that are closed, in percent of all."""
+        return 100 * self.closed // self.job.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the ledger says of one run."""
+
+    closed: int
+    counted: Mapping[int, tuple[str, ...]]  # round -> sites, sorted
+    grants: Mapping[str, tuple[str, int, str, int]]  # site -> state, used at the order, delta, order
+
+
+def books_of(state: State, jobs: Sequence[Job]) -> dict[str, Books]:
+    """Run -> what the ledger says of it, copied out of the fold under its lock: one walk for all of them."""
+    mine = {job.run: job for job in jobs}
+    counted: dict[str, dict[int, list[str]]] = {run: {} for run in mine}
+    for run, number, site in state.aggregated:
+        if run in mine:
+            counted[run].setdefault(number, []).append(site)
+    grants: dict[str, dict[str, tuple[str, int, str, int]]] = {run: {} for run in mine}
+    for grant in state.grants.values():
+        held = grant.reserved
+        if held.run in mine and held.site in mine[held.run].sites:
+            opened = state.accounts[held.account].opened
+            grants[held.run][held.site] = (grant.state, grant.used, opened.delta, opened.order)
+    return {
+        run: Books(
+            state.rounds.get(run, 0), {n: tuple(sorted(sites)) for n, sites in counted[run].items()}, grants[run]
+        )
+        for run in mine
+    }
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What the feed says, gathered by round."""
+
+    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    out: dict[int, dict[str, str]] = field(default_factory=dict)  # round -> site -> code
+    granted: tuple[str, ...] = ()
+    last: Event | None = None
+
+
+def _heard(events: Iterable[Event]) -> _Heard:
+    heard = _Heard()
+    for event in events:
+        heard.last = event
+        if event.state == "granted":
+            heard.granted = event.sites
+        elif event.state == "sent":
+            heard.asked[event.round] = event.sites
+        elif event.state in ("declined", "refused"):
+            heard.out.setdefault(event.round, {}).update(dict.fromkeys(event.sites, event.reason))
+        elif event.state == "closed":  # whoever was out at first and is in the model was not out
+            for site in event.sites:
+                heard.out.get(event.round, {}).pop(site, None)
+    return heard
+
+
+def board_of(job: Job, known: str, books: Books, events: Sequence[Event], stopping: bool = False) -> Board:
+    """The board.
+
+    Args:
+        job: the run.
+        known: as :meth:`coordinator.edges.runs.Runs.known` has it: finished, failed, stopped or open.
+        books: the ledger's word.
+        events: of this process, from the first.
+        stopping: a stop was asked for, and the round in progress goes on.
+    """
+    heard = _heard(events)
+    state = _state(known, heard, stopping)
+    word, kind = STATES[state]
+    numbers = sorted(books.counted.keys() | heard.asked.keys() | {n for n in heard.out if n}, reverse=True)
+    rows = tuple(
+        Row(
+            n,
+            n <= books.closed,
+            heard.asked.get(n, ()),
+            books.counted.get(n, ()),
+            tuple(Out(site, code, *why(code)) for site, code in sorted(heard.out.get(n, {}).items())),
+        )
+        for n in numbers
+    )
+    code = heard.last.reason if heard.last is not None and state in ("failed", "stopped", "waiting") else ""
+    seats = tuple(_seat(site, job, books, heard, state) for site in job.sites)
+    return Board(job, state, word, kind, books.closed, rows, seats, *why(code))
+
+
+def _state(known: str, heard: _Heard, stopping: bool) -> str:
+    last = heard.last.state if heard.last is not None else ""
+    if known in ("finished", "failed"):
+        return known
+    if known == "stopped":
+        return "stopping" if stopping else "stopped"
+    if last in ENDS:  # its end is told, and not written yet; or could not be written, and the next start resumes it
+        return last
+    return {"": "queued", "waiting": "waiting"}.get(last, "running")
+
+
+def _seat(site: str, job: Job, books: Books, heard: _Heard, state: str) -> Seat:
+    """One site: what it was granted, how often it counts, and what its last word was."""
+    rounds = sum(site in sites for sites in books.counted.values())
+    grant = books.grants.get(site)
+    newest = max((n for n, sites in heard.out.items() if site in sites), default=-1)
+    code = heard.out[newest][site] if newest >= 0 else ""
+    lasting = newest >= books.closed or grant is None  # else it came back, and later rounds count it
+    out = Out(site, code, *why(code)) if code and lasting else None
+    if grant is None:
+        asked = bool(heard.out.get(0)) or bool(heard.granted) or state in ("finished", "failed")
+        words = ("not in the run", "no") if asked else ("not asked yet", "")
+        return Seat(site, *words, rounds, "", out)
+    granted, used, delta, order = grant
+    spent = _spent(used, delta, order)
+    if out is not None:
+        return Seat(site, "out of the last round", "warn", rounds, spent, out)
+    if granted != "held":
+        told = (
+            "took part" if rounds else {"spent": "its budget is spent", "freed": "left; nothing was spent"}[granted]
+        )
+        return Seat(site, told, "yes" if rounds else "", rounds, spent, None)
+    return Seat(site, "takes part", "yes", rounds, spent, None)
+
+
+def _spent(used: int, delta: str, order: int) -> str:
+    """What a part of a grant's amount means, rounded up."""
+    if not used or not order:
+        return ""
+    return f"epsilon {rounded_up(epsilon_of(used, float(delta), order), 3):g} at delta {float(delta):g}"

@@ -1,0 +1,80 @@
+"""The exports: every report and certificate to take away, each made from one signed snapshot of the ledger."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from starlette.responses import Response
+
+from coordinator.console.desk import READERS, Desk
+from coordinator.edges.reports import REPORTS, Report, make
+from coordinator.reports.document import NoReport
+from policies.ledger import State
+from policies.statement import ID
+from policies.store import LedgerUnsound
+from protos.web.pages import Asked, Pages, Refusal
+
+_NEWEST: Final = 200  # releases that the page offers; others by their name
+_WORDS: Final = {
+    "html": "page",
+    "pdf": "PDF",
+    "json": "JSON",
+    "md": "Markdown",
+    "yaml": "YAML",
+    "zip": "ZIP",
+}
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """The pages."""
+    turn = threading.Lock()  # a snapshot holds the whole ledger in memory: one at a time
+    pages.menu("Exports", "/exports", READERS)
+
+    @pages.get("/exports", READERS)
+    def exports(asked: Asked, release: str = "") -> Response:
+        with desk.store.exclusive() as state:
+            names = subjects(state)
+            offered = offers(state, release) if release in names else []
+        if release and not offered:
+            raise Refusal(404, "The ledger has admitted no release of that name, and no run of it has a model.")
+        return asked.page(
+            "exports.html",
+            whole=[r for r in REPORTS.values() if not r.about],
+            each=offered,
+            names=names[:_NEWEST],
+            total=len(names),
+            release=release,
+            words=_WORDS,
+        )
+
+    @pages.get("/exports/{name}.{form}", READERS)
+    def download(asked: Asked, name: str, form: str, release: str = "") -> Response:
+        if release and not ID.fullmatch(release):
+            raise Refusal(404, "That is not the name of a release or run.")
+        if not turn.acquire(timeout=30.0):
+            raise Refusal(503, "Another report is being made. Try again in a minute.")
+        try:
+            made = make(desk.home, name, form, release, desk.now())
+        except NoReport as error:
+            raise Refusal(404, f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
+        except LedgerUnsound:
+            raise Refusal(503, "The ledger on disk is not what its key committed last: nothing was signed.") from None
+        finally:
+            turn.release()
+        return asked.download(made.name, made.body, made.media)
+
+
+def offers(state: State, release: str) -> list[Report]:
+    """The reports that there are about one release or run: no catalogue's entry of what is not of its kind."""
+    entry = state.releases.get(release)
+    levels = [entry.level] if entry is not None else [e.level for e in state.releases.values() if e.run == release]
+    without = {"croissant"} if entry is None else set()
+    without |= set() if max(levels, default="C") in ("A", "A*") else {"registry-entry"}
+    return [r for r in REPORTS.values() if r.about and r.name not in without]
+
+
+def subjects(state: State) -> list[str]:
+    """What a certificate can be about, newest first: releases of one hospital, and runs that have closed a round."""
+    found = [name for name, entry in state.releases.items() if not entry.run]
+    return [*reversed(state.rounds), *reversed(found)]

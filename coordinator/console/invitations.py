@@ -1,0 +1,107 @@
+"""Hospitals come and go: an invitation with its token, told once; a revocation, which counts at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from starlette.responses import Response
+
+from coordinator.console.desk import OPERATOR, Desk
+from policies.statement import ID
+from protos.web.pages import Asked, Pages, Refusal
+
+_Made = TypeVar("_Made")
+WHY: Final = ("lost", "stolen", "left", "key")
+_KEPT: Final = 16  # invitations that can still be downloaded; they hold no secret, and end after half an hour
+
+
+class Bodies:
+    """The invitations of this process, for the download beside the page that told the token."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._lock, self._kept = threading.Lock(), dict[str, bytes]()
+
+    def keep(self, site: str, body: bytes) -> None:
+        """The newest of a site; the oldest of all goes first."""
+        with self._lock:
+            self._kept.pop(site, None)
+            self._kept[site] = body
+            while len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
+
+    def of(self, site: str) -> bytes | None:
+        """A site's."""
+        with self._lock:
+            return self._kept.get(site)
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """The pages; they are reached from "People and keys"."""
+    _invite(pages, desk, Bodies())
+    _revoke(pages, desk)
+
+
+def _invite(pages: Pages, desk: Desk, bodies: Bodies) -> None:
+    """A hospital may come."""
+
+    @pages.post("/hospitals/invite", {OPERATOR})
+    def invite(asked: Asked) -> Response:
+        site = asked.form["site"].strip()
+        made = _managed(lambda: desk.authority.invite(site))
+        bodies.keep(site, made.body)
+        desk.log.info("invited", site=site)
+        return asked.page("invited.html", site=site, token=made.token, fingerprint=made.fingerprint)
+
+    @pages.get("/hospitals/{site}/invitation", {OPERATOR})
+    def invitation(asked: Asked, site: str) -> Response:
+        body = bodies.of(site)
+        if body is None:
+            raise Refusal(404, "There is no invitation of that hospital to download: invite it again.")
+        return asked.download(f"{site}-invitation.json", body, "application/json")
+
+
+def _revoke(pages: Pages, desk: Desk) -> None:
+    """A hospital, or one of its certificates, ends."""
+
+    @pages.get("/hospitals/{site}/revoke", {OPERATOR})
+    def ask(asked: Asked, site: str, certificate: str = "") -> Response:
+        state = desk.store.state
+        if site not in state.sites or site in state.barred:
+            raise Refusal(404, "No hospital of that name is enrolled.")
+        if certificate and certificate not in state.issued:
+            raise Refusal(404, "No certificate of that number was issued.")
+        with desk.store.exclusive() as books:
+            grants = [g for g in books.grants.values() if g.reserved.site == site and g.state == "held"]
+            runs = sorted({g.reserved.run for g in grants if g.reserved.run})
+        return asked.page(
+            "revoke.html", site=site, certificate=certificate, reasons=WHY, grants=len(grants), runs=runs
+        )
+
+    @pages.post("/hospitals/{site}/revoke", {OPERATOR})
+    def revoke(asked: Asked, site: str) -> Response:
+        number, why = asked.form["certificate"].strip(), asked.form["why"]
+        if why not in WHY or not ID.fullmatch(site):
+            raise Refusal(400, "The reason is one of the words that are offered.")
+        if not number and asked.form["again"].strip() != site:
+            raise Refusal(400, "Type the hospital's name to end its part in the federation. Nothing was done.")
+        _managed(lambda: desk.authority.revoke(site, number, why))
+        expel(desk, site)
+        desk.log.warning("revoked", site=site, rule=why)
+        what = f"Certificate {number[:12]}… of {site}" if number else site
+        return asked.go("/people", f"{what} is revoked. It counts from now on, and the ledger says so to everybody.")
+
+
+def expel(desk: Desk, site: str) -> None:
+    """End the open calls of a revoked site; every new one is refused by itself, as the ledger is asked each time."""
+    desk.expel(site)
+
+
+def _managed(act: Callable[[], _Made]) -> _Made:
+    """What speaks against it reaches the operator in words."""
+    try:
+        return act()
+    except ValueError as refusal:
+        raise Refusal(409, f"It was refused, and nothing was done: {refusal}.") from None

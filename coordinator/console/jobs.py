@@ -1,0 +1,264 @@
+"""A run as a form: its fields to a job and back, what it would cost, and whether that has changed since. Pure.
+
+The fields are the keys of a job file, and those of its mechanism's public configuration each on its own, so that
+nobody has to write JSON by hand to ask what a run would cost. What is wrong is said all at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from coordinator.plan import FEDAVG, KEYS, MASKED, PLAIN, BadJob, Decision, Job, SiteCost
+from coordinator.strictjson import json_object
+from coordinator.wording import rounded_down, rounded_up
+from policies.claims import RELATION, UNIT
+from policies.statement import canonical
+
+MOST_JOB: Final = 1 << 20  # bytes of a job file
+_NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "rounds", "min_sites"})
+_MORE: Final = frozenset({"strategy", "all_or_none", "secure"})  # may be left out of a job file
+
+
+class BadForm(ValueError):
+    """The form makes no job; every problem is in the tuple."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        """Keep the problems."""
+        self.problems = tuple(problems)
+        super().__init__("; ".join(self.problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One input of the form."""
+
+    name: str
+    label: str
+    help: str
+    value: str
+
+
+# label, help; in the order in which people think of them
+_HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "sampling_rate": ("Sampling rate", "the probability that a patient takes part in a step, above 0, at most 1"),
+        "noise_multiplier": ("Noise multiplier", "the noise's standard deviation, in bounds on one patient's part"),
+        "steps_per_round": ("Steps in each round", "a whole number; every step is paid for"),
+        "rounds": ("Rounds that are priced", "a whole number, the run's rounds or more"),
+        "clip": ("Bound on one patient's part", "the largest norm of it"),
+        "images_per_patient": ("Images of each patient", "drawn in every step; a patient counts once"),
+        "public_patients": (
+            "Patients, publicly bounded",
+            "a public number that no site exceeds; delta is below 1 / it",
+        ),
+        "learning_rate": ("Learning rate", "of the sites' own steps"),
+        "proximal": ("Proximal term", "0 for plain averaging; with the strategy fedprox its mu"),
+        "sites": ("Sites that share the noise", "as many as take part"),
+        "honest": ("Honest sites", "so many must keep their noise to themselves for the promise to hold"),
+        "value_bound": ("Bound on a value", "of one element of an update, before it is masked"),
+        "scale": ("Scale", "bits after the point in the masked sum"),
+        "ring_bits": ("Ring", "bits of the masked sum's elements"),
+        "classes": ("Classes", "a JSON list of labels"),
+        "shape": ("Shape", "a JSON list: height and width of an image in pixels"),
+        "centre": ("Centre", "a JSON list: the public mean that is taken off, one number for each pixel"),
+    }
+)
+_NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
+    {"parameters": "Length of the model", "rounds": "Rounds", "min_sites": "Fewest hospitals"}
+)
+NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        PLAIN: "Every site adds its own noise; the coordinator sees each site's noisy update",
+        MASKED: "Sites share the noise; the coordinator sees only the sum of all updates",
+    }
+)
+_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
+    {"rounds": "", "min_sites": "", "parameters": "", "run": "", "strategy": FEDAVG}
+)
+
+
+def blank(mechanism: str, sites: Sequence[str]) -> dict[str, str]:
+    """An empty form for a mechanism, every enrolled site ticked."""
+    config = {f"config.{key}": "" for key in KEYS[mechanism]}
+    return {**_DEFAULTS, "mechanism": mechanism, **config, **{f"site.{site}": "on" for site in sites}}
+
+
+def inputs(values: Mapping[str, str]) -> list[Field]:
+    """The fields of the mechanism's public configuration, filled."""
+    known = KEYS[values["mechanism"]]
+    named = [(key, *_HELP[key]) for key in _HELP if key in known]
+    return [Field(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+
+
+def from_job(job: Job) -> dict[str, str]:
+    """A job's form."""
+    config = json.loads(job.config)
+    filled = {f"config.{key}": _typed(value) for key, value in config.items()}
+    return {
+        "run": job.run,
+        "mechanism": job.mechanism,
+        "parameters": str(job.parameters),
+        "rounds": str(job.rounds),
+        "min_sites": str(job.min_sites),
+        "strategy": job.strategy,
+        **({"all_or_none": "on"} if job.all_or_none else {}),
+        **filled,
+        **{f"site.{site}": "on" for site in job.sites},
+    }
+
+
+def from_file(raw: bytes, run: str = "") -> dict[str, str]:
+    """The form of a job file, as ``round launch`` takes it; what its values mean is checked with the form.
+
+    Raises:
+        BadForm: not a job file.
+    """
+    try:
+        values = json_object(raw.decode()) if len(raw) <= MOST_JOB else {}
+    except ValueError:
+        values = {}
+    lacking = sorted(_NEEDED - values.keys())
+    unknown = sorted(values.keys() - _NEEDED - _MORE)
+    wrong = [f"the job file lacks {', '.join(lacking)}"] if lacking else []
+    wrong += [f"the job file has the unknown keys {', '.join(map(_short, unknown))}"] if unknown else []
+    if wrong:
+        raise BadForm(wrong)
+    mechanism, config, sites = values["mechanism"], values["config"], values["sites"]
+    if mechanism not in KEYS or not isinstance(config, dict) or not isinstance(sites, list):
+        raise BadForm([f"the job file: mechanism is one of {', '.join(KEYS)}, config an object, sites a list"])
+    out = {name: _typed(values[name]) for name in ("parameters", "rounds", "min_sites")}
+    out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
+    out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
+    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in KEYS[mechanism]}
+    return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
+
+
+def job_of(form: Mapping[str, str]) -> Job:
+    """The job that a form asks for.
+
+    Raises:
+        BadForm: every problem at once: those of the single fields, or else those of the job as a whole.
+    """
+    mechanism, wrong = form.get("mechanism", ""), list[str]()
+    if mechanism not in KEYS:
+        raise BadForm([f"mechanism: one of {', '.join(KEYS)}"])
+
+    def read(name: str, label: str, kind: type) -> Any:
+        try:
+            return _READ[kind](form.get(name, "").strip())
+        except ValueError as fault:
+            wrong.append(f"{label}: {fault}")
+            return None
+
+    config = {key: read(f"config.{key}", _HELP[key][0], kind) for key, kind in KEYS[mechanism].items()}
+    numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
+    try:
+        strategy = json.dumps(json_object(form.get("strategy", "")), sort_keys=True, separators=(",", ":"))
+    except ValueError:
+        wrong.append("strategy: a JSON object, such as " + FEDAVG)
+        strategy = ""
+    if wrong:
+        raise BadForm(wrong)
+    try:
+        return Job(
+            run=form.get("run", "").strip(),
+            mechanism=mechanism,
+            config=json.dumps(config, sort_keys=True, allow_nan=False),
+            sites=tuple(sorted(key.removeprefix("site.") for key in form if key.startswith("site."))),
+            strategy=strategy,
+            all_or_none="all_or_none" in form,
+            secure=mechanism == MASKED,
+            **numbers,
+        )
+    except BadJob as fault:
+        raise BadForm(str(fault).removeprefix("the job needs ").split("; ")) from None
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 12):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError("a number, such as 0.25")
+    return number
+
+
+def _list(text: str) -> list[Any]:
+    try:
+        values = json_object(f'{{"list": {text or "null"}}}')
+    except ValueError:
+        values = {}
+    found = values.get("list")
+    if len(values) != 1 or not isinstance(found, list):
+        raise ValueError("a JSON list, such as [8, 8]")
+    return found
+
+
+_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, list: _list})
+
+
+def _typed(value: object) -> str:
+    """A value as a person would type it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _short(text: str) -> str:
+    return text[:40]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One line of a forecast."""
+
+    site: str
+    fits: bool
+    epsilon: str  # of the run, rounded up; "" when it cannot be told
+    delta: str
+    left: str  # the largest epsilon that one more run could have, rounded down
+    share: float | None  # of what is left, in percent; None: nothing is left
+    reason: str
+
+
+def costs_of(costs: Sequence[SiteCost]) -> list[Cost]:
+    """A forecast as people read it: what is taken is rounded up, what is left is rounded down."""
+    return [
+        Cost(
+            c.site,
+            c.fits,
+            f"{rounded_up(float(c.epsilon), 3):g}" if c.epsilon else "",
+            f"{float(c.delta):g}" if c.delta else "",
+            f"{rounded_down(float(c.left_epsilon), 3):g}" if c.left_epsilon else "",
+            rounded_up(100 * c.amount / c.left, 1) if c.left > 0 else None,
+            c.reason,
+        )
+        for c in costs
+    ]
+
+
+def seen(costs: Sequence[SiteCost], decision: Decision) -> str:
+    """What a person has seen of a forecast, as a digest: who would take part, and at what price.
+
+    A launch brings it back. When it is another one by then, nothing is launched: the person sees the new one first.
+    """
+    told = [[c.site, c.fits, str(c.amount), c.epsilon, c.delta] for c in costs]
+    value: Any = [decision.go, list(decision.sites), told]
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def priced_as() -> str:
+    """What every epsilon on the page means nothing without."""
+    assert (UNIT, RELATION) == ("patient", "add-or-remove-one"), "the sentence below says so"
+    return "epsilon per patient, neighbours differ by one patient added or removed"

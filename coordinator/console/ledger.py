@@ -1,0 +1,263 @@
+"""The ledger's pages: search and filter, one entry in words with its proof, and what was refused and why."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from starlette.responses import Response
+
+from coordinator.console import narrative
+from coordinator.console.desk import READERS, Desk
+from coordinator.console.signed import signed
+from coordinator.wording import KINDS, count, explain
+from policies.entries import decode
+from policies.proof import Proof, check
+from policies.search import COUNTED, Found, Query, Refusals, TooWide
+from policies.store import LedgerUnsound
+from protos.web.pages import Asked, Pages, Refusal
+
+DAY: Final = 86_400
+NEW: Final = 1_000  # entries that a page takes into the index itself
+PERIODS: Final = (7, 30, 90, 365)
+_NUMBER: Final = re.compile(r"#?([0-9]{1,15})")
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """The ledger, one entry of it, and the refusals."""
+    pages.menu("Ledger", "/ledger", READERS)
+    pages.menu("Refusals", "/refusals", READERS)
+
+    @pages.get("/ledger", READERS)
+    def ledger(  # noqa: PLR0913 - a filter has that many fields
+        asked: Asked,
+        *,
+        kind: str = "",
+        site: str = "",
+        since: str = "",
+        until: str = "",
+        text: str = "",
+        before: int | None = None,
+        after: int | None = None,
+    ) -> Response:
+        chosen = {"kind": kind, "site": site, "since": since, "until": until, "text": text.strip()}
+        with searching():
+            return asked.page("ledger.html", **listing(desk, chosen, before, after))
+
+    @pages.get("/ledger/{seq}", READERS)
+    def entry(asked: Asked, seq: int) -> Response:
+        with searching():
+            return asked.page("entry.html", **one(desk, seq))
+
+    @pages.get("/ledger/{seq}/proof.json", READERS)
+    def proof(asked: Asked, seq: int) -> Response:
+        return asked.download(f"entry-{seq}-proof.json", proof_of(desk, seq).to_json(), "application/json")
+
+    @pages.get("/ledger/{seq}/checkpoint", READERS)
+    def checkpoint(asked: Asked, seq: int) -> Response:
+        note = proof_of(desk, seq).checkpoint.encode()
+        return asked.download("ledger.checkpoint", note, "text/plain; charset=utf-8")
+
+    @pages.get("/ledger/{seq}/statement.json", READERS)
+    def statement(asked: Asked, seq: int) -> Response:
+        digest = getattr(decode(_shown(desk, seq)).entry, "envelope", b"")
+        raw = desk.store.envelope(digest) if digest else None
+        if raw is None:
+            raise Refusal(404, f"Entry {seq} rests on no signed statement that is kept here.")
+        return asked.download(f"entry-{seq}-statement.json", raw, "application/json")
+
+    @pages.get("/refusals", READERS)
+    def refusals(asked: Asked, days: int = 7, site: str = "") -> Response:
+        with searching():
+            return asked.page("refusals.html", **refused(desk, days, site))
+
+
+def follow(desk: Desk) -> str:
+    """Bring the index up to date; what to say when it is not."""
+    try:
+        level = desk.index.follow(NEW)
+    except (LedgerUnsound, OSError):
+        level = False
+    if level:
+        return ""
+    held, size = desk.index.size, desk.store.state.size
+    return f"The search is still being prepared: it holds the first {held:,} of {size:,} entries.".replace(",", " ")
+
+
+@contextmanager
+def searching() -> Iterator[None]:
+    """A page that cannot search says so; the index is made again by whoever comes next."""
+    try:
+        yield
+    except LedgerUnsound as error:
+        raise Refusal(503, f"{str(error).capitalize()}. The ledger itself is not touched: look again soon.") from None
+
+
+def listing(desk: Desk, chosen: Mapping[str, str], before: int | None, after: int | None) -> dict[str, Any]:
+    """A page of entries, and what the filter is."""
+    behind = follow(desk)
+    query = _query(chosen, before, after)
+    try:
+        found, total = desk.index.find(query), desk.index.count(query)
+        problem = ""
+    except TooWide as error:
+        found, total, problem = Found((), False, False), 0, f"{error}."
+    with desk.store.exclusive() as state:
+        rows = [narrative.row(seq, desk.store.line(seq).record, state) for seq in found.seqs]
+        sites, size = sorted(state.sites), state.size
+    given = {name: value for name, value in chosen.items() if value}
+    return {
+        "rows": rows,
+        "chosen": chosen,
+        "filtered": bool(given),
+        "kinds": [("", "everything"), *sorted(KINDS.items(), key=lambda pair: pair[1])],
+        "sites": [("", "all"), *((name, name) for name in sites)],
+        "size": size,
+        "total": _total(total),
+        "problem": problem,
+        "behind": behind,
+        "jump": _jump(chosen["text"], size),
+        "newer": _link(given, after=found.seqs[0]) if found.newer and found.seqs else "",
+        "older": _link(given, before=found.seqs[-1]) if found.older and found.seqs else "",
+        "newest": _link(given) if before is not None or after is not None else "",
+    }
+
+
+def _total(total: int) -> str:
+    return f"more than {COUNTED:,} entries".replace(",", " ") if total > COUNTED else count(total, "entry", "entries")
+
+
+def _link(given: Mapping[str, str], **place: int) -> str:
+    words = urlencode({**given, **place})
+    return f"/ledger?{words}" if words else "/ledger"
+
+
+def _jump(text: str, size: int) -> int | None:
+    """The entry that a typed number is, if there is one."""
+    match = _NUMBER.fullmatch(text)
+    return int(match[1]) if match and int(match[1]) < size else None
+
+
+def _query(chosen: Mapping[str, str], before: int | None, after: int | None) -> Query:
+    """What the filter asks for.
+
+    Raises:
+        Refusal: a kind that does not exist, a date that is none, or a page that lies on both sides of an entry.
+    """
+    kind = chosen["kind"]
+    if kind and kind not in KINDS:
+        raise Refusal(400, "There is no such kind of entry.")
+    until = _day(chosen["until"])
+    ends = None if until is None else until + DAY
+    try:
+        return Query(
+            (kind,) if kind else (), chosen["site"], _day(chosen["since"]), ends, chosen["text"], before, after
+        )
+    except ValueError as error:
+        raise Refusal(400, f"The page cannot be found: {error}.") from None
+
+
+def _day(text: str) -> int | None:
+    """The beginning of a day, UTC, in seconds since 1970."""
+    if not text:
+        return None
+    try:
+        return int(dt.datetime.combine(dt.date.fromisoformat(text), dt.time(), dt.UTC).timestamp())
+    except ValueError:
+        raise Refusal(400, "A date is written as in 2026-01-31.") from None
+
+
+def _shown(desk: Desk, seq: int) -> bytes:
+    """An entry's bytes, as the ledger shows them.
+
+    Raises:
+        Refusal: there is no such entry.
+    """
+    return proof_of(desk, seq).entry
+
+
+def proof_of(desk: Desk, seq: int) -> Proof:
+    """One entry with its inclusion proof, checked here.
+
+    Raises:
+        Refusal: there is no such entry.
+    """
+    shown = desk.store.prove(0, seq) if 0 <= seq < 1 << 62 else None
+    if shown is None or not shown.entry:
+        raise Refusal(404, "There is no such entry, or it is not durable yet.")
+    return check(seq, shown.entry, shown.included, shown.checkpoint, (desk.store.origin, desk.store.public))
+
+
+def one(desk: Desk, seq: int) -> dict[str, Any]:
+    """One entry in words, its signed statement and its proof."""
+    behind = follow(desk)
+    proof = proof_of(desk, seq)
+    record = decode(proof.entry)
+    with desk.store.exclusive() as state:
+        line = narrative.row(seq, record, state)
+        facts = narrative.facts(record.entry, state)
+        said = signed(record.entry, state, desk.store, desk.index)
+    return {
+        "line": line,
+        "key": narrative.shown(record.key),
+        "facts": facts,
+        "reasons": narrative.reasons(record.entry),
+        "said": said,
+        "proof": proof,
+        "size": proof.head.size if proof.head else 0,
+        "behind": behind,
+        "home": Path(desk.home.root).name,
+    }
+
+
+def refused(desk: Desk, days: int, site: str) -> dict[str, Any]:
+    """What was refused in the last days: how often by which rule, in words, and the newest of them."""
+    if days not in PERIODS:
+        raise Refusal(400, f"Choose one of {', '.join(map(str, PERIODS))} days.")
+    behind, now = follow(desk), int(desk.now().timestamp())
+    since = (now // DAY - days + 1) * DAY
+    counted = [r for r in desk.index.refusals(since, now + DAY) if not site or r.site == site]
+    newest = desk.index.find(Query(("refused",), site, since, most=20))
+    with desk.store.exclusive() as state:
+        rows = [narrative.row(seq, desk.store.line(seq).record, state) for seq in newest.seqs]
+        sites = sorted(state.sites)
+    first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
+    return {
+        "days": days,
+        "periods": [(n, f"{n} days") for n in PERIODS],
+        "site": site,
+        "sites": [("", "all"), *((name, name) for name in sites)],
+        "rules": rules_of(counted, first),
+        "rows": rows,
+        "behind": behind,
+        "since": first,
+        "all": _link({"kind": "refused", "since": first, **({"site": site} if site else {})}),
+    }
+
+
+def rules_of(counted: Sequence[Refusals], since: str) -> list[dict[str, Any]]:
+    """Refusals by their rule, the most frequent first: why, what to do, whose, and where to read them.
+
+    Args:
+        counted: as the index counts them.
+        since: the first day, as in 2026-01-31.
+    """
+    by_rule: dict[str, dict[str, int]] = {}
+    for r in counted:
+        by_rule.setdefault(r.rule, {})[r.site or narrative.NOBODY] = r.times
+    return [
+        {
+            "rule": narrative.shown(rule),
+            "why": narrative.shown(explain(rule)[0]),
+            "what": explain(rule)[1],
+            "sites": narrative.shown(", ".join(f"{site} {times}" for site, times in sorted(sites.items()))),
+            "times": sum(sites.values()),
+            "href": _link({"kind": "refused", "since": since, "text": f"rule={rule}"}),
+        }
+        for rule, sites in sorted(by_rule.items(), key=lambda pair: -sum(pair[1].values()))
+    ]

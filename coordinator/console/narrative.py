@@ -1,0 +1,242 @@
+"""An entry of the ledger in words: one sentence, then each of its fields, none left out. Pure.
+
+A number is never shown without its unit, and what an entry costs is a share of the budget that pays for it, rounded
+up. The sentences themselves are those of the report (:mod:`coordinator.wording`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from coordinator.promises import promise
+from coordinator.wording import KINDS, LEVELS, MECHANISMS, STAGES, count, explain, told, utc
+from policies.claims import UNIT
+from policies.entries import Admitted, Entry, Expired, Freed, Record, Refused, Spent, kind_of
+from policies.ledger import State
+from policies.statement import load_json
+
+NOBODY: Final = "–"
+BADGES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "admitted": "yes",
+        "refused": "no",
+        "revoked": "warn",
+        "restored": "warn",
+        "recovered": "warn",
+        "waived": "warn",
+        "expired": "warn",
+        "dismissed": "warn",
+    }
+)
+LABELS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "account": "Budget",
+        "amount": "Price",
+        "artifact": "SHA-256 of what was released",
+        "certificate": "SHA-256 of the certificate",
+        "claim": "What is promised",
+        "delta": "delta",
+        "envelope": "SHA-256 of the signed statement",
+        "epoch": "Epoch",
+        "epsilon": "epsilon, as persons state it",
+        "findings": "Reasons",
+        "grant": "Grant",
+        "grants": "Lost grants shown",
+        "level": "Claim level",
+        "limit": "Limit",
+        "mechanism": "Method",
+        "model": "SHA-256 of the model",
+        "nonce": "Number of the restore, at random",
+        "not_after": "Good until",
+        "number": "Number",
+        "order": "Order of the Rényi filter, fixed when the budget was opened",
+        "person": "Person",
+        "policy": "SHA-256 of the policy's text",
+        "proposal": "SHA-256 of what was proposed",
+        "public": "Public key (Ed25519)",
+        "reader": "Encrypted to the reader with the key",
+        "release": "Release",
+        "role": "Role",
+        "root": "Root of the backup",
+        "round": "Round",
+        "run": "Run",
+        "serial": "Proposal",
+        "sign_key": "Signing key (Ed25519)",
+        "site": "Site",
+        "sites": "Sites",
+        "size": "Entries in the backup",
+        "stage": "When",
+        "subject": "About",
+        "used": "Used of the grant so far",
+        "why": "Why",
+    }
+)
+_NAMES: Final = frozenset(
+    {"grant", "release", "run", "site", "person", "serial", "subject", "account"}
+)  # found again
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the ledger."""
+
+    seq: int
+    at: int  # seconds since 1970
+    kind: str
+    title: str
+    badge: str  # "yes" | "no" | "warn" | ""
+    who: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of an entry."""
+
+    label: str
+    text: str
+    search: str = ""  # finds what else has this name
+    digest: str = ""  # hexadecimal, shown short
+    note: str = ""
+
+
+def shown(text: str) -> str:
+    """A text of somebody else's without what cannot be seen: nothing in it moves or turns the words around it."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def row(seq: int, record: Record, state: State) -> Row:
+    """One entry as a line of a list."""
+    entry = record.entry
+    kind = kind_of(entry)
+    who, words = sentence(record, state)
+    title, badge = KINDS.get(kind, kind), BADGES.get(kind, "")
+    return Row(seq, record.at, kind, title, badge, shown(who or NOBODY), shown(words))
+
+
+def sentence(record: Record, state: State) -> tuple[str, str]:
+    """Whose entry it is, and what it says."""
+    entry = record.entry
+    grant = getattr(entry, "grant", "")
+    known = state.grants.get(grant)
+    if known is not None and isinstance(entry, Spent | Expired | Freed):
+        return known.reserved.site, _end(entry, state)
+    if isinstance(entry, Refused):
+        return entry.site, _no(entry)
+    plain = {f.name: _plain(getattr(entry, f.name)) for f in fields(entry)} | {"type": kind_of(entry)}
+    held = {grant: _as_json(known.reserved)} if known is not None else {}
+    name = known.reserved.account if known is not None else getattr(entry, "account", "")
+    account = state.accounts.get(name)
+    accounts = {name: {"kind": "rdp" if account.opened.order else "k", "limit": account.limit}} if account else {}
+    site, words = told(plain, held, accounts)
+    if getattr(entry, "run", "") and "," not in words and isinstance(entry, Admitted):
+        words = f"{words}, run {entry.run}"
+    return site, words
+
+
+def _no(entry: Refused) -> str:
+    """What was refused, when, and why, the first two reasons in words."""
+    when = STAGES.get(entry.stage, entry.stage).partition(",")[0]
+    said = [explain(rule)[0].rstrip(".") for rule in entry.findings]
+    more = f"; and {count(len(said) - 2, 'other reason')}" if len(said) > 2 else ""
+    return f"{entry.mechanism or 'a call'}, {when}: {'; '.join(said[:2])}{more}"
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    return {f.name: _plain(getattr(entry, f.name)) for f in fields(entry)}
+
+
+def _plain(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _end(entry: Spent | Expired | Freed, state: State) -> str:
+    """How a grant ended: what of it is gone, and what came back."""
+    held = state.grants[entry.grant].reserved
+    used = entry.used if isinstance(entry, Spent) else held.amount if isinstance(entry, Expired) else 0
+    back = "" if used == held.amount else f"; {price(held.amount - used, held.account, state)} came back"
+    gone = f"{price(used, held.account, state)} is spent" if used else "nothing is spent"
+    return f"{held.mechanism}: {gone}{back}, {entry.why}"
+
+
+def price(amount: int, account: str, state: State) -> str:
+    """An amount as people can weigh it: a share of the budget, or releases per patient."""
+    known = state.accounts.get(account)
+    if known is None or not known.limit:
+        return f"{amount} of a budget of nothing"
+    if not known.opened.order:
+        return f"{count(amount, 'release')} per patient"
+    return f"{percent_up(amount, known.limit):g} % of the epsilon budget"
+
+
+def percent_up(part: int, whole: int) -> float:
+    """A share in percent with one digit, rounded up: a little is never nothing. In whole numbers, so exactly."""
+    return -(-1000 * part // whole) / 10
+
+
+def percent_down(part: int, whole: int) -> float:
+    """The same, rounded down: what is left never looks like more."""
+    return 1000 * part // whole / 10
+
+
+def reasons(entry: Entry) -> list[tuple[str, str, str]]:
+    """Of a refusal: each rule, why, and what to do."""
+    if not isinstance(entry, Refused):
+        return []
+    return [(shown(rule), shown(explain(rule)[0]), explain(rule)[1]) for rule in entry.findings]
+
+
+def facts(entry: Entry, state: State) -> list[Field]:
+    """Every field of an entry, none left out."""
+    made = [_field(f.name, getattr(entry, f.name), entry, state) for f in fields(entry)]
+    return [replace(field, text=shown(field.text), note=shown(field.note)) for field in made]
+
+
+def _field(name: str, value: Any, entry: Entry, state: State) -> Field:
+    label = LABELS[name]
+    if name == "claim":
+        return Field(label, value.decode(), note=promise(load_json(value)))
+    if isinstance(value, bytes):
+        return Field(label, "", digest=value.hex()) if value else Field(label, "none")
+    if value in ("", []):
+        return Field(label, "none")
+    if isinstance(value, list):
+        return Field(label, ", ".join(value))
+    if name in _NAMES:
+        return Field(label, str(value), search=str(value))
+    return Field(label, *_of_number(name, value, entry, state))
+
+
+def _of_number(name: str, value: Any, entry: Entry, state: State) -> tuple[str, str, str, str]:
+    """Text, then search and digest, which it has none of, then a note."""
+    note = ""
+    if name in {"amount", "used", "limit"}:
+        note = _weighed(int(value), entry, state)
+    elif name == "not_after":
+        return f"{utc(value)} UTC", "", "", ""
+    elif name == "level" and value in LEVELS:
+        note = LEVELS[value][1]
+    elif name == "stage":
+        note = STAGES.get(value, "")
+    elif name == "mechanism":
+        note = MECHANISMS.get(value, "")
+    elif name == "delta":
+        note = f"per {UNIT}"
+    elif name == "reader":
+        return "", "", str(value), ""
+    return (f"{value:,}".replace(",", " ") if isinstance(value, int) else str(value)), "", "", note
+
+
+def _weighed(value: int, entry: Entry, state: State) -> str:
+    held = state.grants.get(getattr(entry, "grant", ""))
+    account = getattr(entry, "account", "") or (held.reserved.account if held else "")
+    known = state.accounts.get(account)
+    if known is None:
+        return ""
+    if not known.opened.order:
+        return f"releases without an epsilon per {UNIT}, ever"
+    unit = f"nano-nats of Rényi divergence at order {known.opened.order}"
+    return unit if value == known.limit else f"{unit}: {price(value, account, state)}"

@@ -1,0 +1,168 @@
+"""The first page: what to look at now, who is there, what waits for approval, and what is left of every budget."""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.responses import Response
+
+from coordinator.console import alarms, budgets
+from coordinator.console.alarms import DAY, Head
+from coordinator.console.desk import READERS, Desk
+from coordinator.console.keys import keys_of
+from coordinator.console.ledger import NEW, rules_of, searching
+from coordinator.console.proposals import Proposal, proposal_of
+from coordinator.edges.witnesses import Witnesses
+from policies.ledger import State
+from policies.merkle import cosigners
+from policies.search import Query
+from policies.store import LedgerUnsound
+from protos.web.pages import Asked, Pages
+
+RECENT_DAYS: Final = 7
+CURVE_DAYS: Final = 90
+LISTED: Final = 8  # proposals, rules
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRow:
+    """A site as the overview shows it."""
+
+    site: str
+    state: str  # "online" | "offline" | "revoked"
+    since: float | None  # seconds since 1970; None: not since this process started
+    until: int | None  # when its newest certificate ends
+    seen: int  # size of the newest head that it cosigned
+    level: bool  # whether that is the whole ledger
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """The overview, and the page of one site's budgets."""
+    pages.menu("Overview", "/", READERS)
+
+    @pages.get("/", READERS)
+    def overview(asked: Asked) -> Response:
+        with searching():
+            return asked.page("overview.html", **facts(desk, asked.person.name))
+
+    budgets.add(pages, desk)
+
+
+def facts(desk: Desk, me: str) -> dict[str, Any]:
+    """Everything that the page shows."""
+    now = int(desk.now().timestamp())
+    level = _level(desk)
+    since = (now // DAY - RECENT_DAYS + 1) * DAY
+    refusals = desk.index.refusals(since, now + DAY)
+    with desk.store.exclusive() as state:
+        accounts = budgets.budgets_of(state)
+        sites, heads = _sites(desk, state)
+        waiting = _waiting(desk, state, me)
+        found = [
+            *alarms.of_ledger(state, desk.store.stopped),
+            *alarms.of_certificates(
+                keys_of(desk.home, desk.store), alarms.newest_certificates(state), state.barred, now
+            ),
+        ]
+        barred, size = set(state.barred), state.size
+    first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
+    disk = shutil.disk_usage(desk.home.root)
+    found += [
+        *alarms.of_refusals(refusals, first),
+        *alarms.of_witnesses([h for h in heads if h.site not in barred], size, now),
+        *alarms.of_budgets(b for b in accounts if b.site not in barred),
+        *alarms.of_disk(disk.total, disk.free),
+    ]
+    if not level:
+        todo = "Wait: it is made in the background. If it stays so, look at the coordinator's log."
+        found.append(alarms.Alarm(alarms.MILD, "The search index is behind the ledger.", todo, "/ledger"))
+    return {
+        **alarms.as_context(alarms.in_order(found)),
+        **_money(desk, accounts, now, level),
+        "sites": sites,
+        "online": sum(row.state == "online" for row in sites),
+        "members": sum(row.state != "revoked" for row in sites),
+        "waiting": waiting[:LISTED],
+        "open": len(waiting),
+        "rules": rules_of(refusals, first)[:LISTED],
+        "refused": _refused(desk, since),
+        "recent_days": RECENT_DAYS,
+        "size": size,
+        "at": now,
+    }
+
+
+def _level(desk: Desk) -> bool:
+    try:
+        return desk.index.follow(NEW)
+    except (LedgerUnsound, OSError):
+        return False
+
+
+def _refused(desk: Desk, since: int) -> int:
+    """How many entries refuse something, on these days; an entry may have several reasons."""
+    return desk.index.tally(since, 1 << 52).get("refused", 0)
+
+
+def _money(desk: Desk, accounts: list[budgets.Budget], now: int, level: bool) -> dict[str, Any]:
+    """Bars of all accounts, and curves of those with an epsilon."""
+    kinds = []
+    for kind, title in budgets.KINDS.items():
+        own = [b for b in accounts if b.kind == kind]
+        begin = now - CURVE_DAYS * DAY
+        if own:
+            curve = budgets.over_time(desk.index, own, begin, now + 1) if level and kind == "rdp" else None
+            kinds.append({"kind": kind, "bars": budgets.drawn(own, title), "says": _says(own), "curve": curve})
+    return {"kinds": kinds, "curve_days": CURVE_DAYS}
+
+
+def _says(own: list[budgets.Budget]) -> str:
+    """What the limits are: in one sentence where they are the same for all."""
+    said = {b.says for b in own}
+    return said.pop() if len(said) == 1 else "Each hospital's own, see its page."
+
+
+def _sites(desk: Desk, state: State) -> tuple[list[SiteRow], list[Head]]:
+    presence = desk.sessions.presence()
+    ends, rows, heads = alarms.newest_certificates(state), [], []
+    seen = _cosigned(desk, state)
+    for site in sorted(state.sites):
+        there = presence.get(site)
+        word = "online" if there is not None and there.online else "offline"
+        word = "revoked" if site in state.barred else word
+        size = min(seen.get(site, 0), state.size)
+        rows.append(SiteRow(site, word, there.since if there else None, ends.get(site), size, size == state.size))
+        first = max(size, _joined(desk, site))  # what was written before it was enrolled is no news to it
+        heads.append(Head(site, size, desk.index.time_of(first) if size < state.size else None))
+    return rows, heads
+
+
+def _joined(desk: Desk, site: str) -> int:
+    """The place of its newest enrolment; 0 where the index does not know it yet."""
+    found = desk.index.find(Query(kinds=("enrolled",), site=site, most=1)).seqs
+    return found[0] if found else 0
+
+
+def _cosigned(desk: Desk, state: State) -> dict[str, int]:
+    """By site: the size of the newest head of this epoch that it cosigned. Nobody else's signature counts."""
+    found: dict[str, int] = {}
+    later = [f"epoch {state.epoch} {state.nonce}"] if state.epoch > 1 else []
+    keys = {site: known.sign_key for site, known in state.sites.items()}
+    for note in Witnesses(desk.home.witnesses).notes():
+        lines = note.partition("\n\n")[0].split("\n")
+        if lines[3:] != later or not lines[1].isdigit():
+            continue
+        names = {line.split(" ")[1] for line in note.partition("\n\n")[2].split("\n")[1:-1] if line.count(" ") == 2}
+        for site in cosigners(note, {name: keys[name] for name in names & keys.keys()}):
+            found[site] = max(found.get(site, 0), int(lines[1]))
+    return found
+
+
+def _waiting(desk: Desk, state: State, me: str) -> list[Proposal]:
+    """Proposals that are not carried out, the newest first."""
+    serials = list(dict.fromkeys([*state.asked, *state.proposals]))
+    wanted = [s for s in reversed(serials) if s not in state.proposals or not state.proposals[s].used]
+    return [p for s in wanted if (p := proposal_of(state, desk.store.envelope, me, s)) is not None]

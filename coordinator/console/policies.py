@@ -1,0 +1,164 @@
+"""The policies: the federation's, each site's, the strictest of both, and what was amended when."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.responses import Response
+
+from coordinator.console.bindings import Change, Row, Version, changes, compare
+from coordinator.console.desk import READERS, Desk
+from policies.audit import open_envelope
+from policies.entries import Amended, Enrolled
+from policies.policy import Policy, PolicyError, parse, strictest
+from policies.search import Query
+from policies.statement import Amendment, Enrolment
+from policies.statement import parse as parse_statement
+from protos.web.pages import Asked, Pages, Refusal
+
+MOST: Final = 100  # versions of one site's policy that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRow:
+    """One site, and where its own policy is the stricter one."""
+
+    site: str
+    revoked: bool
+    number: int  # of its newest amendment; 0 for none
+    stricter: tuple[str, ...]  # keys where the site binds
+    looser: tuple[str, ...]  # keys where the federation binds
+    readable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Purse:
+    """An account whose limit may have been set under another policy."""
+
+    account: str
+    limit: str
+    ceiling: str
+    bound: bool  # the policy of today is the smaller one
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """The pages."""
+    pages.menu("Policies", "/policies", READERS)
+
+    @pages.get("/policies", READERS)
+    def policies(asked: Asked) -> Response:
+        federation = desk.intake.federation
+        rows = compare(federation, federation)
+        return asked.page(
+            "policies.html",
+            federation=federation,
+            rows=rows,
+            text=desk.home.policy_text(),
+            stale=_stale(desk),
+            sites=_sites(desk),
+        )
+
+    @pages.get("/policies/{site}", READERS)
+    def policy(asked: Asked, site: str) -> Response:
+        if site not in desk.store.state.sites:
+            raise Refusal(404, "No hospital of that name is enrolled.")
+        own, federation = _own(desk, site), desk.intake.federation
+        return asked.page(
+            "policy.html",
+            site=site,
+            revoked=site in desk.store.state.barred,
+            rows=compare(federation, own),
+            both=strictest(federation, own),
+            versions=_history(desk, site),
+            purses=_purses(desk, site, strictest(federation, own)),
+        )
+
+
+def _stale(desk: Desk) -> bool:
+    """Whether policy.toml is another one by now than this process was started with."""
+    try:
+        return desk.home.policy() != desk.intake.federation
+    except (ValueError, OSError):
+        return True
+
+
+def _sites(desk: Desk) -> list[SiteRow]:
+    """Every site, by name."""
+    with desk.store.exclusive() as state:
+        known = [(site, site in state.barred, state.amended.get(site, 0)) for site in sorted(state.sites)]
+    out = []
+    for site, revoked, number in known:
+        try:
+            rows = compare(desk.intake.federation, _own(desk, site))
+        except Refusal:
+            out.append(SiteRow(site, revoked, number, (), (), False))
+            continue
+        out.append(SiteRow(site, revoked, number, _labels(rows, "site"), _labels(rows, "federation"), True))
+    return out
+
+
+def _labels(rows: list[Row], who: str) -> tuple[str, ...]:
+    return tuple(row.label for row in rows if row.binds == who)
+
+
+def _own(desk: Desk, site: str) -> Policy:
+    """The policy of a site that is in force, from the very statement that the books name."""
+    return _signed(desk, site, desk.store.state.policies[site])[1]
+
+
+def _signed(desk: Desk, site: str, digest: bytes) -> tuple[str, Policy]:
+    """A policy that a site signed: its text, and what it says. Its signature was verified before it was written down.
+
+    Raises:
+        Refusal: it is not kept, or cannot be read.
+    """
+    envelope = desk.store.envelope(digest) or b""
+    try:
+        if hashlib.sha256(envelope).digest() != digest:
+            raise ValueError(site)
+        said = parse_statement(open_envelope(envelope, None))
+        if not isinstance(said, Enrolment | Amendment) or said.site != site:
+            raise ValueError(site)
+        return said.policy, parse(said.policy, f"policy of {site}")
+    except (ValueError, PolicyError):
+        raise Refusal(409, f"The policy that {site} signed cannot be read here; the ledger names it.") from None
+
+
+def _history(desk: Desk, site: str) -> list[Version]:
+    """The policies that a site has signed, the newest first, each with what it changed."""
+    desk.index.follow()
+    found = desk.index.find(Query(kinds=("enrolled", "amended"), site=site, most=MOST))
+    in_force = desk.store.state.policies[site]
+    out, before = list[Version](), None
+    for seq in reversed(found.seqs):
+        record = desk.store.line(seq).record
+        entry = record.entry
+        if not isinstance(entry, Enrolled | Amended) or entry.site != site:
+            continue
+        text, policy = _signed(desk, site, entry.envelope)
+        made: tuple[Change, ...] = changes(before, policy) if before is not None else ()
+        number = entry.number if isinstance(entry, Amended) else 0
+        current = entry.envelope == in_force
+        out.append(Version(seq, record.at, number, entry.envelope.hex(), text, policy, made, current))
+        before = policy
+    return out[::-1]
+
+
+def _purses(desk: Desk, site: str, both: Policy) -> list[Purse]:
+    """A site's accounts beside what the policies of today allow: the smaller of both binds."""
+    out = []
+    with desk.store.exclusive() as state:
+        for name, account in sorted(state.accounts.items()):
+            if name.rpartition("/")[0] != site:
+                continue
+            if account.opened.order:
+                bound = float(account.epsilon) > both.epsilon
+                delta = f"at delta {float(account.opened.delta):g}"
+                row = Purse(name, f"epsilon {float(account.epsilon):g} {delta}", f"epsilon {both.epsilon:g}", bound)
+            else:
+                most = both.max_releases_per_patient
+                row = Purse(name, f"{account.limit} per patient", f"{most} per patient", account.limit > most)
+            out.append(row)
+    return out

@@ -1,0 +1,242 @@
+"""What persons have asked for and approved: each proposal in words, who is missing, and who may do what about it.
+
+The words come from the sealed statements, whose digests are in the ledger. Nothing is decided here: the fold counts
+the roles (:mod:`policies.office`), and whatever a page offers is refused there if it must not be.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from policies import governance
+from policies.entries import InvalidEntry
+from policies.ledger import State
+from policies.office import APPROVING, ASKING
+from policies.statement import Approval, Request
+from protos.identity import fingerprint
+
+ACTIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "limit": "Change a budget",
+        "appoint": "Appoint a person",
+        "dismiss": "Dismiss a person",
+        "enrol": "Enrol a hospital",
+        "waive": "Go on without a hospital after a restore",
+    }
+)
+ROLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "auditor": "reads everything, refusals too; asks for nothing and approves nothing",
+        "compliance": "approves, together with the hospital's side",
+        "hospital": "approves, together with compliance",
+        "operator": "runs the coordinator; asks, and carries out what was approved; never approves",
+        "researcher": "plans and launches rounds, and asks; never approves",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PersonRow:
+    """One person of the ledger."""
+
+    name: str
+    role: str
+    key: str  # base64, as `ledger person` printed it
+    fingerprint: str  # to be compared by telephone
+    in_office: bool
+    login: bool  # whether a certificate to log in with is pinned
+    serial: str  # of the proposal that appointed the person; "": the first of the role
+    last: bool  # the last of an approving role: never dismissed
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One proposal, and how it stands for who looks at it."""
+
+    serial: str
+    action: str
+    subject: str
+    value: str
+    title: str
+    words: str  # the whole of it in a sentence
+    by: str  # who asked; "": it was signed without being asked for here
+    role: str  # of who asked
+    approved: tuple[tuple[str, str], ...]  # person, role: those that count
+    uncounted: tuple[str, ...]  # persons whose approval does not count, as they were dismissed
+    missing: tuple[str, ...]  # roles
+    done: bool
+    may_approve: bool  # the person who looks
+    why_not: str  # why the person may not; "" for who never could
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be carried out, as far as the page can tell."""
+        return not self.done and not self.missing
+
+
+def persons_of(state: State, pinned: frozenset[str]) -> list[PersonRow]:
+    """Everybody whom the ledger ever appointed, those in office first.
+
+    Args:
+        state: the fold, under its lock.
+        pinned: names with a certificate to log in with.
+    """
+    out = []
+    for name, p in state.persons.items():
+        others = {q.role for n, q in state.persons.items() if n not in state.dismissed and n != name}
+        out.append(
+            PersonRow(
+                name,
+                p.role,
+                base64.b64encode(p.public).decode(),
+                fingerprint(p.public),
+                name not in state.dismissed,
+                name in pinned,
+                p.serial,
+                p.role in APPROVING - others and name not in state.dismissed,
+            )
+        )
+    return sorted(out, key=lambda row: (not row.in_office, row.role, row.name))
+
+
+def proposals_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, most_done: int) -> list[Proposal]:
+    """The proposals, the newest first: all that wait, and so many that are done.
+
+    Args:
+        state: the fold, under its lock.
+        envelope: the sealed statement of a digest.
+        me: who looks.
+        most_done: so many of those that are closed.
+    """
+    out, left = list[Proposal](), most_done
+    for serial in reversed(list(dict.fromkeys([*state.asked, *state.proposals]))):
+        kept = state.proposals.get(serial)
+        done = kept is not None and kept.used
+        left -= done
+        found = proposal_of(state, envelope, me, serial) if not done or left >= 0 else None
+        if found is not None:
+            out.append(found)
+    return out
+
+
+def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, serial: str) -> Proposal | None:
+    """One proposal; None if there is none of that serial, or its words cannot be read."""
+    said = _said(state, envelope, serial)
+    if said is None:
+        return None
+    asked, kept = state.asked.get(serial), state.proposals.get(serial)
+    agreeing = state.agreeing(serial, said.action, said.subject, said.value)
+    approved = tuple((name, state.persons[name].role) for name in agreeing)
+    done = kept is not None and kept.used
+    given = tuple(kept.approvals) if kept is not None else ()
+    missing = () if done else _missing(state, said, frozenset(role for _, role in approved))
+    by = asked.person if asked is not None else ""
+    may, why = _may(state, me, by, given, done)
+    return Proposal(
+        serial=serial,
+        action=said.action,
+        subject=said.subject,
+        value=said.value,
+        title=ACTIONS.get(said.action, said.action),
+        words=words(said.action, said.subject, said.value, state),
+        by=by,
+        role=state.persons[by].role if by else "",
+        approved=approved,
+        uncounted=tuple(name for name in given if name not in agreeing),
+        missing=missing,
+        done=done,
+        may_approve=may,
+        why_not=why,
+    )
+
+
+def _said(state: State, envelope: Callable[[bytes], bytes | None], serial: str) -> Approval | Request | None:
+    """The words of a proposal: of the request, or of the first approval where nobody asked for it here."""
+    asked, kept = state.asked.get(serial), state.proposals.get(serial)
+    digests = [asked.envelope] if asked is not None else []
+    digests += [digest for _, digest in kept.approvals.values()] if kept is not None else []
+    for digest in digests:
+        try:
+            return governance.said_by(envelope(digest) or b"")
+        except InvalidEntry:
+            continue
+    return None
+
+
+def _missing(state: State, said: Approval | Request, roles: frozenset[str]) -> tuple[str, ...]:
+    """Who must approve it still: every role in office; or, of a limit that is lowered, any one of them."""
+    office = state.office()
+    if said.action == "limit" and lowers(state, said.subject, said.value):
+        return () if roles else (" or ".join(sorted(office)),)
+    return tuple(sorted(office - roles))
+
+
+def lowers(state: State, account: str, value: str) -> bool:
+    """Whether a budget as signed is not above the account's limit of today."""
+    known = state.accounts.get(account)
+    if known is None:
+        return False
+    try:
+        return float(value) <= (float(known.epsilon) if known.opened.order else known.limit)
+    except ValueError:
+        return False
+
+
+def _may(state: State, me: str, by: str, given: tuple[str, ...], done: bool) -> tuple[bool, str]:
+    """May this person approve it, and if a role could and this person may not: why."""
+    person = state.in_office(me)
+    if person is None or person.role not in APPROVING or done:
+        return False, ""
+    if me == by:
+        return False, "You asked for it, so others decide."
+    if me in given:
+        return False, "You have approved it."
+    return True, ""
+
+
+def words(action: str, subject: str, value: str, state: State) -> str:
+    """What is asked for, in one sentence for a compliance officer."""
+    if action == "limit":
+        return _limit(subject, value, state)
+    if action == "appoint":
+        role, _, key = value.partition(" ")
+        return f"the person {subject} becomes {role}, with the key {_fingerprint(key)}"
+    if action == "dismiss":
+        return f"the person {subject}, {value}, leaves: what they approve counts no more"
+    if action == "enrol":
+        return f"the hospital {subject} takes part, as its sealed request {value[:16]}… says"
+    if action == "waive":
+        gone = f"the hospital {subject} will not come back after the restore of epoch {value}"
+        return f"{gone}; all of its budget is spent"
+    return f"{action} {subject} {value}"
+
+
+def _fingerprint(key: str) -> str:
+    try:
+        return fingerprint(bytes.fromhex(key))
+    except ValueError:
+        return "that cannot be read"
+
+
+def _limit(account: str, value: str, state: State) -> str:
+    known, site = state.accounts.get(account), account.rpartition("/")[0]
+    if known is None:
+        return f"the budget of {account}, which is not open, becomes {value}"
+    opened = known.opened
+    if not opened.order:
+        return (
+            f"each patient of {site} may be in {value} releases without an epsilon, ever; today it is {known.limit}"
+        )
+    return (
+        f"the lifetime budget of {site} becomes epsilon {value} per patient (add or remove one patient, delta "
+        f"{float(opened.delta):g}); today it is epsilon {known.epsilon}"
+    )
+
+
+def askable(role: str) -> tuple[str, ...]:
+    """What a person of this role may ask for."""
+    return tuple(ACTIONS) if role in ASKING else ()

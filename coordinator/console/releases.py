@@ -1,0 +1,226 @@
+"""The releases: what was admitted, in pictures and in words, and the files to take away."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.responses import Response, StreamingResponse
+
+from coordinator.console.bindings import size_of
+from coordinator.console.desk import READERS, Desk
+from coordinator.console.facts import Attack, Facts, Model, choices, facts_of, matches, model_of
+from coordinator.console.goods import Goods, NotVouched, Place, pieces
+from coordinator.plan import Job
+from coordinator.promises import release_in
+from policies.entries import Admitted, RoundClosed
+from policies.ledger import State
+from policies.search import Query
+from policies.statement import ID
+from protos.web.charts import Bar, Part, bars
+from protos.web.pages import Asked, Pages, Refusal
+
+PER_PAGE: Final = 20
+PER_SHEET: Final = 60  # pictures at once
+_GONE: Final = "The ledger has admitted no release of that name."
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The pictures of one page of a contact sheet."""
+
+    first: int
+    places: Sequence[Place]
+    total: int
+    page: int
+    pages: int
+    refused: str  # why there are none, in a sentence
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """The pages."""
+    goods = Goods(desk.shelf.root)
+    pages.menu("Releases", "/releases", READERS)
+    _listed(pages, desk)
+    _one(pages, desk, goods)
+    _files(pages, desk, goods)
+
+
+def _listed(pages: Pages, desk: Desk) -> None:
+    """All of them, newest first."""
+
+    @pages.get("/releases", READERS)
+    def releases(
+        asked: Asked, site: str = "", level: str = "", mechanism: str = "", text: str = "", page: int = 1
+    ) -> Response:
+        wanted = {"site": site, "level": level, "mechanism": mechanism, "text": text}
+        with desk.store.exclusive() as state:
+            alone = [entry for entry in state.releases.values() if not entry.run]
+            found = [entry for entry in reversed(alone) if matches(entry, wanted)]
+            last = max(1, -(-len(found) // PER_PAGE))
+            page = min(max(1, page), last)
+            cut = found[(page - 1) * PER_PAGE : page * PER_PAGE]
+            shown = [_facts(desk, state, entry) for entry in cut]
+        return asked.page(
+            "releases.html",
+            releases=shown,
+            wanted=wanted,
+            choices=choices(alone),
+            total=len(found),
+            every=len(alone),
+            page=page,
+            last=last,
+            models=_models(desk) if page == 1 and not any(wanted.values()) else [],
+        )
+
+
+def _one(pages: Pages, desk: Desk, goods: Goods) -> None:
+    """One release, or a run's model."""
+
+    @pages.get("/releases/{release}", READERS)
+    def release(asked: Asked, release: str, sheet: int = 1) -> Response:
+        found = _find(desk, release)
+        if isinstance(found, Model):
+            there = goods.there(release, found.facts.file)
+            rows = [(part.site, part.rounds, part.level, part.epsilon or "none") for part in found.parts]
+            return asked.page("model.html", model=found, facts=found.facts, there=there, rows=rows)
+        facts = found
+        there = bool(facts.file) and not facts.run and goods.there(release, facts.file)
+        return asked.page(
+            "release.html",
+            facts=facts,
+            there=there,
+            sheet=_sheet(goods, facts, sheet) if there and facts.pictures else None,
+            statement=_statement(desk, facts),
+            seq=_seq(desk, release),
+            size=size_of(facts.size) if facts.size is not None else "not stated",
+            approvals=[(role, f"{digest[:16]}…") for role, digest in facts.approvals],
+            chart=bars([_bar(test) for test in facts.attacks], "What the attacks found, of 100 %")
+            if facts.attacks
+            else "",
+        )
+
+    @pages.get("/releases/{release}/pictures/{index}", READERS)
+    def picture(asked: Asked, release: str, index: int) -> Response:
+        facts = _find(desk, release)
+        if not isinstance(facts, Facts) or not facts.pictures or facts.run:
+            raise Refusal(404, _GONE)
+        try:
+            return asked.picture(goods.picture(release, facts.file, bytes.fromhex(facts.artifact), index))
+        except NotVouched as refusal:
+            raise Refusal(404, f"{str(refusal).capitalize()}.") from None
+
+
+def _files(pages: Pages, desk: Desk, goods: Goods) -> None:
+    """What can be taken away."""
+
+    @pages.get("/releases/{release}/artifact", READERS)
+    def artifact(asked: Asked, release: str) -> Response:
+        found = _find(desk, release)
+        facts = found.facts if isinstance(found, Model) else found
+        if facts.run and not isinstance(found, Model):
+            raise Refusal(404, "An update of a run is not kept by itself: take the run's model.")
+        try:
+            stream = goods.open(release, facts.file, bytes.fromhex(facts.artifact))
+        except NotVouched as refusal:
+            desk.log.error("release_not_vouched", release=release)
+            raise Refusal(404, f"{str(refusal).capitalize()}.") from None
+        kept = asked.download(f"{release}-{facts.file}", b"", "application/octet-stream").headers
+        headers = {"content-disposition": kept["content-disposition"]}
+        return StreamingResponse(pieces(stream), media_type="application/octet-stream", headers=headers)
+
+    @pages.get("/releases/{release}/statement", READERS)
+    def statement(asked: Asked, release: str) -> Response:
+        facts = _find(desk, release)
+        body = None if isinstance(facts, Model) else desk.store.envelope(bytes.fromhex(facts.statement))
+        if body is None:
+            raise Refusal(404, _GONE)
+        return asked.download(f"{release}-envelope.json", body, "application/json")
+
+
+def _bar(test: Attack) -> Bar:
+    """One end of an interval as a bar: up to where it reaches, or from where on."""
+    return Bar(test.name, (Part(test.kind, test.value),), 100.0, f"{test.says}; {test.wanted}")
+
+
+def _find(desk: Desk, name: str) -> Facts | Model:
+    """A release, or a finished run's model, of that name.
+
+    Raises:
+        Refusal: there is neither.
+    """
+    with desk.store.exclusive() as state:
+        entry = state.releases.get(name)
+        if entry is not None:
+            return _facts(desk, state, entry)
+    found = _model_of(desk, name) if ID.fullmatch(name) else None
+    if found is None:
+        raise Refusal(404, _GONE)
+    return found
+
+
+def _facts(desk: Desk, state: State, entry: Admitted) -> Facts:
+    """A release in words; its statement is the one whose digest is in the entry."""
+    opened = state.accounts[state.grants[entry.grant].reserved.account].opened
+    try:
+        said = release_in(desk.store.envelope(entry.envelope) or b"")
+    except (ValueError, KeyError):
+        said = None
+    return facts_of(entry, opened, said)
+
+
+def _models(desk: Desk) -> list[Model]:
+    """The models of finished runs, by name."""
+    jobs = [job for job, state in desk.runs.known() if state == "finished"]
+    return [model for job in jobs if (model := _model(desk, job)) is not None]
+
+
+def _model_of(desk: Desk, run: str) -> Model | None:
+    """The model of the finished run of that name; None if there is none."""
+    jobs = [job for job, state in desk.runs.known() if job.run == run and state == "finished"]
+    return _model(desk, jobs[0]) if jobs else None
+
+
+def _model(desk: Desk, job: Job) -> Model | None:
+    """A finished run's model: the one of its last closed round, by the ledger's entry; None if there is none."""
+    lines = desk.store.answer(f"round-{job.run}-{job.rounds}")
+    entry = lines[0].record.entry if lines else None
+    if not isinstance(entry, RoundClosed):
+        return None
+    with desk.store.exclusive() as books:
+        return model_of(books, job.run, entry.model, job.strategy)
+
+
+def _sheet(goods: Goods, facts: Facts, page: int) -> Shown:
+    """One page of a set's contact sheet, or why there is none."""
+    try:
+        sheet = goods.sheet(facts.id, facts.file, bytes.fromhex(facts.artifact))
+    except NotVouched as refusal:
+        return Shown(0, (), 0, 1, 1, f"{str(refusal).capitalize()}.")
+    pages = max(1, -(-len(sheet.places) // PER_SHEET))
+    page = min(max(1, page), pages)
+    first = (page - 1) * PER_SHEET
+    return Shown(first, sheet.places[first : first + PER_SHEET], sheet.total, page, pages, "")
+
+
+def _seq(desk: Desk, release: str) -> int | None:
+    """The number of the entry that admitted it; None while the index has not found it."""
+    desk.index.follow()
+    for seq in desk.index.find(Query(kinds=("admitted",), text=release, most=5)).seqs:
+        entry = desk.store.line(seq).record.entry
+        if isinstance(entry, Admitted) and entry.release == release:
+            return seq
+    return None
+
+
+def _statement(desk: Desk, facts: Facts) -> str:
+    """The sealed statement's content, indented for reading; "" when it cannot be read."""
+    body = desk.store.envelope(bytes.fromhex(facts.statement)) or b""
+    try:
+        payload: Any = json.loads(base64.b64decode(json.loads(body)["payload"]))
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return json.dumps(payload, indent=2, sort_keys=True)

@@ -1,0 +1,103 @@
+"""The exports page: every report to take away, each role that reads, nothing that is not in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from coordinator.console import exports, rounds
+from coordinator.edges.reports import REPORTS
+from policies import attest
+from policies.certificate import read
+from tests.support.browser import chromium, sideways
+from tests.support.hub import ROLES, Served, serving, words_of
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(tmp_path_factory.mktemp("hub"), patch, (rounds.add, exports.add)) as hub,
+    ):
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def release(served: Served) -> str:
+    site = next(iter(served.hub.wards))
+    return served.hub.release(site, "g-exports")
+
+
+def test_every_role_that_reads_is_offered_every_report(served: Served, release: str) -> None:
+    for name in ROLES:
+        with served.as_(name) as caller:
+            page = caller.text("/exports", release=release)
+            for report in REPORTS.values():
+                for form in report.forms:
+                    offered = f"/exports/{report.name}.{form}" in page
+                    assert offered is (report.name != "registry-entry"), (
+                        "a release without an epsilon is in no registry"
+                    )
+
+
+def test_a_report_is_a_file_with_a_safe_name(served: Served, release: str) -> None:
+    with served.as_("otto") as caller:
+        for name, form, begins in (
+            ("burn-down", "pdf", b"%PDF-"),
+            ("denied", "html", b"<!doctype"),
+            ("bundle", "zip", b"PK"),
+        ):
+            answer = caller.get(f"/exports/{name}.{form}")
+            assert answer.headers["content-disposition"] == f'attachment; filename="{name}.{form}"'
+            assert answer.content.startswith(begins)
+            assert "no-store" in answer.headers["cache-control"]
+        signed = caller.get("/exports/certificate.pdf", release=release).content
+        attest.check(read(signed))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/exports/nothing.pdf", "There is no report of that name"),
+        ("/exports/burn-down.exe", "is made as html or pdf or json"),
+        ("/exports/certificate.pdf", "one release: name it"),
+        ("/exports/certificate.pdf?release=release-0", "admitted no release of that name"),
+        ("/exports/certificate.pdf?release=..%2F..%2Fkeys%2Fledger", "not the name of a release"),
+        ("/exports/certificate.pdf?release=%3Cscript%3E", "not the name of a release"),
+        ("/exports?release=release-0", "admitted no release of that name"),
+    ],
+)
+def test_what_there_is_not_is_refused_in_a_sentence(served: Served, path: str, says: str) -> None:
+    with served.as_("rita") as caller:
+        answer = caller.get(path) if "?" not in path else caller.client.get(path)
+        assert answer.status_code == 404
+        assert says in words_of(answer)
+        assert "<script>" not in answer.text
+
+
+def test_nobody_takes_a_report_without_a_login(served: Served) -> None:
+    with served.as_("otto") as caller:
+        caller.client.cookies.clear()
+        answer = caller.get("/exports/bundle.zip")
+        assert answer.status_code in (303, 401)
+        assert not answer.content.startswith(b"PK")
+
+
+def test_a_person_chooses_a_release_and_takes_its_certificate(served: Served, release: str) -> None:
+    crt, key = served.login("dora")
+    with chromium() as chrome:
+        with chrome.visitor(served.base, crt, key) as visitor:
+            visitor.log_in("/exports")
+            visitor.page.get_by_label("Release or run").select_option(release)
+            visitor.page.get_by_role("button", name="Choose").click()
+            visitor.axe()
+            visitor.screenshot("exports")
+            with visitor.page.expect_download() as taken:
+                visitor.page.get_by_role("link", name="Release certificate as PDF").click()
+            attest.check(read(taken.value.path().read_bytes()))
+            visitor.pdf("exports")
+        with chrome.visitor(served.base, crt, key, width=360, dark=True) as visitor:
+            visitor.log_in("/exports")
+            visitor.screenshot("exports-360")
+            assert sideways(visitor.page) == 0

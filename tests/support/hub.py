@@ -1,0 +1,253 @@
+"""A coordinator with its console, for tests: real books, shelf, runs, registration desk and TLS; wards as sites."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import html
+import re
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from coordinator.console.desk import Desk
+from coordinator.edges import conductor
+from coordinator.edges import home as homes
+from coordinator.edges.authority import Authority
+from coordinator.edges.log import open_log
+from coordinator.edges.runs import Runs
+from coordinator.edges.sessions import Sessions
+from coordinator.edges.shelf import Shelf
+from coordinator.edges.uploads import Uploads
+from coordinator.intake import Intake
+from policies import governance
+from policies.register import Facts
+from policies.search import Index
+from policies.statement import PAYLOAD_TYPE, Release, Request, encode
+from protos.artifact import pack_images
+from protos.envelope import seal
+from protos.keyfile import pem, write_private
+from protos.web.logins import Logins, make
+from protos.web.pages import Pages
+from protos.web.serving import Serving
+from protos.web.settings import ConsoleSettings
+from tests.support.books import K5, Hospital, Person
+from tests.support.receiving import staged
+from tests.support.runs import SITES, Federation
+from tests.support.wards import Grid, Host, admitting, conduct_here
+
+ROLES = {"olga": "operator", "rita": "researcher", "otto": "auditor", "dora": "compliance", "hugo": "hospital"}
+TEMPLATES = Path(homes.__file__).parents[1] / "console"
+
+
+@dataclass
+class Hub(Federation):
+    """The coordinator; its sites are enrolled before anybody is in office."""
+
+    persons: dict[str, Person] = field(default_factory=dict)
+
+    def open(self) -> None:
+        root, now = self.folder / "hub", dt.datetime.now(dt.UTC)
+        if not root.exists():
+            self.home = homes.create(root, 'listen = "127.0.0.1:0"\n', admitting(), now)
+        self.store = homes.open_ledger(self.home)
+        self.intake = Intake.over(self.store, self.home.policy())
+        self.grid = Grid(self.wards)
+
+    def start(self) -> None:
+        self.log = open_log(self.home.root / "coordinator.log")
+        host: Any = Host(self.grid)
+        self.host, self.shelf = host, Shelf(self.home.releases, self.store)
+        self.runs = Runs(self.home.root / "runs", host, self.intake, self.shelf, self.log)
+        self.sessions = Sessions(self.log)
+        self.authority = Authority(self.home, self.intake, lambda: dt.datetime.now(dt.UTC))
+        self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
+        for name, role in ROLES.items():
+            self.appoint(name, role)
+
+    def appoint(self, name: str, role: str) -> None:
+        """The first of each role, by the operator alone; a later one is approved in :meth:`agree`."""
+        if name not in self.store.state.persons:
+            person = self.persons[name] = Person(name, role)
+            governance.appoint(self.store, name, role, person.public)
+
+    def approve(self, name: str, serial: str, action: str, subject: str, value: str) -> bytes:
+        """A person's sealed approval."""
+        return self.persons[name].approval(serial, action, subject, value, self.store.origin)
+
+    def request(self, name: str, serial: str, action: str, subject: str, value: str) -> bytes:
+        """A person's sealed request."""
+        said = Request(name, self.store.origin, serial, action, subject, value)
+        return seal(encode(said), PAYLOAD_TYPE, self.persons[name].key)
+
+    def release(self, site: str, grant: str, count: int = 6, **changes: Any) -> str:
+        """A set of synthetic pictures of a site, admitted and on the shelf; its name."""
+        hospital: Hospital = self.wards[site].hospital
+        body = pictures(count, seed=len(self.store.state.releases))
+        claim = changes.get("claim", K5)
+        reserved = hospital.reservation(grant, claim, changes.get("mechanism", "ksame"))
+        assert self.intake.register.reserve(f"r-{grant}", reserved, hospital.seal(reserved)).admitted
+        digest = hashlib.sha256(body).hexdigest()
+        values = {"artifact_sha256": digest, "artifact_bytes": len(body), **changes}
+        release: Release = hospital.release(grant, **values)
+        envelope = hospital.seal(release)
+        verdict = self.intake.register.admit(f"s-{grant}", release, envelope, Facts(()))
+        assert verdict.admitted, verdict
+        self.shelf.settle(staged(self.uploads, site, body), release, envelope, verdict)
+        return release.release
+
+    def finish(self, run: str) -> None:
+        """Until a run is over."""
+        list(self.runs.watch(run))
+
+    def close(self) -> None:
+        """The end of a test."""
+        self.host.stopping.set()
+        for feed in list(self.runs._feeds.values()):
+            list(feed.follow())
+        self.store.close()
+
+
+def pictures(count: int = 6, seed: int = 0) -> bytes:
+    """A set of small pictures that look different from each other."""
+    dice = np.random.default_rng(seed)
+    y, x = np.mgrid[0:32, 0:32] / 31.0
+    made = [np.sin(a * x + b * y) * 110 + 128 for a, b in dice.uniform(2, 12, (count, 2))]
+    return pack_images(np.array(made).astype(np.uint8), tuple("012"[i % 3] for i in range(count)))
+
+
+@dataclass
+class Served:
+    """A hub whose console is reached over TLS."""
+
+    hub: Hub
+    desk: Desk
+    logins: Logins
+    home: Path
+    base: str = ""
+    callers: dict[str, Caller] = field(default_factory=dict)
+
+    def login(self, name: str) -> tuple[Path, Path]:
+        """A pinned certificate and its key, PEM files; made once."""
+        crt_file, key_file = self.home / f"{name}.crt", self.home / f"{name}.key"
+        if not crt_file.exists():
+            key, crt, _ = make(name, dt.datetime.now(dt.UTC), "a password")
+            write_private(key_file, key)
+            crt_file.write_bytes(crt)
+            self.logins.trust(name, crt)
+        return crt_file, key_file
+
+    def key(self, name: str) -> Path:
+        """The file of a person's signing key."""
+        path = self.home / f"{name}.signing.key"
+        if not path.exists():
+            write_private(path, pem(self.hub.persons[name].key))
+        return path
+
+    @contextmanager
+    def as_(self, name: str) -> Iterator[Caller]:
+        """Somebody who is logged in, with a program in a browser's place; logged in once, as logins are counted."""
+        if name not in self.callers:
+            tls = ssl.create_default_context(cafile=str(self.hub.home.keys / "console.crt"))
+            tls.load_cert_chain(*map(str, self.login(name)))
+            client = httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=30)
+            self.callers[name] = Caller(client, {"Origin": self.base, "Sec-Fetch-Site": "same-origin"})
+            answer = client.post("/login", data={"to": "/"}, headers=self.callers[name].own)
+            assert answer.status_code == 303, words_of(answer)
+        yield self.callers[name]
+
+    def close(self) -> None:
+        """Everybody leaves."""
+        for caller in self.callers.values():
+            caller.client.close()
+
+
+@dataclass
+class Caller:
+    """What a person does at the console, without a browser."""
+
+    client: httpx.Client
+    own: dict[str, str]
+
+    def get(self, path: str, **query: Any) -> httpx.Response:
+        return self.client.get(path, params=query or None)
+
+    def text(self, path: str, **query: Any) -> str:
+        """A page, that is there."""
+        answer = self.get(path, **query)
+        assert answer.status_code == 200, words_of(answer)
+        return answer.text
+
+    def post(self, path: str, files: Any = None, **fields: str) -> httpx.Response:
+        """A form, with the token of this login."""
+        found = re.search(r'name="csrf" value="([^"]+)"', self.client.get("/rounds").text)
+        assert found is not None
+        return self.client.post(path, data={"csrf": found[1], **fields}, files=files, headers=self.own)
+
+    def done(self, path: str, files: Any = None, **fields: str) -> str:
+        """A form that does something: the page it leads to, with its message."""
+        answer = self.post(path, files, **fields)
+        assert answer.status_code == 303, words_of(answer)
+        return self.text(answer.headers["location"])
+
+
+def words_of(answer: httpx.Response) -> str:
+    """The sentence of a page that says no."""
+    found = re.search(r'role="alert">(.*?)</p>', answer.text, re.DOTALL)
+    return html.unescape(found[1]) if found else f"{answer.status_code} {answer.text[:2000]}"
+
+
+@contextmanager
+def serving(
+    folder: Path, monkeypatch: Any, adds: tuple[Callable[[Pages, Desk], None], ...], **options: Any
+) -> Iterator[Served]:
+    """A hub with these pages, until the block ends; its sites answer in this process."""
+    monkeypatch.setattr(conductor, "conduct", conduct_here)
+    monkeypatch.setattr(conductor, "NODE_WAIT_S", 0.2)
+    monkeypatch.setattr(conductor, "_PAUSES_S", (0.1, 0.1))
+    hub = Hub(folder, options.pop("sites", SITES), **options)
+    index = Index(hub.home.root / "search.db", lambda: homes.look_at_ledger(hub.home))
+    desk = Desk(
+        home=hub.home,
+        store=hub.store,
+        intake=hub.intake,
+        runs=hub.runs,
+        shelf=hub.shelf,
+        sessions=hub.sessions,
+        authority=hub.authority,
+        index=index,
+        expel=lambda _site: None,
+        log=hub.log,
+        now=lambda: dt.datetime.now(dt.UTC),
+    )
+    settings = ConsoleSettings(listen="127.0.0.1:0")
+    logins = Logins(hub.home.root / "logins")
+    made = Pages(
+        title="Lazaret, test",
+        side="coordinator",
+        who=desk.person,
+        templates=TEMPLATES,
+        settings=settings,
+        log=hub.log,
+        logins=logins,
+        encode=governance.word,
+    )
+    for add in adds:
+        add(made, desk)
+    people = folder / "people"
+    people.mkdir()
+    served = Served(hub, desk, logins, people)
+    try:
+        with Serving(made.guarded(), settings, logins, hub.home.root) as running:
+            served.base = f"https://localhost:{running.port}"
+            yield served
+    finally:
+        served.close()
+        hub.close()
+        index.close()
