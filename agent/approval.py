@@ -12,6 +12,7 @@ from agent.released import made_of, note_search, retire
 from agent.site import Parcel, Refused, Site
 from policies.claims import KAnonymous
 from policies.entries import Reserved
+from policies.office import refusal
 from policies.review import Finding, Verdict
 from policies.statement import Release, parse
 
@@ -30,6 +31,9 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
     draft = parse(pending[release]["statement"].encode())
     assert isinstance(draft, Release)
     _still_in(site, release, pending[release].get("persons", ()))
+    refused = site.books.store.state.proposals.get(refusal(release))
+    if refused is not None and refused.approvals:
+        raise Refused("site", Verdict((Finding("approval", "a person has refused it: withdraw it"),)))
     given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
     missing = site.books.policy_of(site.name).approvals - set(given)
     if missing:

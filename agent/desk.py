@@ -20,16 +20,20 @@ from agent.edges import projects
 from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
 from agent.edges.log import open_log
+from agent.edges.own_ledger import binding, found
 from agent.edges.vault import Vault
 from agent.edges.watch import Watch
 from agent.recovery import present, recover
 from agent.site import Site
-from policies.policy import Policy, strictest
+from policies import governance
+from policies.policy import parse as parse_policy
+from policies.policy import strictest
 from policies.register import Register
+from policies.review import Verdict
 from policies.sqlite import open_sqlite
 from policies.statement import (
     PAYLOAD_TYPE,
-    Enrolment,
+    Amendment,
     MalformedStatement,
     Release,
     Statement,
@@ -63,15 +67,15 @@ def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.
     log = open_log(root / "agent.log")
     vault = projects.open_vault(home, project)
     with Store(open_sqlite(root / "ledger.db"), homes.origin(settings.site), key, lambda: int(time.time())) as store:
-        policy = site_policy(home, store)
-        register = Register(store, lambda _site: policy)
+        found(home, store)
+        register = Register(store, binding(home, store))
+        policy = register.policy_of(settings.site)
         check_history(vault, store)
         watch = Watch(root / "watch", home.coordinator_key())
         epoch, nonce, seen = vault.note("head") or [1, "", 0]
         if watch.memory.epoch < epoch or (watch.memory.restored == nonce and watch.seen < seen):
             raise homes.BadSite("watch/ is missing, or older than this vault: restore it; nothing is sent before")
         door = GrpcDoor(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
-        _found(home, register)
         patients = vault.patients()
         if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
             raise homes.BadSite("policy.toml: delta must be below 1 / the number of this site's patients")
@@ -99,32 +103,11 @@ def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.
             vault.close()
 
 
-def site_policy(home: homes.Home, store: Store) -> Policy:
-    """The strictest of the site's policy today, the one that it signed last, and the federation's.
-
-    The auditor reviews under the signed one, so loosening takes ``ledger amend``, which signs (P12).
-    """
-    signed = store.state.policies.get(home.settings().site)
-    envelope = store.envelope(signed) if signed else (home.root / "request.json").read_bytes()
-    return strictest(strictest(home.policy(), home.signed_policy(envelope or b"")), home.federation_policy())
-
-
 def check_history(vault: Vault, store: Store) -> None:
     """The vault remembers how long the ledger was: a removed or older one would give spent budget back."""
     known = vault.note("ledger") or 0
     if not store.state.size >= known:
         raise homes.BadSite("ledger.db is older than this vault, or missing: restore it; nothing is released before")
-
-
-def _found(home: homes.Home, register: Register) -> None:
-    """The site's ledger begins with the site itself and its accounts, at the stricter of both policies."""
-    if register.store.state.sites:
-        return
-    envelope = (home.root / "request.json").read_bytes()
-    public = home.sign_key().public_key().public_bytes_raw()
-    statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
-    assert isinstance(statement, Enrolment)
-    register.enrol(statement, envelope, register.policy_of(statement.site))
 
 
 def _seal(statement: Statement, key: Ed25519PrivateKey) -> bytes:
@@ -156,7 +139,11 @@ def greet(desk: Desk) -> bool:
     """
     watch, key = desk.watch, desk.home.sign_key()
     desk.door.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
-    if watch.must_present:
+    if watch.must_present and desk.settings.site in desk.site.books.store.state.waiting:
+        # what it would show is not all there was; its certificate is renewed all the same
+        desk.log.warning("recover_first", epoch=watch.memory.epoch)
+        ERR.print("this site came back from a backup: run `recover` before it can show its receipts")
+    elif watch.must_present:
         desk.log.warning("ledger_restored", epoch=watch.memory.epoch)
         lost = present(desk.site, watch.head.origin, watch.memory.restored)
         watch.presented()
@@ -181,3 +168,25 @@ def close_interrupted(desk: Desk) -> None:
         desk.log.warning("grant_closed_at_start", grant=grant)
     if closed:
         ERR.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")
+
+
+def amend(desk: Desk, text: str) -> Verdict:
+    """Sign a new policy of this site: at the coordinator, and then in the site's own ledger.
+
+    Raises:
+        InvalidEntry: it loosens something, and not everybody in office has approved this very text.
+        PolicyError: it is no policy.
+        Unreachable: the coordinator does not answer; nothing has changed.
+    """
+    books, name = desk.site.books, desk.settings.site
+    state = books.store.state
+    signed = desk.home.signed_policy(books.store.envelope(state.policies[name]) or b"")
+    before = strictest(desk.home.policy(), signed)  # what binds by this site's word: the file may be the tighter one
+    governance.may_amend(state, name, before, parse_policy(text, "policy.toml"), text)
+    number = max(state.amended.get(name, 0) + 1, int(time.time()))  # larger than any before, here and there
+    statement = Amendment(name, number, text)
+    envelope = desk.site.seal(statement)
+    verdict = desk.site.door.amend(f"amend-{number}", envelope)
+    if verdict.admitted:
+        books.amend(f"amend-{number}", statement, envelope)
+    return verdict

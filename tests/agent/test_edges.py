@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import coordinator.edges.log as coordinator_log
-from agent.desk import check_history, site_policy
+from agent.desk import check_history
 from agent.edges import home as homes
 from agent.edges.enrol import Given, enrol
 from agent.edges.log import UnlistedKey, open_log
 from agent.edges.notes import Notes
+from agent.edges.own_ledger import found, site_policy
 from agent.edges.pace import TICK_S, rest
 from agent.edges.vault import Vault
 from policies.policy import PolicyError, preset
@@ -119,6 +120,22 @@ def test_the_agent_holds_to_the_stricter_of_both_policies(tmp_path: Path) -> Non
     (tmp_path / "site" / "policy.toml").write_text(policy(epsilon="99.0", l_diversity=4))
     held = site_policy(home, store)
     assert (held.epsilon, held.l_diversity) == (2.0, 4), "loosening takes an amendment, tightening does not"
+
+
+def test_a_site_is_in_its_own_ledger_before_anybody_is_appointed_there(tmp_path: Path) -> None:
+    """Else the first two persons would have to approve their own hospital to itself, and nothing could be done."""
+    home = homes.create(tmp_path / "site", GOOD, policy())
+    store = Store(open_sqlite(tmp_path / "ledger.db"), "lazaret/site-a", home.sign_key(), Clock())
+    with pytest.raises(homes.BadSite, match="not enrolled"):
+        found(home, store)
+    assert store.state.size == 0
+    (home.keys / "federation.toml").write_text(policy())
+    found(home, store)
+    assert set(store.state.sites) == {"site-a"}
+    assert set(store.state.accounts) == {"site-a/rdp", "site-a/k"}
+    size = store.state.size
+    found(home, store)
+    assert store.state.size == size
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1.9])

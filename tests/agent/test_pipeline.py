@@ -607,6 +607,18 @@ def test_a_release_waits_for_persons_over_restarts_and_leaves_when_all_have_appr
         hand_over(s.site, release.release)
 
 
+def test_what_a_person_has_refused_never_leaves_whoever_approved_it(tmp_path: Path) -> None:
+    s, careful, local = approving(tmp_path)
+    release = waiting(s)
+    words = (f"refuse-{release.release}", "refuse", release.release, f"{release.artifact_sha256} likeness")
+    governance.approve(s.site.books.store, careful.approval(*words, origin=s.site.books.store.origin))
+    approve(s, careful, release)
+    approve(s, local, release)
+    with pytest.raises(Refused, match="refused it"):
+        hand_over(s.site, release.release)
+    assert s.intake.register.store.state.releases == {}
+
+
 def test_an_approval_of_other_bytes_is_none(tmp_path: Path) -> None:
     s, careful, local = approving(tmp_path)
     release = waiting(s)

@@ -1,0 +1,286 @@
+"""The first page, the site's own budget, and its own ledger with every entry's proof."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from starlette.responses import Response
+
+from agent.console import journal, words
+from agent.console.desk import KEEPERS, LOOKERS, READERS, Desk
+from agent.console.queues import queue_of
+from agent.console.said import said
+from agent.edges.credentials import Credentials
+from agent.edges.home import BadSite
+from policies.accounts import Account
+from policies.entries import Entry, kind_of
+from policies.ledger import State
+from policies.proof import check
+from policies.rdp import epsilon_of
+from policies.search import Index, Query, TooWide
+from policies.sqlite import export_file
+from protos.keyfile import BadKeyFile
+from protos.web.charts import Bar, Frame, Part, Series, bars, steps
+from protos.web.login_command import FOLDER
+from protos.web.logins import Logins
+from protos.web.pages import Asked, Pages, Refusal
+
+PAGE: Final = 50
+_LEGEND: Final = (("spent", "spent"), ("held", "held for releases under way"), ("left", "left"))
+_YEAR_S: Final = 365 * 86_400
+_DAY_S: Final = 86_400
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """Overview, budget and ledger."""
+    pages.menu("Overview", "/", READERS)
+    _overview(pages, desk)
+
+
+def add_books(pages: Pages, desk: Desk) -> None:
+    """Budget, ledger and people, which stand further back in the menu."""
+    pages.menu("Budget", "/budget", READERS)
+    _budget(pages, desk)
+    pages.menu("Ledger", "/ledger", READERS)
+    _ledger(pages, desk)
+    pages.menu("People", "/people", READERS)
+    _people(pages, desk)
+
+
+def _overview(pages: Pages, desk: Desk) -> None:
+    @pages.get("/", READERS)
+    def overview(asked: Asked) -> Response:
+        looks = asked.person.role in LOOKERS
+        with said():
+            state = desk.books.read().state
+            waiting = desk.waiting() if looks else ()
+            queues = tuple(queue_of(desk, name) for name in desk.projects()) if looks else ()
+        events = journal.read(desk.home.root / "agent.log") if looks else []
+        return asked.page(
+            "overview.html",
+            site=desk.site,
+            chart=chart(state, desk.site),
+            waiting=waiting,
+            queues=queues,
+            faults=[e for e in reversed(events) if e.fault][:5],
+            looks=looks,
+            keeps=asked.person.role in KEEPERS,
+            certificate=certificate(desk),
+            frozen=state.frozen(desk.site),
+        )
+
+
+def certificate(desk: Desk) -> tuple[str, str]:
+    """How long the site's certificate at the coordinator is good for: words, and the badge's kind."""
+    now = desk.now()
+    try:
+        held = Credentials(desk.home.keys)
+        left, late = held.not_after - now, held.due(now, 0.1)
+    except (BadSite, BadKeyFile, OSError, ValueError):
+        return "not enrolled yet", "warn"
+    if left <= dt.timedelta(0):
+        return "ended: ask for an invitation, and enrol again", "no"
+    hours = int(left.total_seconds() // 3600)
+    good = f"good for {hours} hours" if hours < 72 else f"good for {hours // 24} days"
+    return (f"{good}; its renewal is late", "warn") if late else (f"{good}, renewed by itself", "yes")
+
+
+def chart(state: State, site: str) -> Any:
+    """The accounts as bars."""
+    rows = []
+    for name, account in sorted(state.accounts.items()):
+        if name.rpartition("/")[0] != site:
+            continue
+        told = words.budget(account)
+        share = words.share(account)
+        rows.append(
+            Bar(
+                str(told["name"]),
+                (Part("spent", share["spent"]), Part("held", share["held"])),
+                100.0,
+                f"{told['left']} left; spent: {told['spent']}; held: {told['held']}; limit: {told['limit']}",
+                "/budget",
+            )
+        )
+    return bars(rows, "Lifetime budget of this site's patients", _LEGEND) if rows else ""
+
+
+def _budget(pages: Pages, desk: Desk) -> None:
+    @pages.get("/budget", READERS)
+    def budget(asked: Asked) -> Response:
+        with said():
+            state = desk.books.read().state
+            curves = tuple(_curves(desk, state))
+        grants = [
+            (name, g.reserved.mechanism, _share(state, g.reserved.account, g.used or g.reserved.amount), g.state)
+            for name, g in state.grants.items()
+        ]
+        return asked.page(
+            "budget.html",
+            accounts=[words.budget(a) for n, a in sorted(state.accounts.items()) if n.startswith(f"{desk.site}/")],
+            chart=chart(state, desk.site),
+            curves=curves,
+            grants=[(n, words.MECHANISMS.get(m, m), s, how) for n, m, s, how in reversed(grants[-100:])],
+            of=len(grants),
+        )
+
+
+def _share(state: State, account: str, amount: int) -> str:
+    limit = state.accounts[account].limit
+    return f"{words.up(100 * amount / limit, 1):g} %" if limit else "all"
+
+
+def _curves(desk: Desk, state: State) -> Iterator[Any]:
+    """What was gone of each account, day by day, in the last year."""
+    now = desk.now().timestamp()
+    index = followed(desk)
+    for name, account in sorted(state.accounts.items()):
+        if name.rpartition("/")[0] != desk.site:
+            continue
+        found = index.balances(name, int(now - _YEAR_S))
+        points = tuple((float(b.day * _DAY_S), _gone(account, b.held + b.spent)) for b in found)
+        noise = bool(account.opened.order)
+        limit = float(account.epsilon) if noise else float(account.limit)
+        unit = f"ε per patient at δ = {account.opened.delta}" if noise else "releases of each patient"
+        begin = min([points[0][0] if points else now - 30 * _DAY_S, now - 30 * _DAY_S])
+        frame = Frame(f"{words.budget(account)['name']}: spent and held", unit, begin, now, limit, "the limit")
+        yield steps((Series("spent and held", points),), frame)
+
+
+def _gone(account: Account, amount: int) -> float:
+    opened = account.opened
+    return words.up(epsilon_of(amount, float(opened.delta), opened.order), 4) if opened.order else float(amount)
+
+
+def followed(desk: Desk) -> Index:
+    """The index, with whatever the ledger has got since."""
+    if desk.index is None:
+        raise Refusal(503, "The ledger's index is not open.")
+    desk.index.follow()
+    return desk.index
+
+
+def _ledger(pages: Pages, desk: Desk) -> None:
+    @pages.get("/ledger", READERS)
+    def ledger(asked: Asked, text: str = "", kind: str = "", before: str = "", after: str = "") -> Response:
+        kinds = (kind,) if kind else ()
+        try:
+            query = Query(kinds, text=text[:200], before=_number(before), after=_number(after), most=PAGE)
+        except ValueError:
+            raise Refusal(400, "Ask for the entries before a number, or after one.") from None
+        with said():
+            store, index = desk.books.read(), followed(desk)
+            try:
+                found = index.find(query)
+            except TooWide as wide:
+                raise Refusal(400, f"{wide}.") from None
+            lines = [store.line(seq) for seq in found.seqs]
+        kept = {"text": text[:200], "kind": kind}
+        ends = (found.seqs[0], found.seqs[-1]) if found.seqs else (0, 0)
+        return asked.page(
+            "ledger.html",
+            lines=[(x.seq, x.record.at, kind_of(x.record.entry), told(x.record.entry)) for x in lines],
+            text=text[:200],
+            kind=kind,
+            kinds=sorted(index.tally(0, int(desk.now().timestamp()) + _DAY_S)),
+            newer="/ledger?" + urlencode({**kept, "after": str(ends[0])}) if found.newer else "",
+            older="/ledger?" + urlencode({**kept, "before": str(ends[1])}) if found.older else "",
+            size=store.state.size,
+        )
+
+    @pages.get("/ledger/{seq}", READERS)
+    def entry(asked: Asked, seq: int) -> Response:
+        with said():
+            store = desk.books.read()
+            if not 0 <= seq < store.state.size:
+                raise Refusal(404, "There is no such entry.")
+            line, shown = store.line(seq), store.prove(0, seq)
+        proof = check(seq, shown.entry, shown.included, shown.checkpoint, (store.origin, store.public))
+        record = line.record
+        return asked.page(
+            "entry.html",
+            seq=seq,
+            at=record.at,
+            kind=kind_of(record.entry),
+            facts=[(f.name.replace("_", " "), _plain(getattr(record.entry, f.name))) for f in fields(record.entry)],
+            key=record.key,
+            proof=proof,
+            size=store.state.size,
+        )
+
+    @pages.get("/ledger/{seq}/proof", READERS)
+    def proof(asked: Asked, seq: int) -> Response:
+        with said():
+            store = desk.books.read()
+            if not 0 <= seq < store.state.size:
+                raise Refusal(404, "There is no such entry.")
+            shown = store.prove(0, seq)
+        made = check(seq, shown.entry, shown.included, shown.checkpoint, (store.origin, store.public))
+        return asked.download(f"entry-{seq}-proof.json", made.to_json(), "application/json")
+
+    @pages.get("/ledger/export/file", LOOKERS)
+    def export(asked: Asked) -> Response:
+        with said():
+            store = desk.books.read()
+            raw = export_file(desk.home.root / "ledger.db", store.origin, desk.home.sign_key())
+        return asked.download(f"{desk.site}.ledger.export", raw, "application/octet-stream")
+
+
+def _people(pages: Pages, desk: Desk) -> None:
+    @pages.get("/people", READERS)
+    def people(asked: Asked) -> Response:
+        with said():
+            state = desk.books.read().state
+        pinned = Logins(desk.home.root / FOLDER).names()
+        until = {name: f"{crt.not_valid_after_utc:%Y-%m-%d}" for name, crt in pinned.items()}
+        return asked.page(
+            "people.html",
+            people=[
+                (name, p.role, state.in_office(name) is not None, until.get(name, ""), p.public.hex())
+                for name, p in sorted(state.persons.items())
+            ],
+            office=sorted(state.office()),
+        )
+
+
+def _number(text: str) -> int | None:
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise Refusal(400, "An entry has a number.")
+    return int(text)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bytes):
+        try:
+            text = value.decode("ascii")
+            return text if text.startswith("{") else value.hex()
+        except UnicodeDecodeError:
+            return value.hex()
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value) if value != "" else "–"
+
+
+_SKIPPED: Final = frozenset({"envelope", "claim", "key", "sign_key", "policy", "proposal", "public", "root"})
+
+
+def told(entry: Entry) -> str:
+    """An entry in a line: its plain fields, digests cut short."""
+    noise: object = getattr(entry, "epsilon", None)
+    hidden = {"amount", "used", *(["limit"] if noise else [])}  # nano-nats say nothing to people
+    parts = []
+    for f in fields(entry):
+        value = getattr(entry, f.name)
+        if f.name in _SKIPPED or value in ("", 0, b"", []):
+            continue
+        if f.name in hidden:
+            continue
+        shown = _plain(value)
+        parts.append(f"{f.name.replace('_', ' ')} {shown[:16] + '…' if len(shown) > 48 else shown}")
+    return ", ".join(parts)

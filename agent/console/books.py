@@ -1,0 +1,223 @@
+"""The site's ledger as the console reads and writes it: beside ``serve``, which holds it, or borrowed for one act.
+
+One process writes a ledger. Where ``serve`` takes part in rounds it is that process, and the console works inside it
+over the same :class:`policies.store.Store`. Everywhere else nobody should hold the ledger while nothing is written:
+``release`` and ``ledger`` could not be typed. There the console looks at the file, which readers may do at any time,
+and opens it for the one act that somebody asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from agent.edges import home as homes
+from agent.edges import projects
+from agent.edges.own_ledger import site_policy
+from policies.policy import Policy
+from policies.register import Register
+from policies.sqlite import Sqlite, look, open_sqlite
+from policies.store import Batch, Disk, Head, LedgerStopped, LedgerUnsound, Store
+
+if TYPE_CHECKING:
+    from agent.desk import Desk as Opened  # torch: two seconds that no page needs
+
+_LOOKS = 5  # at a file that another process may be committing to
+
+
+class NoLedger(homes.BadSite):
+    """There is nothing to show yet."""
+
+
+class Books(Protocol):
+    """The site's ledger."""
+
+    def read(self) -> Store:
+        """The ledger as of now, to look at. Append nothing to it."""
+
+    def disk(self) -> Disk:
+        """The ledger's file, to look at: for an index beside it."""
+
+    def write(self) -> AbstractContextManager[Store]:
+        """The ledger, to write into: one at a time."""
+
+    def work(self, project: str = homes.MAIN, *, greeted: bool = True) -> AbstractContextManager[Opened]:
+        """Ledger, vault and door, for what takes all of them: one at a time.
+
+        Args:
+            project: whose vault.
+            greeted: the coordinator must have answered before; not for what ends at this site's own books.
+        """
+
+
+class Held:
+    """The ledger that this process holds anyway."""
+
+    def __init__(self, desk: Opened) -> None:
+        """``desk``: opened by ``serve``, and open for longer than the console."""
+        self._desk, self._one = desk, threading.RLock()
+
+    def _policy(self) -> Policy:
+        return site_policy(self._desk.home, self.read())
+
+    def read(self) -> Store:
+        """The store itself: it may be read from any thread."""
+        return self._desk.site.books.store
+
+    def disk(self) -> Disk:
+        """The ledger's file, to look at beside the one that this process holds."""
+        return look(self._desk.home.root / "ledger.db")
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Store]:
+        """The same."""
+        with self._one:
+            yield self.read()
+
+    @contextlib.contextmanager
+    def work(self, project: str = homes.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
+        """The same desk with a vault of its own: a connection serves one thread at a time, SQLite keeps two apart."""
+        del greeted  # `serve` keeps in touch
+        with self._one:
+            vault = projects.open_vault(self._desk.home, project)
+            try:
+                # the policy of now, which an amendment may have changed since `serve` began
+                books = Register(self.read(), lambda _site: self._policy())
+                yield replace(self._desk, vault=vault, site=replace(self._desk.site, vault=vault, books=books))
+            finally:
+                vault.close()
+
+
+class _Looking:
+    """A ledger's file as a :class:`policies.store.Disk` that is opened for each look, and never written.
+
+    A connection that stays open would lose its locks: whoever opens the ledger to write, in this very process, closes
+    a descriptor of the same file, and POSIX drops every lock that the process has on it (fcntl(2), close).
+    """
+
+    def __init__(self, path: Path, opening: threading.Lock) -> None:
+        """``opening``: held by whoever opens the file to write, while it does."""
+        self._path, self._opening = path, opening
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[Sqlite]:
+        with self._opening:
+            try:
+                disk = look(self._path)
+            except FileNotFoundError:
+                raise NoLedger("there is no ledger yet: enrol the site, and appoint its persons") from None
+            with contextlib.closing(disk):
+                yield disk
+
+    def bodies(self, upto: int | None = None) -> Iterator[bytes]:
+        """All at once: the file is closed when they are given out."""
+        with self._open() as disk:
+            found = list(disk.bodies(upto))
+        return iter(found)
+
+    def head(self) -> Head | None:
+        """Of the last commit."""
+        with self._open() as disk:
+            return disk.head()
+
+    def body(self, seq: int) -> bytes | None:
+        """One entry."""
+        with self._open() as disk:
+            return disk.body(seq)
+
+    def envelope(self, digest: bytes) -> bytes | None:
+        """The envelope with that SHA-256."""
+        with self._open() as disk:
+            return disk.envelope(digest)
+
+    def envelopes(self) -> Iterator[bytes]:
+        """All of them."""
+        with self._open() as disk:
+            found = list(disk.envelopes())
+        return iter(found)
+
+    def commit(self, batch: Batch) -> None:
+        """Never."""
+        raise LedgerStopped("a ledger that is looked at is not written")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Lent:
+    """The ledger's file, opened to write for as long as one act takes."""
+
+    def __init__(self, home: homes.Home) -> None:
+        """Nothing is opened yet."""
+        self._home, self._one, self._opening = home, threading.RLock(), threading.Lock()
+        self._disk = _Looking(home.root / "ledger.db", self._opening)
+        self._folding = threading.Lock()
+        self._store: Store | None = None
+
+    def disk(self) -> Disk:
+        """The file, to look at: for an index beside it."""
+        return self._disk
+
+    def read(self) -> Store:
+        """The fold of what is in the file now; folded again when somebody has written.
+
+        Raises:
+            NoLedger: the site has not begun one.
+            LedgerUnsound: it does not fold.
+        """
+        with self._folding:
+            for attempt in range(_LOOKS):
+                head = self._disk.head()
+                if self._store is not None and head is not None and head.size == self._store.state.size:
+                    return self._store
+                try:
+                    self._store = Store(self._disk, self._origin(), self._home.sign_key(), _now)
+                except LedgerUnsound:  # perhaps it looked between two parts of somebody's commit
+                    if attempt == _LOOKS - 1:
+                        raise
+                    time.sleep(0.05)
+                else:
+                    return self._store
+        raise AssertionError("the last look returns or raises")
+
+    def _origin(self) -> str:
+        return homes.origin(self._home.settings().site)
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[Store]:
+        """The ledger, while no other process has it.
+
+        Raises:
+            LedgerBusy: another command has; it is said again later.
+        """
+        with self._one:
+            with self._opening:
+                disk = open_sqlite(self._home.root / "ledger.db")
+            with Store(disk, self._origin(), self._home.sign_key(), _now) as store:
+                yield store
+
+    @contextlib.contextmanager
+    def work(self, project: str = homes.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
+        """A desk as every command opens it, after the coordinator was greeted and what was interrupted has an end.
+
+        Raises:
+            LedgerBusy, BadSite, Unreachable: as the commands do.
+        """
+        from agent.desk import open_desk, start_anew  # noqa: PLC0415 - torch: two seconds that no page needs
+
+        with self._one, contextlib.ExitStack() as stack:
+            with self._opening:
+                desk = stack.enter_context(open_desk(self._home.root, lambda _name, _detail: None, project))
+            if greeted:
+                start_anew(desk)
+            yield desk
+
+
+def _now() -> int:
+    return int(time.time())

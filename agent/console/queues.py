@@ -1,0 +1,217 @@
+"""What waits to come in and what was refused: reasons, counts, another attempt, giving up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.responses import Response
+
+from agent.console import journal
+from agent.console.desk import KEEPERS, LOOKERS, Desk
+from agent.console.errand import Progress
+from agent.console.said import said, sentence
+from agent.deidentify.reasons import REASONS
+from agent.edges.cohorts import Count
+from agent.edges.quarantine import Entry
+from agent.edges.room import RoomError
+from agent.edges.way import Way
+from protos.web.pages import Asked, Pages, Refusal
+
+PAGE: Final = 50
+STATES: Final = {
+    "eligible": "may be drawn from",
+    "unlabelled": "has no label",
+    "face": "a face may be rebuilt from it: withheld",
+    "volume": "a volume",
+    "waiting": "its series is not complete yet",
+    "held": "held back: text was read in a picture, or it names two patients",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What a project has in its rooms and its vault."""
+
+    project: str
+    waiting: int
+    oldest_s: float  # seconds since the oldest arrival; 0 where none waits
+    refused: int
+    held: int  # studies that a person must look at
+    counts: tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One refused file as the site's own people see it: the source may name a patient."""
+
+    name: str
+    code: str
+    attempts: int
+    spent: bool  # tried as often as may be
+    road: str
+    source: str
+
+
+def add(pages: Pages, desk: Desk) -> None:
+    """The pages of the way in."""
+    pages.menu("Ingest", "/ingest", LOOKERS)
+    pages.menu("Quarantine", "/quarantine", LOOKERS)
+
+    @pages.get("/ingest", LOOKERS)
+    def ingest(asked: Asked) -> Response:
+        with said():
+            queues = tuple(queue_of(desk, name) for name in desk.projects())
+        events = journal.read(desk.home.root / "agent.log")
+        return asked.page(
+            "ingest.html",
+            queues=queues,
+            states=STATES,
+            last=[e for e in reversed(events) if e.name == "ingested"][:10],
+            errand=desk.errand.told(),
+            may=asked.person.role in KEEPERS,
+            receiving=desk.reception is not None,
+        )
+
+    @pages.post("/ingest/{project}", KEEPERS)
+    def let_in(asked: Asked, project: str) -> Response:
+        checked(desk, project)
+        _begin(desk, f"reading what waits for {project}", lambda progress: read_waiting(desk, project, progress))
+        return asked.go("/ingest", "Reading what waits. This page shows how far it is.")
+
+    @pages.get("/quarantine", LOOKERS)
+    def quarantine(asked: Asked, project: str = "", code: str = "", after: str = "") -> Response:
+        where = checked(desk, project or desk.projects()[0])
+        with said(), desk.way(where) as way:
+            counts = way.quarantine.counts()
+            shown = page_of(way, code, after) if code else ()
+            named = asked.person.role in KEEPERS
+            files = tuple(refused(way, entry, named=named) for entry in shown)
+            most = way.quarantine.most
+        return asked.page(
+            "quarantine.html",
+            project=where,
+            projects=desk.projects(),
+            counts=[(c, n, REASONS[c]) for c, n in counts.items()],
+            code=code,
+            why=REASONS.get(code, ""),
+            files=files,
+            after=files[-1].name if len(files) == PAGE else "",
+            most=most,
+            errand=desk.errand.told(),
+            may=named,
+        )
+
+    @pages.post("/quarantine/{project}/retry", KEEPERS)
+    def retry(asked: Asked, project: str) -> Response:
+        checked(desk, project)
+        code, names = asked.form.get("code", ""), asked.form.all("name")
+        once_more = asked.form.get("once_more", "") == "yes"
+        _begin(desk, "reading refused files again", lambda p: read_again(desk, (project, code, names), once_more, p))
+        return asked.go(f"/quarantine?project={project}", "Reading them again, under the rules of today.")
+
+    @pages.post("/quarantine/{project}/drop", KEEPERS)
+    def drop(asked: Asked, project: str) -> Response:
+        checked(desk, project)
+        names = asked.form.all("name")
+        if not names or asked.form.get("sure", "") != "yes":
+            raise Refusal(400, "Choose files, and confirm that they are to be forgotten for good. Nothing was done.")
+        with said(), desk.way(project) as way:
+            entries = named_entries(way, names)
+            for entry in entries:
+                way.quarantine.remove(entry.name)
+                desk.log.info("quarantine_dropped", reason=entry.code)
+        return asked.go(f"/quarantine?project={project}", f"{len(entries)} file(s) given up; agent.log says so.")
+
+
+def checked(desk: Desk, project: str) -> str:
+    """A project that there is.
+
+    Raises:
+        Refusal: there is none of that name.
+    """
+    if project not in desk.projects():
+        raise Refusal(404, "There is no such project.")
+    return project
+
+
+def _begin(desk: Desk, what: str, act: Callable[[Progress], str]) -> None:
+    if not desk.errand.begin("intake", what, act, sentence):
+        raise Refusal(409, "Something is being read already: wait until it has ended.")
+
+
+def queue_of(desk: Desk, project: str) -> Queue:
+    """What a project has waiting, refused and kept."""
+    with desk.way(project) as way:
+        names = way.inbox.names()
+        oldest = 0.0
+        if names:
+            try:
+                oldest = max(0.0, time.time() - (way.inbox.folder / names[0]).stat().st_mtime)
+            except FileNotFoundError:
+                oldest = 0.0  # somebody took it meanwhile
+        found = way.vault.counts(way.ingestion.rules.min_instances_per_series)
+        refused_count = sum(way.quarantine.counts().values())
+        return Queue(project, len(names), oldest, refused_count, len(way.vault.held()), found)
+
+
+def page_of(way: Way, code: str, after: str) -> Sequence[Entry]:
+    """A page of the files that were refused for one reason, by name."""
+    return [e for e in way.quarantine.entries() if e.code == code and e.name > after][:PAGE]
+
+
+def refused(way: Way, entry: Entry, *, named: bool) -> Refused:
+    """One refused file; where it came from only for those who may read it."""
+    road, source = "", ""
+    if named:
+        try:
+            road, source = way.quarantine.source(entry.name)
+        except (RoomError, FileNotFoundError):
+            road, source = "unknown", "cannot be unsealed"
+    shown = source if source.isprintable() else ascii(source)
+    return Refused(entry.name, entry.code, entry.attempts, entry.attempts >= way.quarantine.most, road, shown)
+
+
+def named_entries(way: Way, names: Sequence[str]) -> list[Entry]:
+    """The entries of these names, each once.
+
+    Raises:
+        Refusal: one is of nothing in quarantine; nothing was done.
+    """
+    known = {entry.name: entry for entry in way.quarantine.entries()}
+    unknown = sum(name not in known for name in set(names))
+    if unknown:
+        raise Refusal(409, f"{unknown} of the files are not in quarantine any more. Nothing was done: look again.")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def read_waiting(desk: Desk, project: str, progress: Progress) -> str:
+    """Let in what waits in the first room; what became of it."""
+    with desk.way(project) as way, way.intake(way.labels()) as intake:
+        of = len(way.inbox.names())
+        report = intake.run(way.waiting(), lambda done: progress(done, of))
+    return _report(desk, report.kept, report.duplicates, sum(report.quarantined.values()))
+
+
+def read_again(desk: Desk, which: tuple[str, str, Sequence[str]], once_more: bool, progress: Progress) -> str:
+    """Try refused files once more: those that are named, or all of a reason; what became of them.
+
+    ``which``: project, reason ("" for any) and names (none for all).
+    """
+    project, code, names = which
+    with desk.way(project) as way:
+        entries = named_entries(way, names) if names else way.quarantine.entries()
+        wanted = [e for e in entries if not code or e.code == code]
+        chosen = [e.name for e in wanted if once_more or e.attempts < way.quarantine.most]
+        with way.intake(way.labels()) as intake:
+            report = intake.run(way.refused(chosen), lambda done: progress(done, len(chosen)))
+    told = _report(desk, report.kept, report.duplicates, sum(report.quarantined.values()))
+    spent = len(wanted) - len(chosen)
+    return told + (f" {spent} were tried as often as may be, and left out." if spent else "")
+
+
+def _report(desk: Desk, kept: int, duplicates: int, again: int) -> str:
+    desk.log.info("ingested", kept=kept, duplicates=duplicates, quarantined=again)
+    return f"{kept} came in, {duplicates} were known already, {again} refused."

@@ -1,0 +1,216 @@
+"""A hospital with its console, for tests: a real coordinator, real ledgers, vault, rooms and TLS; made patients."""
+
+from __future__ import annotations
+
+import datetime as dt
+import html
+import re
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from agent.console.app import beside
+from agent.console.books import Books, Held, Lent
+from agent.console.desk import Desk
+from agent.deidentify.record import Record
+from agent.desk import open_desk
+from agent.edges.home import MAIN, Home
+from agent.edges.log import open_log
+from agent.edges.reception import Reception
+from agent.edges.room import Arrival
+from agent.edges.way import open_way
+from agent.mechanisms.ksame import KSame
+from agent.phantoms.fundus import FundusPatient, fundus_patients
+from agent.pipeline import release_synthetic
+from agent.site import Waiting
+from agent.stages.invert import Basis, fit_basis
+from policies import governance
+from policies.sqlite import open_sqlite
+from policies.store import Store
+from protos.keyfile import pem, write_private
+from protos.web.login_command import FOLDER
+from protos.web.logins import Logins, make
+from tests.support.books import Person, policy
+from tests.support.federation import Federation
+
+ROLES = {"olga": "operator", "rita": "researcher", "otto": "auditor", "dora": "compliance", "hugo": "hospital"}
+SIDE = 32  # pixels
+BOTH = '["compliance", "hospital"]'
+
+
+@cache
+def eyes(count: int, seed: int) -> tuple[FundusPatient, ...]:
+    """Made people, drawn once."""
+    return tuple(fundus_patients(count, np.random.default_rng(seed), SIDE))
+
+
+def public_basis() -> Basis:
+    """Fitted on other people's eyes."""
+    public = [p.pixels.mean(axis=2).astype(np.float32) for one in eyes(10, 9) for p in one.photographs]
+    return fit_basis((np.stack(public) / 255.0).astype(np.float32), 8, "public")
+
+
+@dataclass
+class Hospital:
+    """A site, its people, and its console when it runs."""
+
+    root: Path
+    federation: Federation
+    home: Home
+    persons: dict[str, Person] = field(default_factory=dict)
+    base: str = ""
+    desk: Desk | None = None
+
+    def patient_id(self, number: int) -> str:
+        """As the PACS knows them."""
+        return f"PAT-{number:04d}"
+
+    def fill(self, patients: int = 12) -> None:
+        """Two eyes of each made patient come into the vault, in grey."""
+        people = eyes(patients, 3)
+        with open_way(self.home, MAIN) as way:
+            records = []
+            for one in people:
+                person = way.who.person("", self.patient_id(one.number))
+                for n, photo in enumerate(one.photographs):
+                    grey = (photo.pixels.mean(axis=2) / 255.0).astype(np.float32)
+                    names = [f"{kind:08x}{one.number:012x}{n:012x}" for kind in range(4)]
+                    label, body = "01"[one.number % 2], b"made file " + names[0].encode()
+                    which = (names[0], names[1], person, names[2])
+                    records.append(Record(*which, "OT", "image", label, grey, body, False, names[3], "EYE"))
+            way.vault.keep_all(records)
+
+    def refuse(self, count: int = 3, source: str = "export/DOE^JOHN.dcm") -> list[str]:
+        """So many files are in quarantine, for what they are."""
+        with open_way(self.home, MAIN) as way:
+            for n in range(count):
+                name = f"{n:032x}"
+                way.quarantine.refuse(name, "not_dicom", Arrival("folder", source, b"no image %d" % n), f"d{n}")
+            return [entry.name for entry in way.quarantine.entries()]
+
+    def appoint(self) -> None:
+        """One person of each role, with a key file and a pinned certificate."""
+        folder = self.root / "people"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        store = Store(open_sqlite(self.home.root / "ledger.db"), "lazaret/site-a", self.home.sign_key(), lambda: 1)
+        with store:
+            for name, role in ROLES.items():
+                self.persons[name] = Person(name, role)
+                write_private(folder / f"{name}.key", pem(self.persons[name].key))
+                governance.appoint(store, name, role, self.persons[name].public)
+
+    def release(self) -> str:
+        """A k-anonymous set is made, and waits for both persons."""
+        rng = np.random.default_rng(4)
+        with open_desk(self.home.root, lambda *_: None) as desk:
+            try:
+                release_synthetic(desk.site, KSame(5, 2, public_basis()), "OT", rng)
+            except Waiting as waiting:
+                return waiting.goods.release.release
+        raise AssertionError("it should wait")
+
+    def login(self, name: str) -> tuple[Path, Path]:
+        """A pinned certificate and its key, PEM files; made once."""
+        crt_file, key_file = self.root / f"{name}-login.crt", self.root / f"{name}-login.key"
+        if not crt_file.exists():
+            key, crt, _ = make(name, dt.datetime.now(dt.UTC), "a password")
+            write_private(key_file, key)
+            crt_file.write_bytes(crt)
+            Logins(self.home.root / FOLDER).trust(name, crt)
+        return crt_file, key_file
+
+    def key(self, name: str) -> Path:
+        """A person's signing key."""
+        return self.root / "people" / f"{name}.key"
+
+    @contextmanager
+    def client(self, name: str) -> Iterator[Client]:
+        """A program with a person's certificate, logged in."""
+        tls = ssl.create_default_context(cafile=str(self.home.root / "keys" / "console.crt"))
+        tls.load_cert_chain(*self.login(name))
+        with httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=60) as http:
+            client = Client(http, self)
+            answer = http.post("/login", data={"to": "/"}, headers=client.own)
+            assert answer.status_code == 303, answer.text
+            yield client
+
+    def approval(self, name: str, serial: str, action: str, subject: str, value: str) -> bytes:
+        """A person's sealed word."""
+        return self.persons[name].approval(serial, action, subject, value, "lazaret/site-a")
+
+
+@dataclass
+class Client:
+    """Somebody who is logged in."""
+
+    http: httpx.Client
+    hospital: Hospital
+
+    @property
+    def own(self) -> dict[str, str]:
+        """What a browser says with a form of the console's own page."""
+        return {"Origin": self.hospital.base, "Sec-Fetch-Site": "same-origin"}
+
+    def get(self, path: str) -> httpx.Response:
+        """A page."""
+        return self.http.get(path)
+
+    def post(self, path: str, files: dict[str, bytes] | None = None, **fields: str | list[str]) -> httpx.Response:
+        """A form with this login's own token."""
+        page = self.http.get("/")
+        found = re.search(r'name="csrf" value="([^"]+)"', page.text)
+        assert found is not None, page.text
+        data = {"csrf": found[1], **fields}
+        sent = {name: (f"{name}.json", body) for name, body in (files or {}).items()}
+        return self.http.post(path, data=data, files=sent or None, headers=self.own)
+
+    def told(self, path: str, **given: object) -> str:
+        """Post, and what the next page says of it."""
+        answer = self.post(path, **given)  # type: ignore[arg-type]
+        assert answer.status_code == 303, words(answer)
+        return words(self.get(answer.headers["location"]))
+
+
+def words(answer: httpx.Response) -> str:
+    """What a page says to people."""
+    body = answer.text.partition("<main")[2]
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+@contextmanager
+def hospital(root: Path, *, patients: int = 12, **changes: object) -> Iterator[Hospital]:
+    """A site that is enrolled and has people and patients; its policy wants both approvals unless told otherwise."""
+    with Federation(root) as federation:
+        text = policy(**{"approvals": BOTH, **changes})
+        site = federation.join("site-a", text)
+        made = Hospital(root, federation, site.home)
+        with open_desk(site.home.root, lambda *_: None):
+            pass  # the ledger begins with the site and its accounts
+        made.appoint()
+        made.fill(patients)
+        yield made
+
+
+@contextmanager
+def serving(made: Hospital, books: Books | None = None, reception: Reception | None = None) -> Iterator[Hospital]:
+    """Its console, while it runs; without ``books`` it borrows the ledger for each act."""
+    (made.home.root / "console.toml").write_text('listen = "127.0.0.1:0"\n')
+    log = open_log(made.home.root / "agent.log")
+    with beside(made.home, books or Lent(made.home), log, reception) as told:
+        found = re.search(r"https://[^,]+", told)
+        assert found is not None
+        made.base = found[0].replace("127.0.0.1", "localhost")
+        yield made
+
+
+@contextmanager
+def held(made: Hospital) -> Iterator[Hospital]:
+    """The console of a process that holds the ledger itself, as ``serve`` with a modality does."""
+    with open_desk(made.home.root, lambda *_: None) as desk, serving(made, Held(desk)) as running:
+        yield running

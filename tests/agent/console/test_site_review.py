@@ -1,0 +1,315 @@
+"""Approve, refuse, hand over: over real TLS, real ledgers and a real coordinator; nobody decides alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import agent.approval
+import agent.desk
+from agent.console import exhibits
+from agent.console.words import REFUSALS
+from agent.edges import projects
+from agent.edges.door import GrpcDoor
+from policies.entries import Approved, Expired
+from policies.sqlite import read_lines
+from policies.verify import verify
+from tests.agent.console.hospital import Client, Hospital, held, hospital, serving, words
+from tests.support.books import Person
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Hospital]:
+    with hospital(tmp_path) as one:
+        yield one
+
+
+def sha(made: Hospital, release: str) -> str:
+    vault = projects.open_vault(made.home)
+    try:
+        pending = vault.note("pending") or {}
+        return str(json.loads(pending[release]["statement"])["predicate"]["artifact_sha256"])
+    finally:
+        vault.close()
+
+
+def waits(made: Hospital) -> list[str]:
+    vault = projects.open_vault(made.home)
+    try:
+        return sorted(vault.note("pending") or {})
+    finally:
+        vault.close()
+
+
+def account(made: Hospital) -> tuple[int, int]:
+    from agent.console.books import Lent
+
+    k = Lent(made.home).read().state.accounts["site-a/k"]
+    return k.held, k.spent
+
+
+def settled(client: Client) -> str:
+    """What the releases' page says once nothing is under way."""
+    for _ in range(200):
+        told = words(client.get("/releases"))
+        if "Under way" not in told:
+            return told
+        time.sleep(0.1)
+    raise AssertionError(told)
+
+
+def approve(client: Client, name: str, release: str, value: str, action: str = "release", serial: str = "") -> str:
+    sealed = client.hospital.approval(name, serial or release, action, release, value)
+    answer = client.post(f"/releases/{release}/approve", files={"envelope": sealed})
+    return words(client.get(answer.headers["location"])) if answer.status_code == 303 else words(answer)
+
+
+def refuse(client: Client, name: str, release: str, value: str, serial: str = "") -> str:
+    sealed = client.hospital.approval(name, serial or f"refuse-{release}", "refuse", release, value)
+    answer = client.post(f"/releases/{release}/refuse", files={"envelope": sealed})
+    return settled(client) if answer.status_code == 303 else words(answer)
+
+
+def test_a_release_leaves_when_both_have_signed_and_not_before(made: Hospital) -> None:
+    release = made.release()
+    value = sha(made, release)
+    with serving(made), made.client("dora") as dora, made.client("hugo") as hugo, made.client("olga") as olga:
+        page = words(dora.get(f"/releases/{release}"))
+        assert "At least 5 different patients" in page
+        assert "Missing: compliance, hospital" in page
+        assert "cannot leave" in words(olga.post(f"/releases/{release}/send"))
+        assert "in the ledger" in approve(dora, "dora", release, value)
+        assert "cannot leave" in words(dora.post(f"/releases/{release}/send")), "one role is not two"
+        approve(dora, "dora", release, value)
+        assert "Missing: hospital" in words(dora.get(f"/releases/{release}")), "nor is one person twice"
+        assert "in the ledger" in approve(hugo, "hugo", release, value)
+        assert olga.post(f"/releases/{release}/send").status_code == 303
+        assert f"Admitted at level B: {release} has left." in settled(olga)
+        assert hugo.get(f"/releases/{release}").status_code == 404
+    assert release in made.federation.store.state.releases
+    assert (waits(made), account(made)) == ([], (0, 1))
+
+
+def test_who_does_not_decide_cannot_approve_refuse_or_see_a_picture(made: Hospital) -> None:
+    release = made.release()
+    value = sha(made, release)
+    with serving(made):
+        for role in ("olga", "otto", "rita"):
+            with made.client(role) as client:
+                _may_only_look(client, role, release, value)
+    assert waits(made) == [release]
+
+
+def _may_only_look(client: Client, role: str, release: str, value: str) -> None:
+    for path in ("approve", "refuse"):
+        sealed = client.hospital.approval(role, release, "release", release, value)
+        assert client.post(f"/releases/{release}/{path}", files={"envelope": sealed}).status_code == 403
+    assert client.post(f"/releases/{release}/compare").status_code == 403
+    assert client.get(f"/releases/{release}/sheet/0.png").status_code == 403
+    assert client.get(f"/releases/{release}/beside/0/near.png").status_code == 403
+    page = client.get(f"/releases/{release}")
+    assert page.status_code == (403 if role == "rita" else 200)
+    assert ".png" not in page.text
+
+
+def test_what_was_signed_is_this_persons_own_word_on_this_artifact_or_nothing(made: Hospital) -> None:
+    release = made.release()
+    value = sha(made, release)
+    with serving(made), made.client("dora") as dora:
+        assert "signed as hugo" in approve(dora, "hugo", release, value), "another's word, handed in by dora"
+        assert "something else" in approve(dora, "dora", release, value, "limit")
+        assert "something else" in approve(dora, "dora", release, "cd" * 32), "another artifact"
+        assert "something else" in approve(dora, "dora", release, value, "refuse")
+        assert "something else" in approve(dora, "dora", release, value, serial="another"), "it would not be counted"
+        for serial in (release, "another"):
+            assert "something else" in refuse(dora, "dora", release, f"{value} quality", serial)
+        _forged(dora, release, value)
+        assert "nobody has refused it" in words(dora.post(f"/releases/{release}/withdraw")).lower()
+        assert "Missing: compliance, hospital" in words(dora.get(f"/releases/{release}"))
+    assert not [x for x in read_lines(made.home.root / "ledger.db") if isinstance(x.record.entry, Approved)]
+    assert waits(made) == [release]
+
+
+def _forged(dora: Client, release: str, value: str) -> None:
+    """Signatures are the fold's to refuse."""
+    mallory = Person("dora", "compliance")  # another key under her name
+    sealed = mallory.approval(release, "release", release, value, "lazaret/site-a")
+    told = words(dora.post(f"/releases/{release}/approve", files={"envelope": sealed}))
+    assert "not signed by that person's key" in told
+    elsewhere = dora.hospital.persons["dora"].approval(release, "release", release, value, "lazaret/other")
+    told = words(dora.post(f"/releases/{release}/approve", files={"envelope": elsewhere}))
+    assert "for another ledger" in told
+    assert dora.post(f"/releases/{release}/approve", files={"envelope": b"{}"}).status_code == 409
+    assert dora.post(f"/releases/{release}/approve").status_code == 400
+
+
+def test_a_refusal_is_signed_with_its_reason_and_the_release_is_gone(made: Hospital) -> None:
+    release = made.release()
+    value = sha(made, release)
+    with serving(made), made.client("dora") as dora, made.client("hugo") as hugo:
+        approve(dora, "dora", release, value)
+        page = words(hugo.get(f"/releases/{release}/refuse?why=too_alike"))
+        assert REFUSALS["too_alike"] in page
+        assert hugo.get(f"/releases/{release}/refuse?why=nonsense").status_code == 400
+        assert "no known reason" in refuse(hugo, "hugo", release, f"{value} because")
+        assert "another artifact" in refuse(hugo, "hugo", release, f"{'ab' * 32} too_alike")
+        assert "Refused and withdrawn" in refuse(hugo, "hugo", release, f"{value} too_alike")
+        assert dora.get(f"/releases/{release}").status_code == 404
+    assert (waits(made), account(made)) == ([], (0, 1))
+    entries = [line.record.entry for line in read_lines(made.home.root / "ledger.db")]
+    assert [e.serial for e in entries if isinstance(e, Approved)] == [release, f"refuse-{release}"]
+    assert any(isinstance(e, Expired) and e.why == "expired" for e in entries)
+    vault = projects.open_vault(made.home)
+    try:
+        assert vault.project_note(f"representative/{release}/0") is None, "the pictures are deleted"
+    finally:
+        vault.close()
+    assert made.federation.store.state.releases == {}
+
+
+def test_a_refusal_stands_while_the_coordinator_is_away_and_nothing_can_be_sent(
+    made: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = made.release()
+    value = sha(made, release)
+    with serving(made), made.client("dora") as dora, made.client("hugo") as hugo:
+        approve(dora, "dora", release, value)
+        approve(hugo, "hugo", release, value)
+        with monkeypatch.context() as patch:
+            patch.setattr(agent.approval, "withdraw", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+            assert "disk full" in refuse(hugo, "hugo", release, f"{value} purpose").lower()
+        assert "Refused by hugo" in words(dora.get(f"/releases/{release}"))
+        assert "does not leave" in words(dora.post(f"/releases/{release}/send"))
+        assert "was refused already" in approve(dora, "dora", release, value)
+        made.federation.server.stop(0).wait()
+        monkeypatch.setattr(agent.desk, "GrpcDoor", partial(GrpcDoor, patience_s=0.1))
+        assert dora.post(f"/releases/{release}/withdraw").status_code == 303
+        assert "The coordinator could not be told yet" in settled(dora)
+    assert (waits(made), account(made)) == ([], (0, 1))
+
+
+def test_a_copy_of_a_patient_among_the_pictures_is_shown_first_and_marked(made: Hospital) -> None:
+    """What the reviewer is there for: a release with one real picture in it."""
+    import base64
+    import hashlib
+
+    import numpy as np
+
+    from agent.nouns import Selection
+    from protos.artifact import pack_images, unpack_images
+
+    release = made.release()
+    vault = projects.open_vault(made.home)
+    try:
+        (_, real) = next(iter(vault.images(Selection("OT", (32, 32)))))
+        pending = vault.note("pending")
+        images, labels = unpack_images(base64.b64decode(pending[release]["artifact"]))
+        images[1] = np.rint(real.pixels * 255)
+        raw = pack_images(images, labels)
+        told = json.loads(pending[release]["statement"])
+        told["predicate"]["artifact_sha256"] = hashlib.sha256(raw).hexdigest()
+        told["predicate"]["artifact_bytes"] = len(raw)
+        told["subject"][0]["digest"]["sha256"] = told["predicate"]["artifact_sha256"]
+        pending[release]["statement"] = json.dumps(told, sort_keys=True, separators=(",", ":"))
+        pending[release]["artifact"] = base64.b64encode(raw).decode()
+        vault.write_note("pending", pending)
+    finally:
+        vault.close()
+    with serving(made), made.client("dora") as dora:
+        assert dora.post(f"/releases/{release}/compare").status_code == 303
+        assert "Compared with 24 pictures" in settled(dora)
+        page = dora.get(f"/releases/{release}")
+        first = words(page).partition("1. Picture")[2]
+        assert first.startswith(" 2: 0.")
+        assert "less than a quarter as far as strangers are" in first[:200]
+        pictures = re.findall(r'src="(/releases/[^"]+\.png)"', page.text)
+        assert len(pictures) > 4
+        for path in pictures:
+            answer = dora.get(path)
+            assert answer.headers["content-type"] == "image/png"
+            assert "no-store" in answer.headers["cache-control"]
+        near = dora.get(f"/releases/{release}/beside/0/near.png").content
+        assert near == dora.get(f"/releases/{release}/beside/0/made.png").content
+        for gone in (f"/releases/{release}/beside/99/near.png", f"/releases/{release}/beside/0/other.png"):
+            assert dora.get(gone).status_code == 404
+
+
+def test_no_address_log_or_name_of_a_file_holds_a_patient(made: Hospital) -> None:
+    release = made.release()
+    vault = projects.open_vault(made.home)
+    persons = {head.person for head in vault.heads()}
+    vault.close()
+    with serving(made), made.client("dora") as dora:
+        dora.post(f"/releases/{release}/compare")
+        settled(dora)
+        text = dora.get(f"/releases/{release}").text
+        for picture in ("sheet/0", "beside/0/near", "beside/0/made", "beside/0/heat"):
+            assert dora.get(f"/releases/{release}/{picture}.png").status_code == 200
+    log = (made.home.root / "agent.log").read_text()
+    assert _acts(log) == [
+        ("dora", "compliance", "/releases/{release}/compare"),
+        ("dora", "compliance", "/releases/{release}/sheet/{number}.png"),
+        *[("dora", "compliance", "/releases/{release}/beside/{number}/{which}.png")] * 3,
+    ], "who looked at patients is told, and never at which"
+    names = " ".join(str(path) for path in made.home.root.rglob("*"))
+    assert not [p for p in persons if p in text or p in log or p in names]
+    assert "PAT-0" not in text + log + names
+
+
+def _acts(log: str) -> list[tuple[str, str, str]]:
+    """Who did what, by the log."""
+    lines = [json.loads(line) for line in log.splitlines()]
+    return [(x["person"], x["role"], x["page"]) for x in lines if x["event"] == "console_act"]
+
+
+def test_a_picture_is_forgotten_as_soon_as_its_patient_opts_out_anywhere(made: Hospital) -> None:
+    release = made.release()
+    with serving(made), made.client("dora") as dora:
+        dora.post(f"/releases/{release}/compare")
+        settled(dora)
+        path = f"/releases/{release}/beside/0/near.png"
+        assert dora.get(path).status_code == 200
+        vault = projects.open_vault(made.home)
+        persons = {head.person for head in vault.heads()}
+        vault.close()
+        for person in persons:
+            projects.opt_out(made.home, person)  # by the command, in another process
+        assert dora.get(path).status_code == 404
+        assert "can never leave" in words(dora.get(f"/releases/{release}"))
+        assert "cannot leave" in words(dora.post(f"/releases/{release}/send"))
+
+
+def test_pictures_are_kept_for_half_an_hour_and_of_few_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    import numpy as np
+
+    from agent.console.desk import Memory
+
+    desk: Any = SimpleNamespace(memory=Memory())
+    for n in range(5):
+        shown = exhibits.Shown(1000.0 + n, "", np.zeros((0, 1, 1), np.uint8))
+        exhibits._keep(desk, f"r{n}", shown)
+    monkeypatch.setattr(time, "monotonic", lambda: 1004.0 + exhibits.KEPT_S)
+    assert [n for n in range(5) if exhibits.recall(desk, f"r{n}")] == [4]
+    exhibits.forget(desk)
+    assert exhibits.recall(desk, "r4") is None
+
+
+def test_beside_a_process_that_holds_the_ledger_the_same_is_done_and_the_books_stay_sound(made: Hospital) -> None:
+    release = made.release()
+    value = sha(made, release)
+    with held(made), made.client("dora") as dora, made.client("hugo") as hugo:
+        approve(dora, "dora", release, value)
+        approve(hugo, "hugo", release, value)
+        assert hugo.post(f"/releases/{release}/send").status_code == 303
+        assert "has left" in settled(hugo)
+        export = dora.get("/ledger/export/file").content
+    assert verify(export)
