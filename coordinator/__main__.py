@@ -17,12 +17,16 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from coordinator import report_commands
+from coordinator.edges import backup_commands, doctor, remote, simulation_commands
 from coordinator.edges import home as homes
-from coordinator.edges import remote, simulation_commands
 from coordinator.edges.witnesses import Witnesses
 from coordinator.report import render, views
+from coordinator.reports.document import NoReport
 from policies import governance
 from policies.entries import InvalidEntry, Record
+from policies.export import Unsound
+from policies.forms import WrongForm
 from policies.ledger import KeyReused
 from policies.people import Tools, add_commands
 from policies.policy import PolicyError, preset
@@ -34,16 +38,22 @@ from protos import quiet
 from protos.envelope import BadEnvelope, seal
 from protos.identity import BadCertificate
 from protos.keyfile import BadKeyFile, pem, signing_key, write_private
+from protos.web import login_command
+from protos.web.settings import BadConsole
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
 EXPECTED = (
     homes.BadCoordinator,
+    BadConsole,
     PolicyError,
     BadCertificate,
     BadKeyFile,
     BadEnvelope,
     MalformedStatement,
+    NoReport,
+    WrongForm,
+    Unsound,
     InvalidEntry,
     KeyReused,
     LedgerBusy,
@@ -81,9 +91,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; exit 70 when the ledger cannot be written."""
     home = homes.Home(arguments.home)
     quiet.hush(home.root / "flower")
-    from coordinator.edges.server import serve  # noqa: PLC0415 - Flower reads its environment while it is imported
+    from coordinator.console.app import beside  # noqa: PLC0415 - Flower reads its environment while it is imported
+    from coordinator.edges.server import serve  # noqa: PLC0415 - as above
 
-    return serve(home, OUT.print)
+    return serve(home, lambda text: OUT.print(text, markup=False, soft_wrap=True), beside)
 
 
 def _records(home: homes.Home) -> list[Record]:
@@ -211,7 +222,7 @@ def _add_pool(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> Non
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lazaret-coordinator", description=__doc__)
-    parser.add_argument("--home", type=Path, required=True, help="the coordinator's directory")
+    parser.add_argument("--home", type=Path, help="the coordinator's directory; `login make` needs none")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(group: Any, name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -230,6 +241,9 @@ def _parser() -> argparse.ArgumentParser:
     renew.add_argument("root", type=Path, help="the folder of the medium that holds root.key and root.crt")
     simulation_commands.add_command(remote.add_commands(commands, add), add)
     _add_pool(commands, add)
+    login_command.add_commands(commands, add, TOOLS.say)
+    doctor.add_command(commands, add)
+    backup_commands.add_commands(commands, add)
     ledger = commands.add_parser("ledger", help="the ledger").add_subparsers(required=True, metavar="WHAT")
     show = add(ledger, "show", _ledger_show, "print the ledger")
     show.add_argument("--json", action="store_true")
@@ -246,16 +260,17 @@ def _parser() -> argparse.ArgumentParser:
     waive.add_argument("--serial", required=True, help="of the proposal that two persons approved")
     out = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
     out.add_argument("out", type=Path)
-    report = add(commands, "report", _report, "write a self-contained HTML report")
-    report.add_argument("out", type=Path)
-    report.add_argument("--measured", type=Path, help="JSON with accuracy, ingest counts and times to show beside")
+    report_commands.add_command(commands, add, _report)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 done, 1 refused or failed, 2 usage, 70 internal."""
     os.umask(0o077)
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.home is None and not getattr(arguments, "homeless", False):
+        parser.error("the following arguments are required: --home")
     try:
         return int(arguments.act(arguments))
     except OSError as error:

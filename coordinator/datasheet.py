@@ -63,7 +63,7 @@ CONTEXT: Final[Mapping[str, Any]] = MappingProxyType(
         "transform": "cr:transform",
     }
 )
-_STEM: Final = r"^([^/.]+)"  # the sample's key in its file's name
+STEM: Final = r"^([^/.]+)"  # the sample's key in its file's name
 _COLUMNS: Final = (
     ("label", "sc:Text", "The label that the hospitals gave the image."),
     ("cls", "sc:Integer", "The label's number; classes.json lists them."),
@@ -158,7 +158,7 @@ def croissant(report: PoolReport, card: Card, index: File) -> dict[str, Any]:
         **({"creator": {"@type": "sc:Organization", "name": card.creator}} if card.creator else {}),
         "rai:personalSensitiveInformation": OVERLAP,
         "distribution": [
-            *(_file(shard, "application/x-tar") for shard in report.shards),
+            *(file_object(shard, "application/x-tar") for shard in report.shards),
             {
                 "@type": "cr:FileSet",
                 "@id": "images",
@@ -168,14 +168,15 @@ def croissant(report: PoolReport, card: Card, index: File) -> dict[str, Any]:
                 "encodingFormat": "image/png",
                 "includes": "*.png",
             },
-            _file(index, "application/jsonlines"),
+            file_object(index, "application/jsonlines"),
         ],
         "recordSet": [_records(index)],
     }
     return document
 
 
-def _file(file: File, encoding: str) -> dict[str, Any]:
+def file_object(file: File, encoding: str) -> dict[str, Any]:
+    """A file of a Croissant dataset."""
     return {
         "@type": "cr:FileObject",
         "@id": file.name,
@@ -200,7 +201,7 @@ def _records(index: File) -> dict[str, Any]:
     def inside(what: str) -> dict[str, Any]:
         return {"fileSet": {"@id": "images"}, "extract": {"fileProperty": what}}
 
-    key = field("key", "sc:Text", "The sample's name.", {**inside("filename"), "transform": {"regex": _STEM}})
+    key = field("key", "sc:Text", "The sample's name.", {**inside("filename"), "transform": {"regex": STEM}})
     image = field("image", "sc:ImageObject", "A synthetic image, 8 bits a channel.", inside("content"))
     return {
         "@type": "cr:RecordSet",

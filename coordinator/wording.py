@@ -60,7 +60,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "grant_used": ("The grant's one release was made before.", _AGAIN),
         "claim_not_granted": ("The release promises something else than what was granted.", _AGENT),
         "round_repeated": ("This training round was released before.", _NOTHING),
-        "run_spent": ("This run was priced before a restart; its grant is spent.", _AGAIN),
+        "run_spent": ("The hospital has had a grant in this run before: there is one for each.", _AGAIN),
         "round": ("The training round is not covered by a grant, or named where none belongs.", _AGAIN),
         "run": ("A run is named where none belongs, or its name is not a proper one.", _AGENT),
         "release_id": ("The release bears another name than the one that follows from its grant.", _INQUIRE),
@@ -68,6 +68,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "revoked": (
             "The hospital, or the certificate that it called with, was revoked.",
             "If the hospital is to take part again, invite it anew; the roles in office approve its request.",
+        ),
+        "protocol": (
+            "The hospital's agent speaks a version that this coordinator does not understand.",
+            "Upgrade the older of the two; a version and the one before it understand each other.",
         ),
         # the declared loss
         "epsilon_of_k": ("An epsilon was declared for a release that has none.", _AGENT),
@@ -261,6 +265,8 @@ KINDS: Final[Mapping[str, str]] = MappingProxyType(
         "opened": "Budget opened",
         "appointed": "Person appointed",
         "approved": "Approved by a person",
+        "dismissed": "Person dismissed",
+        "requested": "Asked for by a person",
         "limit-set": "Budget changed",
         "reserved": "Budget held",
         "refused": "Refused",
@@ -348,10 +354,11 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
     site = e.get("site") or hold.get("site") or e.get("account", "").rpartition("/")[0]
     account = accounts.get(hold.get("account", ""))
     price = ""
+    amount = e.get("used", 0) or hold.get("amount", 0)  # of what was held, a part may be spent
     if account is not None and account["kind"] == "rdp":
-        price = f"{rounded_up(100 * hold['amount'] / account['limit'], 1)} % of the epsilon budget"
+        price = f"{rounded_up(100 * amount / account['limit'], 1)} % of the epsilon budget"
     elif account is not None:
-        price = f"{count(hold['amount'], 'release')} per patient"
+        price = f"{count(amount, 'release')} per patient"
     if kind == "enrolled":
         by = f", approved as {e['serial']}" if e["serial"] else ""
         return site, f"signing key {e['sign_key'][:12]}…, own policy {e['policy'][:12]}…{by}"
@@ -375,6 +382,8 @@ _TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyTyp
         "amended": lambda e: f"own policy {e['policy'][:12]}…",
         "appointed": lambda e: f"role {e['role']}, key {e['public'][:12]}…",
         "approved": lambda e: f"{e['person']} approves {e['serial']}",
+        "dismissed": lambda e: f"{e['person']} is no longer in office",
+        "requested": lambda e: f"{e['person']} asks for {e['serial']}",
         "limit-set": lambda e: (
             f"{e['account']}: {'epsilon ' + e['epsilon'] if e['epsilon'] else e['limit']}, approved as {e['serial']}"
         ),

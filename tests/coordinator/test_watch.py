@@ -76,7 +76,7 @@ def test_every_contact_moves_the_head_that_is_kept_on_disk(federation: Federatio
     site = federation.join("site-a")
     site.reserved("g-1", SMALL, "federated", "run")
     first = Watch(site.home.root / "watch", federation.store.public).seen
-    site.reserved("g-2", SMALL, "federated", "run")
+    site.reserved("g-2", SMALL, "federated", "run-2")
     assert Watch(site.home.root / "watch", federation.store.public).seen == first + 1 == federation.store.state.size
 
 

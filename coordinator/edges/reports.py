@@ -1,0 +1,290 @@
+"""Every report and certificate from a coordinator's directory: what there is, in which forms, and how it is made.
+
+The ledger is read as ``ledger export`` reads it, also while the coordinator serves, and everything is made from that
+one snapshot under one signed checkpoint. For the command line and for the console alike: :data:`REPORTS`,
+:func:`snapshot`, :func:`make`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.datasheet import Card, File
+from coordinator.edges.home import ORIGIN, Home, look_at_ledger
+from coordinator.edges.witnesses import Witnesses
+from coordinator.pool import PoolRefused
+from coordinator.reports import budgets, cards, certificates, denied, disclosure, evaluation, processing, registry
+from coordinator.reports.books import Books, Item, books_of, particulars_from
+from coordinator.reports.catalogue import croissant_of_set
+from coordinator.reports.document import Document, NoReport, as_json, as_markdown
+from coordinator.reports.page import as_html
+from coordinator.reports.paper import as_pdf
+from policies.certificate import ATTACHED, PAYLOAD, pae, pdf_signature
+from policies.onefile import archive, packed
+from policies.statement import ID
+from policies.store import export
+from protos.envelope import seal
+
+_MEDIA: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "html": "text/html; charset=utf-8",
+        "json": "application/json",
+        "md": "text/markdown; charset=utf-8",
+        "pdf": "application/pdf",
+        "yaml": "application/yaml",
+        "zip": "application/zip",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A file to hand out."""
+
+    name: str
+    body: bytes
+    media: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One kind of report: its title, what it is for, the forms it has, and whether it is about one release."""
+
+    name: str
+    title: str
+    words: str
+    forms: tuple[str, ...]
+    about: str = ""  # "": the whole ledger; "release" or "model": one of those must be named
+
+
+_PEOPLE: Final = ("html", "pdf", "json")
+REPORTS: Final[Mapping[str, Report]] = MappingProxyType(
+    {
+        r.name: r
+        for r in (
+            Report(
+                "certificate",
+                "Release certificate",
+                "What is promised for one release, signed by the ledger's key; checked offline with lazaret-verify.",
+                ("pdf", "json"),
+                "release",
+            ),
+            Report("burn-down", "Burn-down", "How each hospital's budget was used, over time and by run.", _PEOPLE),
+            Report("denied", "Denied requests", "Every refusal with its reason and what to do.", _PEOPLE),
+            Report(
+                "processing",
+                "Article 30 record and DPIA annex",
+                "Rows for the record of processing and the impact assessment; what only you know is left open.",
+                _PEOPLE,
+            ),
+            Report(
+                "sp-800-226",
+                "NIST SP 800-226 checklist",
+                "The guarantees with an epsilon, from epsilon down to the exposure of the collected data.",
+                _PEOPLE,
+            ),
+            Report(
+                "disclosure",
+                "EMA / Health Canada annex",
+                "Distinct patients behind each image (k at least 11), and what was tested.",
+                _PEOPLE,
+            ),
+            Report(
+                "card",
+                "Model card or datasheet",
+                "For the people who use a model or a set: what it is, what is promised, what it is not for.",
+                ("html", "pdf", "md", "json"),
+                "release",
+            ),
+            Report(
+                "croissant",
+                "Croissant description",
+                "MLCommons Croissant 1.0 metadata of one set of images, for data catalogues.",
+                ("json",),
+                "release",
+            ),
+            Report(
+                "registry",
+                "DP Deployments Registry",
+                "A draft entry for every release with an epsilon, in the registry's own schema.",
+                ("json",),
+            ),
+            Report(
+                "registry-entry",
+                "DP Deployments Registry, one entry",
+                "The draft entry of one release, ready to be completed and handed in.",
+                ("yaml",),
+                "release",
+            ),
+            Report(
+                "bundle",
+                "Ledger bundle",
+                "The whole ledger with the offline verifier inside: for an auditor who has nothing of ours.",
+                ("zip",),
+            ),
+        )
+    }
+)
+_DOCUMENTS: Final[Mapping[str, Callable[[Books], Document]]] = MappingProxyType(
+    {
+        "burn-down": budgets.burn_down,
+        "denied": denied.denied,
+        "processing": processing.processing,
+        "sp-800-226": evaluation.checklist,
+        "disclosure": disclosure.annex,
+    }
+)
+
+
+def snapshot(home: Home, now: dt.datetime) -> tuple[bytes, Books]:
+    """The ledger's export as of now, and what is folded from it.
+
+    Raises:
+        LedgerUnsound: the ledger is not what its key committed last.
+        NoReport: ``particulars.toml`` cannot be used.
+    """
+    with contextlib.closing(look_at_ledger(home)) as disk:
+        raw = export(disk, ORIGIN, home.ledger_key(), Witnesses(home.witnesses).notes())
+    try:
+        filled = particulars_from((home.root / "particulars.toml").read_text())
+    except FileNotFoundError:
+        filled = None
+    return raw, books_of(raw, home.policy_text(), now, filled)
+
+
+def make(home: Home, name: str, form: str, release: str, now: dt.datetime) -> Made:
+    """One report in one form.
+
+    Args:
+        home: the coordinator's.
+        name: of :data:`REPORTS`.
+        form: one of the report's.
+        release: which release or run it is about, where it is about one.
+        now: stands in it.
+    Raises:
+        NoReport: no such report, form or release; the text says what there is.
+        BadKeyFile, LedgerUnsound: the ledger's key or the ledger cannot be used.
+    """
+    known = REPORTS.get(name)
+    if known is None:
+        raise NoReport(f"there is no report of that name; there are {', '.join(REPORTS)}")
+    if form not in known.forms:
+        raise NoReport(f"{known.name} is made as {' or '.join(known.forms)}")
+    if bool(known.about) is not bool(release):
+        raise NoReport(f"{known.name} is about {'one release: name it' if known.about else 'the whole ledger'}")
+    if release and not ID.fullmatch(release):
+        raise NoReport("that is not the name of a release or run")
+    raw, books = snapshot(home, now)
+    stem = f"{name}-{release}" if release else name
+    return Made(f"{stem}.{form}", _body(home, raw, books, (name, form, release)), _MEDIA[form])
+
+
+def _body(home: Home, raw: bytes, books: Books, asked: tuple[str, str, str]) -> bytes:
+    name, form, release = asked
+    if name == "bundle":
+        return bundle(raw, books)
+    if name == "registry":
+        return registry.as_yaml(registry.entries(books)).encode()
+    if name in _DOCUMENTS:
+        return _as(form, _DOCUMENTS[name](books), books)
+    item = books.item(release)
+    if name == "certificate":
+        return certificate(books, item, form, home.ledger_key())
+    if name == "registry-entry":
+        return registry.as_yaml(registry.entry(books, item)).encode()
+    if name == "croissant":
+        return croissant(home, books, item)
+    return _as(form, cards.card(books, release), books)
+
+
+def _as(form: str, document: Document, books: Books) -> bytes:
+    if form == "pdf":
+        return as_pdf(document, books.made)
+    text = {"html": as_html, "json": as_json, "md": as_markdown}[form](document)
+    return text.encode()
+
+
+def certificate(books: Books, item: Item, form: str, key: Ed25519PrivateKey) -> bytes:
+    """A release's certificate, signed: a DSSE envelope, or a PDF with it inside, signed whole."""
+    signed = seal(certificates.certificate(books, item).encode(), PAYLOAD, key)
+    if form == "json":
+        return signed + b"\n"
+    printed = as_pdf(certificates.as_document(books, item), books.made, (ATTACHED, signed))
+    printed = printed if printed.endswith(b"\n") else printed + b"\n"
+    return printed + pdf_signature(key.sign(pae("application/pdf", printed)))
+
+
+def croissant(home: Home, books: Books, item: Item) -> bytes:
+    """What a data catalogue wants to know of a set on the shelf.
+
+    Raises:
+        NoReport: it is no set of images, is encrypted, or is not on the shelf as the ledger admitted it.
+    """
+    part = item.parts[0]
+    if cards.is_model(item) or part["artifact_type"] != "image-set" or part["reader"]:
+        raise NoReport(f"{item.name} is no set of images that can be described: ask for its card")
+    path = home.releases / item.name / "images.tar"
+    try:
+        with path.open("rb") as stream:
+            digest, size = hashlib.file_digest(stream, "sha256").hexdigest(), path.stat().st_size
+    except FileNotFoundError:
+        raise NoReport(f"{item.name}: the ledger admitted it, and the shelf has lost it") from None
+    if digest != item.facts["artifact_sha256"]:
+        raise NoReport(f"{item.name}: what is on the shelf is not what the ledger admitted; it was changed")
+    p = books.particulars
+    promised = f"{item.meaning} {item.claim}. {item.strength}."
+    about = f"{item.method}, from patients of {item.sites}."
+    try:
+        card = Card(item.name, about[:200], p.licence, url=p.url, creator=p.controller, published=p.published)
+    except PoolRefused as error:
+        raise NoReport(f"particulars.toml: {error}") from None
+    found = croissant_of_set(card, File("images.tar", size, digest), promised)
+    return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
+
+
+def bundle(raw: bytes, books: Books) -> bytes:
+    """A zip archive for an auditor: the ledger, the verifier as one file, how to use it, and the digests of both."""
+    files = {"ledger.export": raw, "lazaret-verify.pyz": archive(), "README.txt": _readme(books).encode()}
+    files["checkpoint.txt"] = books.export.checkpoint.encode()
+    sums = "".join(f"{hashlib.sha256(body).hexdigest()}  {name}\n" for name, body in sorted(files.items()))
+    files["SHA256SUMS"] = sums.encode()
+    return packed(
+        {f"ledger-bundle/{name}": body for name, body in files.items()}, ("ledger-bundle/lazaret-verify.pyz",)
+    )
+
+
+def _readme(books: Books) -> str:
+    s = books.source
+    return f"""\
+The ledger {s.origin}: {s.size} entries until {s.until} UTC, taken {s.made} UTC.
+
+What is here
+  ledger.export       every entry, the signed statements that it rests on, and the signed head
+  lazaret-verify.pyz  the verifier as one file; it needs Python 3.11 and the package cryptography, and no network
+  checkpoint.txt      the signed head alone: keep it, and give it with --from next time
+  SHA256SUMS          digests of these files: sha256sum -c SHA256SUMS
+
+How to check it
+  python3 lazaret-verify.pyz ledger.export --key {s.key}
+
+  The key must be the one that the ledger's owner publishes elsewhere: compare it there, not here.
+  It prints SOUND, the size {s.size} and the root
+  {s.root}
+  or NOT SOUND with the first reason.
+
+Next time
+  python3 lazaret-verify.pyz NEWER.export --key {s.key} --from checkpoint.txt
+  shows that nothing of what you saw today was rewritten.
+
+The verifier that comes with a ledger could lie for it. Whoever wants to be sure builds it from the public sources
+(`python -m deploy.verifier OUT.pyz` writes the same bytes), and compares their SHA-256.
+"""

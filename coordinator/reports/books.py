@@ -1,0 +1,318 @@
+"""What every report is made from: one export of the ledger, folded once, and what only the controller can know. Pure.
+
+The facts of a release are those of its certificate: derived from its entries and the site's sealed statement by
+:func:`policies.attest.derive`, which recomputes every epsilon (P11). A report is made of nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from coordinator.promises import evidence, promise
+from coordinator.reports.document import NoReport, Source
+from coordinator.wording import LEVELS, MECHANISMS, RELATIONS, rounded_up, utc
+from policies.attest import derive, resting
+from policies.audit import open_envelope
+from policies.entries import Admitted, Amended, Enrolled, Opened, Record, Recovered, Reserved, RoundClosed, decode
+from policies.export import Export, Unsound
+from policies.ledger import State
+from policies.merkle import open_checkpoint
+from policies.policy import Policy, PolicyError
+from policies.policy import parse as parse_policy
+from policies.statement import Amendment, Enrolment, parse
+from policies.view import as_json
+
+_LONGEST: Final = 2_000
+_KINDS: Final = frozenset({"", "Government", "Industry", "Nonprofit"})  # those of the deployments registry's schema
+_DAY: Final = re.compile(r"(\d{4}-\d{2}-\d{2})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Particulars:
+    """``particulars.toml``: what the controller knows and no ledger can; each is a text, and any may be left out."""
+
+    controller: str = ""
+    contact: str = ""
+    officer: str = ""  # data-protection officer
+    purposes: str = ""
+    legal_basis: str = ""
+    subjects: str = ""  # categories of data subjects, beyond "patients"
+    recipients: str = ""
+    transfers: str = ""
+    retention: str = ""
+    necessity: str = ""
+    consultation: str = ""
+    residual_risk: str = ""
+    intended_use: str = ""
+    licence: str = ""
+    region: str = ""
+    curator_type: str = ""  # Government | Industry | Nonprofit
+    authors: str = ""  # of a registry entry
+    published: str = ""  # YYYY-MM-DD; left out: the day of the admission
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        """Short texts."""
+        wrong = [f.name for f in fields(self) if type(getattr(self, f.name)) is not str]
+        wrong += [f.name for f in fields(self) if f.name not in wrong and len(getattr(self, f.name)) > _LONGEST]
+        if wrong:
+            raise NoReport(f"particulars.toml: {', '.join(wrong)}: each is a text of at most {_LONGEST} characters")
+        if self.curator_type not in _KINDS or not _DAY.fullmatch(self.published):
+            raise NoReport(
+                "particulars.toml: curator_type is Government, Industry or Nonprofit; published is a day, 2026-01-31"
+            )
+
+
+def particulars_from(text: str) -> Particulars:
+    """Read the file; a misspelt key is refused, for what it says would be missing without a word.
+
+    Raises:
+        NoReport: not TOML, an unknown key, or something else than a short text.
+    """
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NoReport(f"particulars.toml: not TOML: {error}") from None
+    known = {f.name for f in fields(Particulars)}
+    if unknown := sorted(set(table) - known):
+        raise NoReport(f"particulars.toml: unknown: {', '.join(unknown)}; the keys are {', '.join(sorted(known))}")
+    return Particulars(**table)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An admitted release, or the model of a federated run."""
+
+    name: str
+    facts: Mapping[str, Any]  # as in its certificate
+
+    @property
+    def parts(self) -> Sequence[Mapping[str, Any]]:
+        """What it is made of: itself, or each site's last update under each of its grants."""
+        parts: Sequence[Mapping[str, Any]] = self.facts["parts"]
+        return parts
+
+    @property
+    def level(self) -> str:
+        """Its claim level; of a model the weakest of its updates."""
+        return str(self.facts["level"])
+
+    @property
+    def sites(self) -> str:
+        """Whose patients are behind it."""
+        return ", ".join(self.facts["sites"])
+
+    @property
+    def meaning(self) -> str:
+        """What its level promises, as a sentence."""
+        said = str(self.facts["meaning"])
+        return f"At least {said}." if said.startswith("k ") else f"{said[0].upper()}{said[1:]}."
+
+    @property
+    def method(self) -> str:
+        """How it was made, in words."""
+        return MECHANISMS.get(self.facts["mechanism"], str(self.facts["mechanism"]))
+
+    @property
+    def claim(self) -> str:
+        """What is promised, in one sentence; of a model that of the site that gave the most."""
+        mine = [p["claim"] for p in self.parts if p["site"] == self.dearest["site"]]
+        if len(mine) == 1:
+            return promise(mine[0])
+        each = "; ".join(f"({n}) {promise(claim)}" for n, claim in enumerate(mine, 1))
+        return f"{len(mine)} uses of the same patients, under a grant each: {each}"
+
+    @property
+    def dearest(self) -> Mapping[str, Any]:
+        """The part with the largest epsilon; the first one where there is none."""
+        priced = [p for p in self.parts if p["epsilon"]]
+        return max(priced, key=lambda p: float(p["epsilon"]["value"])) if priced else self.parts[0]
+
+    @property
+    def k(self) -> int | None:
+        """Distinct patients behind each image; None where that is not promised, or void."""
+        claim = self.parts[0]["claim"]
+        return int(claim["k"]) if self.level == "B" and claim.get("kind") == "k-anonymous" else None
+
+    @property
+    def epsilon(self) -> str:
+        """The largest epsilon with all that it means nothing without (P1), and what it stands on; "" without one."""
+        said, given = stated(self.dearest["epsilon"]), str(self.facts["assumption"])
+        return f"{said}; {given}" if said and given else said
+
+    @property
+    def remodelled(self) -> bool:
+        """Whether it is patients' own heads with other faces: what leaves is then no synthetic image."""
+        return bool(self.facts["mechanism"] == "remodel")
+
+    @property
+    def tested(self) -> str:
+        """What the statement says was measured; "" where nothing was asked for."""
+        part = self.parts[0]
+        if self.level != "C" and not (part["reid_rate"] or part["vetting_power"]):
+            return ""
+        return evidence(part["reid_rate"], part["vetting_power"], part["mechanism"])
+
+    @property
+    def strength(self) -> str:
+        """One cell of a table: k, or epsilon, or that there is neither."""
+        if self.k is not None:
+            return f"k = {self.k}; there is no epsilon, and it is not 0"
+        return self.epsilon or "no promise and no epsilon: what was tested stands behind it"
+
+
+def stated(epsilon: Mapping[str, Any] | None) -> str:
+    """An epsilon of a certificate, rounded up, with unit, relation, delta and order; "" without one."""
+    if not epsilon:
+        return ""
+    where = f"delta {float(epsilon['delta']):g} {per(epsilon)}"
+    said = f"epsilon {rounded_up(float(epsilon['value']), 2):g} at {where}; Rényi filter of order {epsilon['order']}"
+    return said + together(epsilon)
+
+
+def per(told: Mapping[str, Any]) -> str:
+    """The unit and the relation of an epsilon, or of a ledger, in words."""
+    return f"per {told['unit']}, {RELATIONS.get(told['relation'], told['relation'])}"
+
+
+def bound(item: Item) -> str:
+    """Behind the caption of a table in which epsilons stand bare; "" where it has none."""
+    return f"; an epsilon is {per(item.dearest['epsilon'])}" if item.epsilon else ""
+
+
+def together(epsilon: Mapping[str, Any]) -> str:
+    """Behind an epsilon that several grants of one site in one run add up to; else ""."""
+    return f" ({epsilon['grants']} grants together)" if "grants" in epsilon else ""
+
+
+def level_words(level: str) -> tuple[str, str]:
+    """A level's title and what it means for a board."""
+    title, _, plain = LEVELS.get(level, ("Unknown level", "no promise", "This report knows no such level."))
+    return title, plain
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """One ledger as of one signed head."""
+
+    export: Export
+    records: tuple[Record, ...]
+    state: State
+    ledger: Mapping[str, Any]  # as policies.view gives it
+    source: Source
+    made: dt.datetime
+    federation: Policy | None
+    policies: Mapping[str, Policy]  # each site's own, of today
+    particulars: Particulars = field(default_factory=Particulars)
+
+    def items(self) -> Iterator[Item]:
+        """Every admitted release and every run's model, oldest first.
+
+        Raises:
+            NoReport: the ledger holds one that its own statement contradicts.
+        """
+        seen: set[str] = set()
+        places = self._places()
+        for record in self.records:
+            entry = record.entry
+            name = entry.run if isinstance(entry, RoundClosed) else ""
+            name = entry.release if isinstance(entry, Admitted) and not entry.run else name
+            if name and name not in seen:
+                seen.add(name)
+                yield self._item(name, places)
+
+    def item(self, name: str) -> Item:
+        """One of them.
+
+        Raises:
+            NoReport: the ledger has admitted nothing of that name.
+        """
+        return self._item(name, self._places())
+
+    def _item(self, name: str, places: Mapping[str, set[int]]) -> Item:
+        seqs = set(places[f"name {name}"])
+        for seq in places[f"name {name}"]:
+            entry = self.records[seq].entry
+            if isinstance(entry, Admitted):
+                seqs |= places[f"grant {entry.grant}"] | places[f"site {entry.site}"]
+        try:
+            wanted = resting(name, [(seq, self.records[seq]) for seq in sorted(seqs)])
+            return Item(name, derive(name, wanted, self.behind(wanted)))
+        except Unsound as error:
+            raise NoReport(f"{name}: {error}") from None
+
+    def behind(self, wanted: Sequence[tuple[int, Record]]) -> list[bytes]:
+        """The sealed statements that entries of this kind rest on, in the order of their digests."""
+        digests = {r.entry.envelope for _, r in wanted if isinstance(r.entry, Admitted)}
+        return [raw for raw in self.export.envelopes if hashlib.sha256(raw).digest() in digests]
+
+    def _places(self) -> defaultdict[str, set[int]]:
+        """Where the entries are that releases rest on: by the release or run, the grant, the site."""
+        places: defaultdict[str, set[int]] = defaultdict(set)
+        for seq, record in enumerate(self.records):
+            entry = record.entry
+            if isinstance(entry, Admitted):
+                places[f"name {entry.run or entry.release}"].add(seq)
+            elif isinstance(entry, RoundClosed):
+                places[f"name {entry.run}"].add(seq)
+            elif isinstance(entry, Reserved | Recovered):
+                places[f"grant {entry.grant}"].add(seq)
+            elif isinstance(entry, Enrolled):
+                places[f"site {entry.site}"].add(seq)
+            elif isinstance(entry, Opened):
+                places[f"site {entry.account.rpartition('/')[0]}"].add(seq)
+        return places
+
+
+def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Particulars | None = None) -> Books:
+    """Fold an export.
+
+    Args:
+        raw: the export, whose checkpoint is verified under its own key.
+        federation: the federation's policy, TOML; "" where there is none at hand.
+        made: when, for the report's foot.
+        particulars: what the controller filled in.
+    Raises:
+        Unsound, NoReport: the export is not one, or its entries do not fold.
+    """
+    export = Export.parse(raw)
+    head = open_checkpoint(export.checkpoint, export.public)
+    records = tuple(decode(body) for body in export.entries)
+    state = State()
+    for record in records:
+        state.apply(record)
+    until = utc(records[-1].at) if records else ""
+    key = hashlib.sha256(export.public).hexdigest()
+    source = Source(head.origin, head.size, head.root.hex(), key, until, f"{made:%Y-%m-%d %H:%M}")
+    policy = parse_policy(federation, "policy.toml") if federation else None
+    ledger = as_json(head.origin, records)
+    own = _policies(export, records)
+    return Books(export, records, state, ledger, source, made, policy, own, particulars or Particulars())
+
+
+def _policies(export: Export, records: Sequence[Record]) -> dict[str, Policy]:
+    """Each site's policy of today, as it signed it."""
+    newest: dict[str, bytes] = {}
+    for record in records:
+        if isinstance(record.entry, Enrolled | Amended):
+            newest[record.entry.site] = record.entry.envelope
+    wanted = {digest: site for site, digest in newest.items()}
+    found: dict[str, Policy] = {}
+    for raw in export.envelopes:
+        site = wanted.get(hashlib.sha256(raw).digest())
+        if site is None:
+            continue
+        said = parse(open_envelope(raw, None))  # its signature was verified when it was appended
+        try:
+            if isinstance(said, Enrolment | Amendment):
+                found[site] = parse_policy(said.policy, f"policy of {site}")
+        except PolicyError as error:
+            raise NoReport(str(error)) from None
+    return found

@@ -1,0 +1,133 @@
+"""How the budgets were used up: every account over time, and by run or method. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.reports.books import Books, per
+from coordinator.reports.document import Block, Curve, Document, Facts, Line, Section, Table, Text
+from coordinator.wording import MECHANISMS, count, rounded_down, rounded_up, utc
+from policies.entries import Entry, Waived
+from policies.ledger import State
+from policies.rdp import epsilon_of
+
+_WHOLE = (
+    "A budget is for the whole life of a hospital's data, whatever the project. It is held before an image is read, "
+    "and a crash never gives it back. Shares are of what the Rényi filter lets through, which adds up; epsilon "
+    "itself "
+    "does not. What is used is rounded up. The promise to rely on, whatever comes next, is the whole budget. Where "
+    "hospitals shared their noise (level A*), every epsilon of the account that paid stands on what the release's "
+    "certificate assumes of them."
+)
+
+
+def burn_down(books: Books) -> Document:
+    """Each account's way from full to empty."""
+    history, accounts = _history(books), books.ledger["accounts"]
+    sections = [Section("How to read this", (Text(_WHOLE),))]
+    sections += [_account(books, account, history[account["account"]]) for account in accounts]
+    if not accounts:
+        sections.append(Section("Accounts", (Text("No hospital has a budget yet."),)))
+    told = [{**a, "history": [_moment(*m) for m in history[a["account"]]]} for a in accounts]
+    data = {"unit": books.ledger["unit"], "relation": books.ledger["relation"], "accounts": told}
+    summary = f"{count(len(accounts), 'account')} of {count(len(books.state.sites), 'hospital')}."
+    return Document("burn-down", "How the privacy budgets were used", summary, tuple(sections), books.source, data)
+
+
+def _moment(at: int, spent: int, held: int, limit: int) -> dict[str, int]:
+    return {"at": at, "spent": spent, "held": held, "limit": limit}
+
+
+def _history(books: Books) -> defaultdict[str, list[tuple[int, int, int, int]]]:
+    """Account -> (time, spent, held, limit) whenever one of them changed."""
+    out: defaultdict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
+    state = State()
+    for record in books.records:
+        state.apply(record)
+        for name in _touched(record.entry, state):
+            account = state.accounts[name]
+            now = (account.spent, account.held, account.limit)
+            if not out[name] or out[name][-1][1:] != now:
+                out[name].append((record.at, *now))
+    return out
+
+
+def _touched(entry: Entry, state: State) -> list[str]:
+    """The accounts that an entry may change."""
+    if isinstance(entry, Waived):
+        return [name for name in state.accounts if name.rpartition("/")[0] == entry.site]
+    grant = state.grants.get(getattr(entry, "grant", ""))
+    name = getattr(entry, "account", "") or (grant.reserved.account if grant else "")
+    return [name] if name in state.accounts else []
+
+
+def _share(part: int, limit: int) -> float:
+    return rounded_up(100 * part / limit, 1) if limit else 0.0
+
+
+def _account(books: Books, account: Mapping[str, Any], history: list[tuple[int, int, int, int]]) -> Section:
+    spent, held, limit = account["spent"], account["held"], account["limit"]
+    rdp = account["kind"] == "rdp"
+    rows = [("Budget", _stated(books, account))]
+    if rdp:
+        left = max(0.0, rounded_down(100 - 100 * (spent + held) / limit, 1)) if limit else 0.0
+        rows.append(("Spent", f"{_share(spent, limit):g} %{_worth(books, account, spent)}"))
+        rows.append(("Held", f"{_share(held, limit):g} %{_worth(books, account, spent + held) if held else ''}"))
+        rows.append(("Left", f"{left:g} %"))
+    else:
+        rows += [("Spent", str(spent)), ("Held", str(held)), ("Left", str(limit - spent - held))]
+    blocks: list[Block] = [Facts(tuple(rows))]
+    if len(history) > 1:
+        history = [*history, (books.records[-1].at, *history[-1][1:])]  # drawn until the ledger's last entry
+        used = tuple((at, 100 * (s + h) / most if most else 0.0) for at, s, h, most in history)
+        closed = tuple((at, 100 * s / most if most else 0.0) for at, s, _, most in history)
+        top = max(100.0, *(value for _, value in used))
+        lines = (Line("held or spent", used), Line("spent", closed))
+        blocks.append(Curve(f"The budget of {account['account']} over time", "% of the limit", lines, top))
+    blocks.append(_uses(books, account))
+    kind = "differential privacy" if rdp else "releases without an epsilon"
+    return Section(f"{account['site']}: {kind}", tuple(blocks))
+
+
+def _stated(books: Books, account: Mapping[str, Any]) -> str:
+    if account["kind"] != "rdp":
+        return f"a patient may be in {count(account['limit'], 'release')} without an epsilon, ever"
+    where = f"delta {float(account['delta']):g} {per(books.ledger)}"
+    return f"epsilon {float(account['epsilon']):g} at {where}; Rényi filter of order {account['order']}"
+
+
+def _worth(books: Books, account: Mapping[str, Any], amount: int) -> str:
+    if not amount:
+        return ""
+    epsilon = epsilon_of(amount, float(account["delta"]), account["order"])
+    where = f"delta {float(account['delta']):g} {per(books.ledger)}"
+    return f": epsilon {rounded_up(epsilon, 2):.2f} at {where}, so far"
+
+
+def _uses(books: Books, account: Mapping[str, Any]) -> Table:
+    """What the account paid for, grant by grant."""
+    at = {r.entry.grant: r.at for r in books.records if hasattr(r.entry, "grant") and hasattr(r.entry, "amount")}
+    words = {"held": "held", "spent": "spent", "freed": "given back: nothing was read or released"}
+    rows = []
+    for g in books.ledger["grants"]:
+        if g["account"] != account["account"]:
+            continue
+        if account["kind"] == "rdp":
+            price = f"{_share(g['amount'], account['limit']):g} %"
+        else:
+            price = count(g["amount"], "release")
+        rows.append(
+            (
+                utc(at[g["grant"]]),
+                g["run"] or "one release",
+                MECHANISMS.get(g["mechanism"], g["mechanism"]),
+                price,
+                words[g["state"]],
+            )
+        )
+    head = ("Asked for (UTC)", "Run", "Method", "Price", "Now")
+    return Table(
+        "What it was used for", head, tuple(rows), frozenset({3}), (17, 14, 35, 12, 22), "nothing was asked for"
+    )

@@ -1,0 +1,149 @@
+"""A model card for a model (Mitchell et al. 2019, section 4), a datasheet for a set (Gebru et al. 2021). Pure.
+
+Both say what is promised and nothing stronger; what nobody measured is said to be so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from coordinator.promises import BRAIN
+from coordinator.reports.books import Books, Item, bound, level_words, together
+from coordinator.reports.certificates import admitted
+from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
+from coordinator.wording import rounded_up
+
+_NOT_FOR: Final = (
+    "Diagnosis or treatment of a patient: nobody has tested it for that.",
+    "Finding out who a patient was, or whether somebody was one.",
+    "Being called free of personal data: that is the controller's assessment, and this card makes no such finding.",
+)
+_NOISE: Final = (
+    "A patient who was in several hospitals is covered by the sum of the hospitals' epsilons; nobody can tell "
+    "whether there is one.",
+    "Noise costs small groups more than large ones: compare results for each group before use.",
+)
+_CROWD: Final = (
+    "k-anonymity does not compose: who knows that a patient is in several sets may find them by comparing the sets, "
+    "whatever k is.",
+)
+_TESTED: Final = ("Nothing is promised: an attack that was not tried may find more than those that were.",)
+_OTHERS: Final = (
+    "Nobody can tell whether a patient was in several hospitals.",
+    "Nobody measured how it serves small groups of patients: compare results for each group before use.",
+)
+
+
+def card(books: Books, name: str) -> Document:
+    """The card of a release or run.
+
+    Raises:
+        NoReport: the ledger has admitted nothing of that name.
+    """
+    item = books.item(name)
+    return _model_card(books, item) if is_model(item) else _datasheet(books, item)
+
+
+def is_model(item: Item) -> bool:
+    """Is it a model, of a run or released by one hospital?"""
+    return "model" in (item.facts["kind"], item.parts[0]["artifact_type"])
+
+
+def _caveats(item: Item) -> Points:
+    """What holds of its kind of promise, and of no other."""
+    if item.epsilon:
+        return Points(_NOISE)
+    heads = (f"The heads are patients' own: {BRAIN}.",) if item.remodelled else ()
+    return Points((*heads, *(_TESTED if item.k is None else _CROWD), *_OTHERS))
+
+
+def _promise(item: Item) -> tuple[Block, ...]:
+    title, words = level_words(item.level)
+    rows = [("Level", f"{item.level}: {title}"), ("In words", words), ("Promise", item.claim)]
+    given = item.facts["assumption"]
+    rows.append(("Strength", item.strength.removesuffix(f"; {given}")))
+    rows += [("Assumption", given)] if given else []
+    rows += [("Tested", item.tested)] if item.tested else []
+    return (Text(item.meaning, "claim"), Facts(tuple(rows)))
+
+
+def _details(books: Books, item: Item) -> Facts:
+    p = books.particulars
+    rows = [
+        ("Name", item.name),
+        ("Made by", item.sites),
+        ("Method", item.method),
+        ("Admitted", admitted(item)),
+        ("Artifact, sha256", item.facts["artifact_sha256"]),
+        ("Licence", p.licence or "none is stated: ask before you share it"),
+        ("Contact", p.contact or OPEN),
+    ]
+    rows += [("Rounds", str(item.facts["round"]))] if item.facts["round"] else []
+    readers = sorted({part["reader"] for part in item.parts if part["reader"]})
+    rows += [("Encrypted to", ", ".join(readers))] if readers else []
+    return Facts(tuple(rows))
+
+
+def _parts(item: Item) -> Table:
+    rows = tuple(
+        (
+            p["site"],
+            p["modality"],
+            p["level"],
+            "" if not p["epsilon"] else f"{rounded_up(float(p['epsilon']['value']), 2):g}{together(p['epsilon'])}",
+            "" if not p["epsilon"] else f"{float(p['epsilon']['delta']):g}",
+            ", ".join(f"{name}: {origin}" for name, origin in sorted(p["components"].items())),
+        )
+        for p in item.parts
+    )
+    head = ("Hospital", "Modality", "Level", "Epsilon per patient", "Delta", "Components and where they are from")
+    return Table(f"Training data, by hospital{bound(item)}", head, rows, frozenset({3, 4}), (18, 12, 9, 16, 12, 33))
+
+
+def _use(books: Books) -> tuple[Block, ...]:
+    p = books.particulars
+    return (
+        Facts((("Intended use", p.intended_use or p.purposes or OPEN), ("Intended users", p.recipients or OPEN))),
+        Text("Not for:"),
+        Points(_NOT_FOR),
+    )
+
+
+def _model_card(books: Books, item: Item) -> Document:
+    sections = (
+        Section("Model details", (_details(books, item),)),
+        Section("What is promised to patients", _promise(item)),
+        Section("Intended use", _use(books)),
+        Section("Factors", (Text("The ledger holds no results by group, device or hospital: " + OPEN),)),
+        Section(
+            "Metrics and evaluation data",
+            (Text("The ledger holds no accuracy: metrics of a model are a release of their own. " + OPEN),),
+        ),
+        Section("Training data", (_parts(item),)),
+        Section("Ethical considerations, caveats and recommendations", (_caveats(item),)),
+    )
+    summary = f"{item.method}, from the patients of {item.sites}."
+    return Document("model-card", f"Model card: {item.name}", summary, sections, books.source, _data(item))
+
+
+def _datasheet(books: Books, item: Item) -> Document:
+    part = item.parts[0]
+    tried = ", ".join(str(k) for k in part["k_tried"])
+    made: list[Block] = [_parts(item)]
+    if tried:
+        made.append(Text(f"Group sizes that were tried on the patients before one was chosen: {tried}."))
+    sections = (
+        Section("What it is", (_details(books, item),)),
+        Section("What is promised to patients", _promise(item)),
+        Section("How it was made", tuple(made)),
+        Section("Uses", _use(books)),
+        Section("Caveats", (_caveats(item),)),
+    )
+    summary = f"{item.method}, from the patients of {item.sites}."
+    return Document("datasheet", f"Datasheet: {item.name}", summary, sections, books.source, _data(item))
+
+
+def _data(item: Item) -> dict[str, Any]:
+    facts: Mapping[str, Any] = item.facts
+    return {"facts": dict(facts), "words": {"promise": item.claim, "strength": item.strength, "tested": item.tested}}

@@ -1,0 +1,137 @@
+"""A release certificate, made: the entries that it rests on with their proofs, its facts, and its words. Pure.
+
+:mod:`policies.certificate` is its form, :mod:`policies.attest` how it is checked, by whoever gets it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.reports.books import Books, Item, bound, level_words, together
+from coordinator.reports.document import Block, Document, Facts, Section, Table, Text
+from coordinator.wording import rounded_up, utc
+from policies.attest import resting
+from policies.certificate import Certificate, Shown
+from policies.merkle import Tree, leaf_hash
+
+
+def certificate(books: Books, item: Item) -> Certificate:
+    """What the ledger's key is to sign, under the checkpoint of the books."""
+    tree = Tree()
+    for entry in books.export.entries:
+        tree.append(leaf_hash(entry))
+    wanted = resting(item.name, list(enumerate(books.records)))
+    shown = tuple(
+        Shown(seq, books.export.entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted
+    )
+    envelopes = tuple(books.behind(wanted))
+    export = books.export
+    return Certificate(
+        books.source.origin, export.public, export.checkpoint, shown, envelopes, item.facts, words(item)
+    )
+
+
+def words(item: Item) -> dict[str, str]:
+    """A certificate's sentences."""
+    title, plain = level_words(item.level)
+    said = {
+        "title": title,
+        "meaning": str(item.facts["meaning"]),
+        "plain": plain,
+        "method": item.method,
+        "promise": item.claim,
+        "strength": item.strength,
+        "tested": item.tested,
+        "assumption": str(item.facts["assumption"]),
+    }
+    return {name: text for name, text in said.items() if text}
+
+
+def as_document(books: Books, item: Item) -> Document:
+    """The certificate for people."""
+    title, plain = level_words(item.level)
+    what = "Model" if item.facts["kind"] == "model" else "Release"
+    promised: list[tuple[str, str]] = [("Level", f"{item.level}: {title}"), ("In words", plain)]
+    given = item.facts["assumption"]
+    promised += [("Promise", item.claim), ("Strength", item.strength.removesuffix(f"; {given}"))]
+    promised += [("Assumption", given)] if given else []
+    tried = ", ".join(str(k) for k in item.parts[0]["k_tried"])
+    promised += [("Tried", f"group sizes tried on the patients before one was chosen: {tried}")] if tried else []
+    promised += [("Tested", f"{item.tested}, as the hospital's statement says")] if item.tested else []
+    sections = (
+        Section(
+            "What is certified",
+            (
+                Text(item.meaning, "claim"),
+                Facts(tuple(promised)),
+                Text(
+                    "Nothing stronger may be said of it, and no finding is made that it is not personal data.", "note"
+                ),
+            ),
+        ),
+        Section("What it is about", _about(item)),
+        Section("How to check it", _how(books, item)),
+    )
+    name = f"certificate-{item.name}"
+    summary = f"{item.method}, from the patients of {item.sites}."
+    return Document(
+        name, f"{what} certificate: {item.name}", summary, sections, books.source, {"facts": dict(item.facts)}
+    )
+
+
+def _about(item: Item) -> tuple[Block, ...]:
+    facts: Any = item.facts
+    rows = [
+        ("Name", item.name),
+        ("Hospital" if len(facts["sites"]) == 1 else "Hospitals", item.sites),
+        ("Artifact, sha256", facts["artifact_sha256"]),
+        ("Admitted", admitted(item)),
+    ]
+    readers = sorted({p["reader"] for p in item.parts if p["reader"]})
+    rows += [("Encrypted to", ", ".join(readers) + "; the coordinator has not seen the content")] if readers else []
+    table = Table(
+        f"The hospitals' own signed statements behind it{bound(item)}",
+        ("Hospital", "Entry", "Level", "Epsilon per patient", "Statement, sha256"),
+        tuple(
+            (
+                p["site"],
+                str(p["entry"]),
+                p["level"],
+                "none" if not p["epsilon"] else _epsilon(p["epsilon"]),
+                p["statement_sha256"],
+            )
+            for p in item.parts
+        ),
+        frozenset({1}),
+        (16, 9, 9, 24, 42),
+    )
+    return (Facts(tuple(rows)), table)
+
+
+def admitted(item: Item) -> str:
+    """When, and where the ledger says so."""
+    when, seq = utc(int(item.parts[-1]["admitted_at"])), item.facts["entry"]
+    if item.facts["kind"] == "model":
+        return f"last update {when} UTC; the model of round {item.facts['round']} is in entry {seq} of the ledger"
+    return f"{when} UTC, entry {seq} of the ledger"
+
+
+def _epsilon(epsilon: Any) -> str:
+    return f"{rounded_up(float(epsilon['value']), 2):g} at delta {float(epsilon['delta']):g}{together(epsilon)}"
+
+
+def _how(books: Books, item: Item) -> tuple[Block, ...]:
+    return (
+        Text(
+            "The file that you hold is signed whole by the ledger's key: lazaret-verify finds any change of it, "
+            "offline, "
+            "with Python and cryptography alone. Compare the key with the one that the ledger's owner publishes."
+        ),
+        Facts(
+            (
+                ("With the key", f"lazaret-verify FILE --key {books.source.key}"),
+                ("With the ledger", "lazaret-verify FILE --from ledger.export"),
+                ("And the artifact", "add --artifact with the file itself: is it the one that this is about?"),
+            )
+        ),
+    )

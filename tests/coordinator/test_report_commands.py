@@ -1,0 +1,96 @@
+"""``report`` as it is typed: the page of everything as before, a report by its name, and a list of names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import report_commands
+from coordinator.edges.reports import REPORTS
+from coordinator.reports.document import NoReport
+from tests.support.reported import Stage, stage
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with stage(tmp_path_factory.mktemp("hub")) as shown:
+        yield shown
+
+
+def typed(world: Stage, *words: object) -> tuple[int, list[argparse.Namespace]]:
+    """Exit status, and what the report of everything was asked for."""
+    parser, asked = argparse.ArgumentParser(), list[argparse.Namespace]()
+    parser.add_argument("--home", type=Path)
+
+    def add(group: Any, name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = group.add_parser(name, help=text)
+        command.set_defaults(act=act)
+        return command
+
+    def everything(arguments: argparse.Namespace) -> int:
+        asked.append(arguments)
+        return 0
+
+    report_commands.add_command(parser.add_subparsers(), add, everything)
+    arguments = parser.parse_args(["--home", str(world.home.root), "report", *map(str, words)])
+    return int(arguments.act(arguments)), asked
+
+
+def test_the_report_of_everything_is_asked_for_as_before(world: Stage, tmp_path: Path) -> None:
+    code, (asked,) = typed(world, tmp_path / "o.html", "--measured", tmp_path / "m.json")
+    assert (code, asked.out, asked.measured) == (0, tmp_path / "o.html", tmp_path / "m.json")
+
+
+def test_a_report_is_written_in_the_form_of_its_files_ending(world: Stage, tmp_path: Path) -> None:
+    for name, begins in (("burn-down.pdf", b"%PDF-"), ("burn-down.html", b"<!doctype"), ("burn-down.json", b"{")):
+        code, asked = typed(world, "burn-down", tmp_path / name)
+        assert (code, asked) == (0, [])
+        assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_certificate_is_written_with_how_to_check_it(
+    world: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = typed(world, "certificate", tmp_path / "c.pdf", "--release", world.run)
+    assert code == 0
+    assert "check it with: lazaret-verify c.pdf --key" in capsys.readouterr().out
+
+
+def test_the_list_names_every_report(world: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(world, "list") == (0, [])
+    printed = capsys.readouterr().out.replace("\n", " ")
+    for name in REPORTS:
+        assert name.split("-")[0] in printed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("burn-down", "o.exe"),
+        ("nothing", "o.pdf"),
+        ("certificate", "o.pdf"),
+        ("o.pdf", "--release", "trial"),
+        ("burn-down", "a.pdf", "b.pdf"),
+        ("burn-down",),
+        ("certificate",),
+        ("burn-down", "a.pdf", "--measured", "m.json"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_and_nothing_is_written(
+    world: Stage, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NoReport):
+        typed(world, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reports_name_without_a_file_is_refused_with_what_to_type(world: Stage) -> None:
+    with pytest.raises(NoReport, match=r"which file to write: report burn-down burn-down\.html$"):
+        typed(world, "burn-down")
+    for out in ("./burn-down", "burn-down.html", "everything"):
+        assert [asked.out for asked in typed(world, out)[1]] == [Path(out)]

@@ -1,0 +1,183 @@
+"""A coordinator's home with a history worth a report: sets at k = 11 and k = 5, heads, two runs, refusals."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.edges import home as homes
+from coordinator.edges.service import Staged
+from coordinator.edges.shelf import Shelf
+from coordinator.edges.uploads import Uploads
+from coordinator.intake import Intake
+from policies.accounting import epsilon_nano
+from policies.claims import DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
+from policies.policy import parse as parse_policy
+from policies.review import Finding
+from policies.sqlite import open_sqlite
+from policies.statement import Release, Settlement
+from policies.store import Store
+from protos.artifact import pack_images, pack_vector
+from protos.blocks import BadArtifact, Held
+from protos.inspection import check
+from protos.shards import Nifti, pack_shard
+from protos.weights import pack_ring
+from tests.support.books import COMPONENTS, DP, Clock, Hospital, policy
+from tests.support.receiving import staged
+
+NOW = dt.datetime(2026, 3, 1, 12, 0, tzinfo=dt.UTC)
+LAX = policy(
+    components='["public", "private"]',
+    levels='["A", "A*", "B", "C"]',
+    max_releases_per_patient=3,
+    mechanisms='["ksame", "distill", "remodel", "federated", "federated-masked"]',
+    artifact_types='["image-set", "volume-set", "model", "update", "masked-update"]',
+)
+K11 = KAnonymous(k=11, l_diversity=2, releases_per_patient=1)
+K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)
+
+
+class Days(Clock):
+    """A clock that goes on by two days with every entry."""
+
+    def __call__(self) -> int:
+        self.now += 172_800
+        return self.now
+
+
+def pictures(count: int = 6) -> bytes:
+    ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    images = np.stack([np.roll(ramp, 17 * i) for i in range(count)])
+    return pack_images(images, tuple("effusion" if i % 2 else "clear" for i in range(count)))
+
+
+def heads() -> bytes:
+    return pack_shard([np.zeros((4, 5, 6), np.int16)], [""], Nifti((1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 0)))
+
+
+def goods(release: Release, artifact: bytes) -> Staged:
+    """An artifact at hand; as :func:`tests.support.wards.goods`, which brings torch."""
+
+    def look() -> list[Finding]:
+        try:
+            check(Held(artifact), release.artifact_type, {})
+        except BadArtifact as fault:
+            return [Finding("artifact_malformed", str(fault))]
+        return []
+
+    return Staged(hashlib.sha256(artifact).hexdigest(), len(artifact), look)
+
+
+@dataclass
+class Stage:
+    """What happened, and the names under which the ledger has it."""
+
+    home: homes.Home
+    store: Store
+    north: Hospital
+    south: Hospital
+    names: dict[str, str] = field(default_factory=dict)
+    run: str = "trial"
+    shared: str = "shared"  # the run whose noise both sites share: level A*
+
+    def __post_init__(self) -> None:
+        self.intake = Intake.over(self.store, parse_policy(LAX, "federation"))
+        self.shelf = Shelf(self.home.releases, self.store)
+        self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
+
+    def reserve(self, hospital: Hospital, grant: str, claim: Any, mechanism: str = "ksame", run: str = "") -> bool:
+        asked = hospital.reservation(grant, claim, mechanism, run)
+        return self.intake.reserve(hospital.name, f"r-{grant}", hospital.seal(asked)).admitted
+
+    def submit(self, hospital: Hospital, grant: str, body: bytes, **changes: Any) -> str:
+        """The release's name, or "" when it was refused."""
+        values = {"artifact_sha256": hashlib.sha256(body).hexdigest(), "artifact_bytes": len(body), **changes}
+        release = hospital.release(grant, **values)
+        path, envelope = staged(self.uploads, hospital.name, body), hospital.seal(release)
+        key = f"s-{release.release[:40]}"
+        verdict = self.intake.admit(hospital.name, key, envelope, release, goods(release, body))
+        self.shelf.settle(path, release, envelope, verdict)
+        self.uploads.drop(hospital.name, hashlib.sha256(body).hexdigest())
+        return release.release if verdict.admitted else ""
+
+    def update(self, hospital: Hospital, grant: str, number: int, steps: int) -> None:
+        opened = self.store.state.accounts[f"{hospital.name}/rdp"].opened
+        claim = SubsampledGaussian(DP.sampling_rate, DP.noise_multiplier, steps)
+        facts: dict[str, Any] = {"mechanism": "federated", "artifact_type": "update", "claim": claim}
+        facts |= {"epsilon_nano": epsilon_nano(claim, float(opened.delta), opened.order), "delta": opened.delta}
+        facts |= {"components": COMPONENTS["federated"], "run": self.run, "round": number}
+        assert self.submit(hospital, grant, pack_vector(np.full(4, number, np.float32)), **facts)
+
+    def sum_up(self) -> None:
+        """A run of one round, of which only the sum can be seen, in two sites' noise."""
+        for hospital in (self.north, self.south):
+            grant, claim = f"m-{hospital.name}", DistributedGaussian(0.25, 1.8, 1, 2, 2)
+            assert self.reserve(hospital, grant, claim, "federated-masked", self.shared)
+            opened = self.store.state.accounts[f"{hospital.name}/rdp"].opened
+            facts: dict[str, Any] = {"mechanism": "federated-masked", "artifact_type": "masked-update"}
+            facts |= {"claim": claim, "components": COMPONENTS["federated-masked"], "run": self.shared, "round": 1}
+            facts |= {"epsilon_nano": epsilon_nano(claim, float(opened.delta), opened.order), "delta": opened.delta}
+            assert self.submit(hospital, grant, pack_ring(np.arange(5, dtype=np.uint64)), **facts)
+        model = pack_vector(np.full(4, 8, np.float32))
+        self.intake.register.close_round(self.shared, 1, ["north", "south"], hashlib.sha256(model).digest())
+        self.shelf.place_model(self.shared, model, {"release": self.shared}, {})
+        for name in ("north", "south"):
+            self.intake.register.close(f"m-{name}", "released")
+
+    def remodel(self) -> None:
+        """Patients' own heads with other faces, in front of an attacker."""
+        assert self.reserve(self.north, "g-heads", NoClaim(), "remodel")
+        facts: dict[str, Any] = {"mechanism": "remodel", "artifact_type": "volume-set", "claim": NoClaim()}
+        facts |= {"components": COMPONENTS["remodel"], "vetted_against": "private", "modality": "OT"}
+        facts |= {"reid_rate": "0.04", "vetting_power": "0.92"}
+        self.names["heads"] = self.submit(self.north, "g-heads", heads(), **facts)
+
+    def play(self) -> None:
+        """Admitted: two sets, two tested only, two runs. Refused: price, door. Given up: one."""
+        for hospital in (self.north, self.south):
+            self.intake.enrol(hospital.enrolment()[1])
+        north, south = self.north, self.south
+        assert self.reserve(north, "g-eleven", K11)
+        self.names["eleven"] = self.submit(north, "g-eleven", pictures(6), claim=K11, menu="8,11,16")
+        assert not self.reserve(south, "g-two", KAnonymous(k=2, l_diversity=2, releases_per_patient=1))
+        assert self.reserve(south, "g-five", K5)
+        self.names["five"] = self.submit(south, "g-five", pictures(4), claim=K5)
+        assert self.reserve(north, "g-north", DP, "federated", self.run)
+        assert self.reserve(south, "g-south", DP, "federated", self.run)
+        register = self.intake.register
+        self.update(north, "g-north", 1, 30)
+        self.update(south, "g-south", 1, 30)
+        register.close_round(self.run, 1, ["north", "south"], hashlib.sha256(b"first").digest())
+        self.update(north, "g-north", 2, 60)
+        model = pack_vector(np.full(4, 7, np.float32))
+        register.close_round(self.run, 2, ["north"], hashlib.sha256(model).digest())
+        self.shelf.place_model(self.run, model, {"release": self.run}, {})
+        register.close("g-north", "released")
+        assert self.reserve(north, "g-taught", NoClaim(), "distill")
+        taught: dict[str, Any] = {"mechanism": "distill", "claim": NoClaim(), "components": COMPONENTS["distill"]}
+        taught |= {"vetted_against": "private", "reid_rate": "0.03", "vetting_power": "0.95"}
+        self.names["taught"] = self.submit(north, "g-taught", pictures(5), **taught)
+        assert self.reserve(south, "g-bad", K5)
+        assert not self.submit(south, "g-bad", pictures(3), artifact_sha256="cd" * 32, claim=K5)
+        word = Settlement("g-south", "south", self.run, "federated", "expired", "restart", 0)
+        self.intake.settle("south", "settle-g-south", south.seal(word))
+        self.sum_up()
+        self.remodel()
+        assert all(self.names.values())
+
+
+@contextmanager
+def stage(folder: Path) -> Iterator[Stage]:
+    """The home, with its ledger open for writing."""
+    home = homes.create(folder / "home", 'listen = "127.0.0.1:7443"\n', LAX, dt.datetime.now(dt.UTC))
+    with Store(open_sqlite(home.ledger), homes.ORIGIN, home.ledger_key(), Days()) as store:
+        shown = Stage(home, store, Hospital("north", LAX), Hospital("south", LAX))
+        shown.play()
+        yield shown
