@@ -1,0 +1,251 @@
+"""What is deployed as an example is read by the real programs: our own, Orthanc, PostgreSQL, a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from pynetdicom import AE
+from pynetdicom.sop_class import Verification
+
+from agent.edges.home import parse_settings
+from agent.edges.ingestion import parse_ingestion
+from deploy.validate import HERE
+from policies.policy import parse, preset
+from protos.doctor import as_json, failed, noted, passed
+from protos.web.settings import read
+from tests.support.pacs import ENVIRONMENT, need
+from tests.support.postgres import throwaway
+
+ROOT = HERE.parent
+DOCS = HERE / "docs"
+SITE = """
+site = "site-a"
+coordinator = "127.0.0.1:7443"
+input = "../input"
+modalities = ["CT"]
+secondary_capture_modalities = []
+public_components = []
+"""
+
+
+def consoles() -> dict[str, str]:
+    """Every console.toml that is shown or shipped."""
+    found = {path.parent.name: path.read_text() for path in (HERE / "compose").glob("*/console.toml")}
+    found |= {p.name: yaml.safe_load(p.read_text())["console"] for p in (HERE / "helm").glob("*.example.yaml")}
+    page = (DOCS / "install.md").read_text()
+    return found | {"install.md": page.split("```toml\n")[1].partition("```")[0]}
+
+
+@pytest.mark.parametrize("name", sorted(consoles()))
+def test_every_console_that_is_shown_is_one_and_is_where_the_rest_says(name: str, tmp_path: Path) -> None:
+    (tmp_path / "console.toml").write_text(consoles()[name])
+    settings = read(tmp_path)
+    assert settings is not None
+    told = tomllib.loads(consoles()[name])
+    assert (told["listen"], told["metrics"]) == ("0.0.0.0:8743", "127.0.0.1:9464")
+
+
+@pytest.mark.parametrize("where", ["compose", "helm"])
+def test_every_ingest_toml_is_one_and_listens_where_the_network_leads(where: str, tmp_path: Path) -> None:
+    compose = yaml.safe_load((HERE / "compose" / "agent" / "compose.yml").read_text())
+    values = yaml.safe_load((HERE / "helm" / "agent.example.yaml").read_text())
+    files = {"compose": HERE / "compose" / "agent" / "ingest.toml"}
+    text = files[where].read_text() if where in files else values["agent"]["ingest"]
+    found = parse_ingestion(tmp_path, parse_settings(tmp_path, SITE), text)
+    assert found.listener is not None
+    assert found.listener.port == 11112
+    callers = {address for caller in found.listener.callers for address in map(str, caller.addresses)}
+    if where == "compose":
+        orthanc = compose["services"]["orthanc"]["networks"]["pacs"]["ipv4_address"]
+        assert callers in ({orthanc}, {f"{orthanc}/32"})
+        assert tomllib.loads(text)["pacs"]["orthanc"]["host"] == orthanc
+        assert any(port.endswith(":11112:11112") for port in compose["services"]["agent"]["ports"])
+    else:
+        assert {address.partition("/")[0] for address in callers} == {
+            address.partition("/")[0] for address in values["network"]["pacs"]
+        }
+
+
+def test_the_orthanc_of_the_compose_file_speaks_with_the_agent_and_with_nobody_else(tmp_path: Path) -> None:
+    need("Orthanc")
+    config = json.loads((HERE / "compose" / "agent" / "orthanc.json").read_text())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name in ("StorageDirectory", "IndexDirectory"):
+        config[name] = str(tmp_path / "db")
+    config["DicomPort"], config["DicomModalities"]["lazaret"]["Host"] = port, "127.0.0.1"
+    (tmp_path / "orthanc.json").write_text(json.dumps(config))
+    with (tmp_path / "log").open("wb") as log:
+        orthanc = subprocess.Popen(
+            ["Orthanc", str(tmp_path / "orthanc.json")], stdout=log, stderr=log, env=ENVIRONMENT
+        )
+
+    def echoes(calling: str, called: str) -> bool:
+        entity = AE(ae_title=calling)
+        entity.add_requested_context(Verification)
+        association = entity.associate("127.0.0.1", port, ae_title=called)
+        if not association.is_established:
+            return False
+        status = association.send_c_echo()
+        association.release()
+        return bool(status and status.Status == 0)
+
+    try:
+        until = time.monotonic() + 60
+        while not echoes("LAZARET", "HOSPITALPACS") and time.monotonic() < until:
+            assert orthanc.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            time.sleep(0.1)
+        assert echoes("LAZARET", "HOSPITALPACS")
+        assert not echoes("STRANGER", "HOSPITALPACS")
+        assert not echoes("LAZARET", "OTHERPACS")
+    finally:
+        orthanc.terminate()
+        orthanc.wait(30)
+
+
+@pytest.mark.slow
+def test_the_ledger_of_the_compose_file_is_made_by_its_own_words(tmp_path: Path) -> None:
+    """roles.sh by a real PostgreSQL, and then the two commands at the head of the file."""
+    head = (HERE / "compose" / "coordinator" / "compose.yml").read_text().partition("x-hardened")[0]
+    typed = re.sub(r"\s*\\\n#\s*", " ", head)
+    install, init = re.findall(r"docker compose run --rm coordinator (.*?)$", typed, flags=re.M)
+    with throwaway() as cluster:
+        for name in ("owner", "writer"):
+            (tmp_path / name).write_text(f"{name}-secret\n")
+            cluster.admin(f"DROP OWNED BY lazaret_{name}")
+            cluster.admin(f"DROP ROLE lazaret_{name}")
+        cluster.admin("CREATE DATABASE lazaret")
+        script = (HERE / "compose" / "coordinator" / "roles.sh").read_text().replace("/run/secrets", str(tmp_path))
+        environment = {
+            **os.environ,
+            "PGHOST": str(cluster.folder),
+            "POSTGRES_USER": "postgres",
+            "POSTGRES_DB": "lazaret",
+        }
+        environment["PATH"] += f":{cluster.programs}"
+        subprocess.run(["sh", "-c", script], check=True, env=environment)
+        environment["PYTHONPATH"] = str(ROOT)
+        coordinator = [sys.executable, "-m", "coordinator", "--home", str(tmp_path / "home")]
+        for words in (install, init):
+            line = words.replace("host=postgres ", f"host={cluster.folder} ")
+            command = ["bash", "-c", f'exec "$@" {line}', "bash", *coordinator]
+            done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+    assert "lazaret_writer" in (tmp_path / "home" / "coordinator.toml").read_text()
+
+
+def test_the_sheets_say_the_ports_that_are_the_programs_own() -> None:
+    sheet = (DOCS / "firewall.md").read_text()
+    for port in ("11112/tcp", "8743/tcp", "9464/tcp", "8443/tcp", "7443"):
+        assert port in sheet
+    example = tomllib.loads((DOCS / "ingest.example.toml").read_text())
+    assert (example["listener"]["port"], example["stow"]["port"]) == (11112, 8443)
+    form = (DOCS / "pacs-request.md").read_text()
+    for name in re.findall(r"\[(\w+)\.(?:NAME )?([a-z_]+)", form):
+        known = {
+            **example["listener"],
+            **example["site"],
+            **example["pacs"]["main"],
+            **example["pacs"]["main"]["tls"],
+        }
+        assert name[1] in known or name[1] == "NAME", name
+
+
+_CALL = re.compile(r"(?:^\d+\s+|\] )(\w+)\(", re.M)
+
+
+@pytest.mark.slow
+def test_the_coordinator_asks_nothing_of_the_kernel_that_its_unit_forbids(tmp_path: Path) -> None:
+    """Every system call of a coordinator that starts, serves and stops is in the list of its unit."""
+    need("strace", "systemd-analyze")
+    wanted = re.findall(
+        r"^SystemCallFilter=(.*)$", (HERE / "systemd" / "lazaret-coordinator.service").read_text(), re.M
+    )
+    allowed: set[str] = set()
+    groups = wanted[0].split()
+    while groups:
+        name = groups.pop()
+        if not name.startswith("@"):
+            allowed.add(name)
+            continue
+        listed = subprocess.run(
+            ["systemd-analyze", "syscall-filter", name], check=True, capture_output=True, text=True
+        )
+        groups += [w for line in listed.stdout.splitlines()[1:] for w in line.split("#")[0].split()]
+    coordinator = [sys.executable, "-m", "coordinator", "--home", str(tmp_path / "home")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    subprocess.run([*coordinator, "init", "--policy", "internal", "--listen", listen], check=True, env=environment)
+    trace = [shutil.which("strace") or "strace", "-f", "-qq", "-o", str(tmp_path / "calls")]
+    serving = subprocess.Popen([*trace, *coordinator, "serve"], env=environment, stdout=subprocess.PIPE)
+    assert serving.stdout is not None
+    assert b"serving" in serving.stdout.readline()
+    subprocess.run([*coordinator, "enrolments"], check=True, env=environment, capture_output=True)
+    (child,) = Path(f"/proc/{serving.pid}/task/{serving.pid}/children").read_text().split()
+    os.kill(int(child), 15)
+    serving.wait(60)
+    asked = set(_CALL.findall((tmp_path / "calls").read_text()))
+    assert len(asked) > 40
+    assert asked - allowed == set()
+
+
+def test_an_update_and_the_way_back_go_by_the_upgrade_of_the_databases_on_every_page() -> None:
+    rows = [line for line in (DOCS / "install.md").read_text().splitlines() if line.startswith("| ")]
+    (update,) = [row for row in rows if row.startswith("| an update")]
+    order = [update.index(f"`{word}") for word in ("systemctl stop", "lazaret-agent upgrade", "systemctl start")]
+    assert order == sorted(order)
+    assert order[0] < update.index("steps 1 and 2") < order[1]
+    (back,) = [row for row in rows if row.startswith("| the way back")]
+    assert "restore that snapshot" in back
+    assert "deploy/docs/upgrade.md" in back
+    steps = (DOCS / "upgrade.md").read_text().partition("## Going back")[2].partition("## Forms")[0]
+    assert "restore MOVED/backups/before-upgrade-DATE --keys MOVED/keys" in steps
+    (backups,) = [row for row in rows if row.startswith("| backups")]
+    assert "deploy/docs/backup.md" in backups
+
+
+def test_the_pacs_team_is_told_what_leaves_as_the_presets_have_it() -> None:
+    text = " ".join((DOCS / "pacs-request.md").read_text().split())
+    presets = {name: parse(preset(name), name) for name in ("internal", "controlled", "public")}
+    asked = {name: set(policy.approvals) for name, policy in presets.items()}
+    assert asked == {"internal": set(), "controlled": set(), "public": {"compliance"}}
+    assert "`internal` and `controlled` ask for no person's approval, `public` for the compliance officer's" in text
+    assert not any("remodel" in policy.mechanisms for policy in presets.values())
+    assert "with other faces; no preset admits it" in text
+    assert "wait as they came, encrypted, in a first room" in text
+    assert "two approvals" not in text
+
+
+def test_the_firewall_sheet_names_every_way_out_of_the_agent() -> None:
+    agent = (DOCS / "firewall.md").read_text().partition("## The coordinator")[0]
+    assert re.search(r"\| agent \| identity provider, 443/tcp .*`\[oidc\]`", agent)
+
+
+def test_the_sizing_page_says_first_what_nobody_has_measured() -> None:
+    opening = (DOCS / "sizing.md").read_text().partition("## The agent")[0]
+    assert "nobody has measured it" in opening
+    assert opening.count("estimates") == 3
+
+
+def test_the_monitoring_page_shows_what_a_doctor_writes_for_a_script() -> None:
+    shown = json.loads((DOCS / "monitoring.md").read_text().partition("```json\n")[2].partition("```")[0])
+    found = [
+        passed("site.toml"),
+        failed("C-ECHO to main", "nobody answers", "..."),
+        noted("GPU and driver", "none"),
+    ]
+    assert shown == json.loads(as_json(found))
