@@ -16,15 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agent import synthesis_parser
+from agent import backup_commands, synthesis_parser
 from agent.edges import enrol as joining
 from agent.edges import home as homes
-from agent.edges.credentials import Credentials
-from agent.edges.door import GrpcDoor
 from agent.edges.faces import METHODS, PARTS
-from agent.edges.watch import Watch
+from agent.edges.own_ledger import found
 from agent.nouns import Unreachable
 from policies.entries import InvalidEntry
+from policies.forms import WrongForm
 from policies.ledger import KeyReused
 from policies.people import Tools, add_commands
 from policies.policy import PolicyError, preset
@@ -34,11 +33,14 @@ from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, Store
 from policies.view import as_json, rows
 from protos.envelope import key_id, seal
 from protos.keyfile import BadKeyFile, pem, signing_key, write_private
+from protos.web import login_command
+from protos.web.settings import BadConsole
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
 EXPECTED = (
     homes.BadSite,
+    BadConsole,
     BadKeyFile,
     InvalidEntry,
     KeyReused,
@@ -46,6 +48,7 @@ EXPECTED = (
     MalformedStatement,
     PolicyError,
     Unreachable,
+    WrongForm,
 )
 
 
@@ -105,56 +108,22 @@ def _typed(prompt: str) -> str:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    """Check what a release will need, one line each."""
-    home = homes.Home(arguments.home)
-    checks: list[tuple[str, Callable[[], Any]]] = [
-        ("site.toml", home.settings),
-        ("policy.toml", home.policy),
-        ("keys are private", lambda: [home.sign_key(), home.secret("vault"), home.secret("deidentify")]),
-        ("enrolled", home.federation_policy),
-        ("the certificate is good", lambda: _good(home)),
-        ("coordinator answers over mutual TLS", lambda: _knock(home)),
-    ]
-    found = {name: _tried(check) for name, check in checks} | _of_intake(home)
-    if arguments.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        for name, wrong in found.items():
-            OUT.print(f"FAIL  {name}: {wrong}" if wrong else f"ok    {name}", markup=False)
-    return 1 if any(found.values()) else 0
+    """Of :mod:`agent.doctor_command`, imported when it is typed: it looks at the parsers too."""
+    from agent import doctor_command  # noqa: PLC0415 - see above
+
+    return doctor_command.run(arguments)
 
 
-def _of_intake(home: homes.Home) -> dict[str, str | None]:
-    """What the way in will need."""
-    from agent import site_commands  # noqa: PLC0415 - the parsers take half a second
-
-    return site_commands.doctor(home)
+def _kept(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command of :mod:`agent.backup_commands`."""
+    return lambda arguments: backup_commands.run(name, arguments)
 
 
-def _tried(check: Callable[[], Any]) -> str | None:
-    """What is wrong, in words for the operator, or None."""
-    try:
-        check()
-    except EXPECTED as error:
-        return str(error)
-    return None
+def _console(arguments: argparse.Namespace) -> int:
+    """Of :mod:`agent.console.command`, imported when it is typed."""
+    from agent.console import command  # noqa: PLC0415 - the pages take a second
 
-
-def _good(home: homes.Home) -> None:
-    """Is the certificate valid for a while yet?"""
-    end = Credentials(home.keys).not_after
-    if not dt.datetime.now(dt.UTC) < end:
-        raise homes.BadSite(f"it ended at {end:%Y-%m-%d %H:%M} UTC: ask for an invitation, and run `enrol`")
-
-
-def _knock(home: homes.Home) -> str:
-    watch = Watch(home.root / "watch", home.coordinator_key(), forgetful=True)
-    settings = home.settings()
-    door = GrpcDoor(settings.coordinator, Credentials(home.keys), watch, patience_s=10, proxy=settings.proxy)
-    try:
-        return door.hello()
-    finally:
-        door.close()
+    return command.run(arguments)
 
 
 def _ledger_show(arguments: argparse.Namespace) -> int:
@@ -181,7 +150,13 @@ def _ledger_export(arguments: argparse.Namespace) -> int:
 def _open(arguments: argparse.Namespace) -> Store:
     home = homes.Home(arguments.home)
     disk, key = open_sqlite(arguments.home / "ledger.db"), home.sign_key()
-    return Store(disk, homes.origin(home.settings().site), key, lambda: int(time.time()))
+    store = Store(disk, homes.origin(home.settings().site), key, lambda: int(time.time()))
+    try:
+        found(home, store)
+    except homes.BadSite:
+        store.close()
+        raise
+    return store
 
 
 TOOLS = Tools(
@@ -379,6 +354,9 @@ def _parser() -> argparse.ArgumentParser:
     serve = add(commands, "serve", _with_patients("serve"), "receive images, and take part in federated rounds")
     serve.add_argument("--modality", help="DICOM modality of the cohort; without it, serve receives only")
     serve.add_argument("--project", default=homes.MAIN, help="whose vault; else the project main")
+    backup_commands.add_commands(commands, add, _kept)
+    add(commands, "console", _console, "the site console alone, as console.toml says; `serve` opens it too")
+    login_command.add_commands(commands, add, TOOLS.say)
     ledger = commands.add_parser("ledger", help="the site's ledger").add_subparsers(required=True, metavar="WHAT")
     show = add(ledger, "show", _ledger_show, "print the ledger")
     show.add_argument("--json", action="store_true")

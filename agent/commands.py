@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import hashlib
 import json
 import secrets
@@ -10,11 +11,11 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from agent import site_commands
 from agent.approval import hand_over, waiting, withdraw
 from agent.attacks.dp_audit import AuditFailed, gate
 from agent.desk import Desk, close_interrupted, greet, open_desk, start_anew
+from agent.desk import amend as put_in_force
 from agent.edges import home as homes
+from agent.edges.ingestion import read_ingestion
 from agent.edges.link import Link, LinkConfig
 from agent.edges.log import open_log
 from agent.edges.reception import Reception
@@ -45,13 +48,12 @@ from agent.stages.noise import SystemEntropy
 from agent.stages.vet import RepeatsAnInput
 from policies.claims import UnsupportedClaim
 from policies.review import Verdict
-from policies.statement import (
-    Amendment,
-)
 from protos import hpke, quiet
 from protos.artifact import BadArtifact, pack_images
 from protos.secagg_session import Acquaintance
 from protos.shards import Dicom, pack_shard
+from protos.web import settings as console_settings
+from protos.web.settings import BadConsole
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -60,6 +62,7 @@ EXPECTED = (
     AuditFailed,
     BadArtifact,
     BadBasis,
+    BadConsole,
     BadRecord,
     CohortTooSmall,
     Refused,
@@ -220,11 +223,29 @@ def serve(arguments: argparse.Namespace) -> int:
         reception = stack.enter_context(Reception(home, arguments.project, log))
         for line in reception.told():
             OUT.print(line, markup=False)
+        for line in stack.enter_context(_beside(home, desk, log, reception)):
+            OUT.print(line, markup=False, soft_wrap=True)
         if desk is None:
             OUT.print("receiving; without --modality no part is taken in rounds")
             stop.wait()
             return 0
         return _take_part(desk, arguments.modality, stop)
+
+
+@contextmanager
+def _beside(home: homes.Home, desk: Desk | None, log: Any, reception: Reception) -> Iterator[tuple[str, ...]]:
+    """The console and metrics while this serves, as ``console.toml`` says; and systemd is told."""
+    from agent.console.app import Held, Lent, beside  # noqa: PLC0415 - a web framework, which releases never need
+    from agent.edges import metrics  # noqa: PLC0415 - as above
+    from protos.watching import watched_over  # noqa: PLC0415 - as above
+
+    store, now = desk.site.books.store if desk else None, lambda: dt.datetime.now(dt.UTC)
+    watched = metrics.Watched(home, read_ingestion(home), now, store, lambda: reception.listener)
+    with ExitStack() as stack:
+        console = stack.enter_context(beside(home, Held(desk) if desk else Lent(home), log, reception))
+        page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
+        port = stack.enter_context(watched_over(console_settings.read(home.root), page, live, ready))
+        yield (*([console] if console else []), *([f"metrics and health: port {port}"] if port else []))
 
 
 def _take_part(desk: Desk, modality: str, stop: threading.Event) -> int:
@@ -271,14 +292,7 @@ def amend(arguments: argparse.Namespace) -> int:
     """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
     with open_desk(arguments.home, lambda name, detail: tell(name, detail, False)) as desk:
         start_anew(desk)
-        state, site = desk.site.books.store.state, desk.settings.site
-        number = max(state.amended.get(site, 0) + 1, int(time.time()))  # larger than any before, here and there
-        statement = Amendment(site, number, desk.home.policy_text())
-        envelope = desk.site.seal(statement)
-        key = f"amend-{number}"
-        verdict = desk.site.door.amend(key, envelope)
-        if verdict.admitted:
-            desk.site.books.amend(key, statement, envelope)
+        verdict = put_in_force(desk, desk.home.policy_text())
         print_verdict("", "amendment", verdict, False)
         return 0 if verdict.admitted else 1
 

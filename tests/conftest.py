@@ -22,7 +22,8 @@ LONGEST = (
     "test_readme.py",
     "e2e/test_crash.py",
     "test_no_network.py",
-    "test_install.py",
+    "deploy/test_deploy_bundle.py",
+    "e2e/test_consoles.py",
     "policies/test_kill.py",
     "policies/test_accounting.py",
 )

@@ -38,6 +38,12 @@ def test_a_site_that_is_not_enrolled_is_told_what_to_do(tmp_path: Path, capsys: 
     assert "run `lazaret-agent enrol` with the coordinator's invitation" in found["enrolled"]
     assert agent.__main__.main([*home, "ledger", "show"]) == 1
     assert "no ledger" in capsys.readouterr().err
+    assert agent.__main__.main([*home, "upgrade"]) == 0
+    assert capsys.readouterr().out == "no ledger yet; no vault yet; nothing to do\n"
+    assert agent.__main__.main([*home, "console"]) == 1
+    page = Path("deploy") / "docs" / "consoles.md"
+    assert str(page) in capsys.readouterr().err.replace("\n", " ")
+    assert "console.toml" in (Path(__file__).parent.parent / page).read_text()
 
 
 def test_a_folder_that_does_not_exist_is_named_as_the_fault(
