@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-slow check bench verifier fuzz crash mutation protos clean
+.PHONY: demo test test-slow check bench bundle validate verifier fuzz crash mutation protos clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): the pinned packages of constraints.txt (a few minutes, about 2 GB)"
@@ -27,7 +27,7 @@ test-slow: $(STAMP)  ## the long forms
 check: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p policies -p protos -p agent -p coordinator -p deploy.demo -m deploy.verifier
+	$(BIN)/mypy -p policies -p protos -p agent -p coordinator -p deploy.demo -p deploy.bundle -m deploy.verifier -m deploy.validate
 	$(BIN)/lint-imports
 
 bench: $(STAMP)  ## ratios against named peers
@@ -46,12 +46,19 @@ bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks faces
 	$(BIN)/python -m tests.benchmarks distill
 	$(BIN)/python -m tests.benchmarks ledger
+	$(BIN)/python -m tests.benchmarks console
 	$(BIN)/python -m tests.benchmarks transport
 	$(BIN)/python -m tests.benchmarks rounds
 	$(BIN)/python -m tests.benchmarks ingest
 
 verifier: $(STAMP)  ## lazaret-verify as one file for auditors
 	$(BIN)/python -m deploy.verifier build/lazaret-verify.pyz
+
+bundle: $(STAMP)  ## offline installation, SIDE=agent or SIDE=coordinator, signed with KEY=FILE of the publisher
+	$(BIN)/python -m deploy.bundle make $(SIDE) --key $(KEY) --out build
+
+validate: $(STAMP)  ## units, container files, compose and chart, each by its own command or schema
+	$(BIN)/python -m deploy.validate
 
 fuzz: $(STAMP)  ## every parser, 90 seconds each
 	$(BIN)/python -m pip install --quiet 'atheris>=3,<4'
