@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import getpass
 import json
 import secrets
 import sys
@@ -22,7 +21,7 @@ from agent.edges.home import BadSite, Home
 from agent.edges.sealed import FORMAT, VaultError
 from policies.forms import FORM, WrongForm
 from protos.backup import BOX, BadBackup
-from protos.keybox import BadBox, files_of, open_files
+from protos.keybox import BadBox, ask_passphrase, files_of, open_files
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -79,24 +78,8 @@ def _lost(command: argparse.ArgumentParser, required: bool) -> None:
     how.add_argument("--spend-everything", action="store_true", help="no export will come: all budget left is spent")
 
 
-def _asked(arguments: argparse.Namespace, twice: bool) -> str:
-    """A passphrase: from a file, or from the terminal, unseen.
-
-    Raises:
-        BadBox: the two that were typed differ.
-    """
-    if arguments.passphrase_file:
-        return str(arguments.passphrase_file.read_text().rstrip("\r\n"))
-    if not sys.stdin.isatty():
-        return sys.stdin.readline().rstrip("\r\n")
-    first = getpass.getpass("passphrase: ")
-    if twice and getpass.getpass("again: ") != first:
-        raise BadBox("the two passphrases differ")
-    return first
-
-
 def _backup(arguments: argparse.Namespace) -> int:
-    passphrase = _asked(arguments, twice=True) if arguments.with_keys else ""
+    passphrase = ask_passphrase(arguments.passphrase_file, twice=True) if arguments.with_keys else ""
     if arguments.with_keys and not passphrase:
         raise BadBox("keys are sealed to a passphrase, and there is none")
     home = Home(arguments.home)
@@ -125,7 +108,7 @@ def _secrets(arguments: argparse.Namespace) -> dict[str, bytes]:
     box = arguments.folder / BOX
     if not box.is_file():
         raise BadBackup("no key is in this backup: give --keys and the folder of a copy of keys/")
-    return open_files(box.read_bytes(), _asked(arguments, twice=False))
+    return open_files(box.read_bytes(), ask_passphrase(arguments.passphrase_file, twice=False))
 
 
 def _restore(arguments: argparse.Namespace) -> int:

@@ -7,9 +7,11 @@ parameters are fixed: a box that names others is none of ours.
 from __future__ import annotations
 
 import base64
+import getpass
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -29,6 +31,25 @@ _PATH: Final = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,80}/){0,3}[A-Za-z0-9]
 
 class BadBox(ValueError):
     """The passphrase is another one or too short, or the box was changed."""
+
+
+def ask_passphrase(given: Path | None, *, twice: bool) -> str:
+    """A passphrase: from a file, or a line of standard input, or from the terminal, unseen.
+
+    Args:
+        given: the file; None: it is asked for.
+        twice: typed at a terminal, it is asked for again.
+    Raises:
+        BadBox: the two that were typed differ.
+    """
+    if given is not None:
+        return given.read_text().rstrip("\r\n")
+    if not sys.stdin.isatty():
+        return sys.stdin.readline().rstrip("\r\n")
+    first = getpass.getpass("passphrase: ")
+    if twice and getpass.getpass("again: ") != first:
+        raise BadBox("the two passphrases differ")
+    return first
 
 
 def _key(passphrase: str, salt: bytes) -> bytes:

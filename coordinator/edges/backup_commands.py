@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import getpass
 import json
 import secrets
 import sys
@@ -18,7 +17,7 @@ from coordinator.edges import backup as backups
 from coordinator.edges.home import Home
 from policies.forms import FORM, WrongForm
 from protos.backup import BOX, BadBackup
-from protos.keybox import BadBox, files_of, open_files
+from protos.keybox import BadBox, ask_passphrase, files_of, open_files
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -57,19 +56,8 @@ def _told(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namesp
     return told
 
 
-def _asked(arguments: argparse.Namespace, twice: bool) -> str:
-    if arguments.passphrase_file:
-        return str(arguments.passphrase_file.read_text().rstrip("\r\n"))
-    if not sys.stdin.isatty():
-        return sys.stdin.readline().rstrip("\r\n")
-    first = getpass.getpass("passphrase: ")
-    if twice and getpass.getpass("again: ") != first:
-        raise BadBox("the two passphrases differ")
-    return first
-
-
 def _backup(arguments: argparse.Namespace) -> int:
-    passphrase = _asked(arguments, twice=True) if arguments.with_keys else ""
+    passphrase = ask_passphrase(arguments.passphrase_file, twice=True) if arguments.with_keys else ""
     if arguments.with_keys and not passphrase:
         raise BadBox("keys are sealed to a passphrase, and there is none")
     home = Home(arguments.home)
@@ -88,7 +76,9 @@ def _restore(arguments: argparse.Namespace) -> int:
     if arguments.keys:
         keys = backups.private_of(files_of(arguments.keys))
     elif (arguments.folder / BOX).is_file():
-        keys = open_files((arguments.folder / BOX).read_bytes(), _asked(arguments, twice=False))
+        keys = open_files(
+            (arguments.folder / BOX).read_bytes(), ask_passphrase(arguments.passphrase_file, twice=False)
+        )
     else:
         raise BadBackup("no key is in this backup: give --keys and the folder of a copy of keys/")
     done = backups.restore(arguments.home, arguments.folder, keys, secrets.token_hex(16))

@@ -30,7 +30,7 @@ PAGES = {
     "first.html": """{% extends "base.html" %}{% block title %}First{% endblock %}{% block main %}
 <h1>First page</h1>{{ ui.definition([("Unit", "patient"), ("Delta", "1e-06")]) }}
 <p>{{ ui.level("A") }} {{ ui.level("B") }} {{ ui.level("C") }} {{ ui.level("?") }}</p>
-<p>{{ ui.epsilon("1.25", "1e-06") }} {{ ui.when(0) }} {{ ui.digest("ab" * 32) }} {{ ui.badge("admitted", "yes") }}
+<p>{{ ui.when(0) }} {{ ui.digest("ab" * 32) }} {{ ui.badge("admitted", "yes") }}
 {{ ui.badge("refused", "no") }} {{ ui.badge("waits", "warn") }} {{ ui.badge("plain") }}</p>
 {{ ui.table("Sites", ["Site", "Images#"], [["alpha", 12], ["beta", 3]]) }}
 {{ ui.table("Nothing", ["Site"], []) }}{{ ui.pager("", "/?before=3", "entries 3 to 9") }}
