@@ -20,6 +20,7 @@ from agent.edges import upgrading
 from agent.edges.home import BadSite, Home
 from agent.edges.sealed import FORMAT, VaultError
 from policies.forms import FORM, WrongForm
+from policies.undone import as_json, moment, told, warning
 from protos.backup import BOX, BadBackup
 from protos.keybox import BadBox, ask_passphrase, files_of, open_files
 
@@ -52,6 +53,9 @@ def add_commands(
     back = add(commands, "restore", act("restore"), "bring a backup into a new directory: in a new epoch")
     back.add_argument("folder", type=Path, help="the backup")
     back.add_argument("--keys", type=Path, help="a copy of keys/, where the backup holds none")
+    text = "the last `ledger export` of this site from before: it lists what is to be typed again"
+    back.add_argument("--last", type=Path, help=text)
+    back.add_argument("--json", action="store_true")
     _passphrase(back)
     _lost(back, required=False)
     lost = add(commands, "recover", act("recover"), "after a restore: spend what was granted since the backup")
@@ -64,6 +68,11 @@ def add_commands(
 def _say(text: str) -> None:
     """For people; no line is broken, since some are copied."""
     OUT.print(text, markup=False, soft_wrap=True)
+
+
+def _aside(text: str) -> None:
+    """The same, where standard output is for a machine."""
+    ERR.print(text, markup=False, soft_wrap=True)
 
 
 def _passphrase(command: argparse.ArgumentParser) -> None:
@@ -112,32 +121,39 @@ def _secrets(arguments: argparse.Namespace) -> dict[str, bytes]:
 
 
 def _restore(arguments: argparse.Namespace) -> int:
-    done = restoring.restore(arguments.home, arguments.folder, _secrets(arguments), secrets.token_hex(16))
-    made = f"{dt.datetime.fromtimestamp(done.made, dt.UTC):%Y-%m-%d %H:%M} UTC"
-    _say(f"restored as of {made}: {done.entries} entries, epoch {done.epoch} of this site's ledger")
-    _say(f"{done.closed} grant(s) that were open then are spent; what waited for approval is gone")
+    last = arguments.last.read_bytes() if arguments.last else None
+    done = restoring.restore(arguments.home, arguments.folder, _secrets(arguments), secrets.token_hex(16), last)
+    say, made = _aside if arguments.json else _say, moment(done.made)
+    say(f"restored as of {made}: {done.entries} entries, epoch {done.epoch} of this site's ledger")
+    say(f"{done.closed} grant(s) that were open then are spent; what waited for approval is gone")
     for name in done.gone:
-        _say(f"project {name}: its key is not there, so its records are gone; ingest again into another project")
-    _say(f"type again every opt-out since {made}: `lazaret-agent opt-out add`")
+        say(f"project {name}: its key is not there, so its records are gone; ingest again into another project")
+    for line in (warning(done.last), *told(done.lost)):
+        say(line)
+    say(f"type again every opt-out since {made}: `lazaret-agent opt-out add`")
     if restoring.missing_passing(Home(arguments.home)):
-        _say("no certificate came back: ask for an invitation, and run `enrol` with it")
+        say("no certificate came back: ask for an invitation, and run `enrol` with it")
+    if arguments.json:
+        document = {"made": done.made, "entries": done.entries, "epoch": done.epoch, "closed": done.closed}
+        more = {"gone": done.gone, **as_json(done.last, done.lost)}
+        sys.stdout.write(json.dumps({**document, **more}) + "\n")
     if arguments.shared or arguments.spend_everything:
-        return _recover(arguments)
-    _say("nothing is granted yet: ask the coordinator for `ledger export`, and run `recover --shared FILE`")
+        return _recover(arguments, say)
+    say("nothing is granted yet: ask the coordinator for `ledger export`, and run `recover --shared FILE`")
     return 0
 
 
-def _recover(arguments: argparse.Namespace) -> int:
+def _recover(arguments: argparse.Namespace, say: Callable[[str], None] = _say) -> int:
     home = Home(arguments.home)
     if arguments.spend_everything:
         done = recovering.spend_everything(home)
     else:
         done = recovering.recover(home, arguments.shared.read_bytes())
-    _say(f"{done.lost} grant(s) that the backup had lost are spent; this ledger grants again what is left")
+    say(f"{done.lost} grant(s) that the backup had lost are spent; this ledger grants again what is left")
     for account in done.full:
-        _say(f"{account}: everything is spent")
+        say(f"{account}: everything is spent")
     if done.amended:
-        _say("a newer policy that this site had signed binds again: compare policy.toml with it")
+        say("a newer policy that this site had signed binds again: compare policy.toml with it")
     return 0
 
 

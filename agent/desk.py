@@ -20,12 +20,14 @@ from agent.edges import projects
 from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
 from agent.edges.log import open_log
+from agent.edges.looking import HEAD, check_history
 from agent.edges.own_ledger import binding, found
 from agent.edges.vault import Vault
 from agent.edges.watch import Watch
 from agent.recovery import present, recover
 from agent.site import Site
 from policies import governance
+from policies.merkle import open_checkpoint
 from policies.policy import parse as parse_policy
 from policies.policy import strictest
 from policies.register import Register
@@ -67,10 +69,10 @@ def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.
     log = open_log(root / "agent.log")
     vault = projects.open_vault(home, project)
     with Store(open_sqlite(root / "ledger.db"), homes.origin(settings.site), key, lambda: int(time.time())) as store:
+        check_history(vault, store)  # before anything is written: in place of a lost ledger no other one is begun
         found(home, store)
         register = Register(store, binding(home, store))
         policy = register.policy_of(settings.site)
-        check_history(vault, store)
         watch = Watch(root / "watch", home.coordinator_key())
         epoch, nonce, seen = vault.note("head") or [1, "", 0]
         if watch.memory.epoch < epoch or (watch.memory.restored == nonce and watch.seen < seen):
@@ -94,20 +96,22 @@ def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.
             new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
             say=step,
         )
-        vault.write_note("ledger", store.state.size)
+        note_history(vault, store)
         try:
             yield Desk(home, settings, site, vault, door, watch, log)
         finally:
             door.close()
+            if not store.stopped:  # else what is durable is unknown
+                note_history(vault, store)
             vault.write_note("head", [watch.memory.epoch, watch.memory.restored, watch.seen])
             vault.close()
 
 
-def check_history(vault: Vault, store: Store) -> None:
-    """The vault remembers how long the ledger was: a removed or older one would give spent budget back."""
-    known = vault.note("ledger") or 0
-    if not store.state.size >= known:
-        raise homes.BadSite("ledger.db is older than this vault, or missing: restore it; nothing is released before")
+def note_history(vault: Vault, store: Store) -> None:
+    """Have the vault remember the ledger as it is now."""
+    head = open_checkpoint(store.checkpoint(), store.public)
+    vault.write_note(HEAD, [head.size, head.root.hex()])
+    vault.write_note("ledger", head.size)
 
 
 def _seal(statement: Statement, key: Ed25519PrivateKey) -> bytes:

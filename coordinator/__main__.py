@@ -23,7 +23,7 @@ from coordinator.edges import home as homes
 from coordinator.edges.witnesses import Witnesses
 from coordinator.report import render, views
 from coordinator.reports.document import NoReport
-from policies import governance
+from policies import governance, undone
 from policies.entries import InvalidEntry, Record
 from policies.export import Unsound
 from policies.forms import WrongForm
@@ -131,11 +131,13 @@ def _ledger_restore(arguments: argparse.Namespace) -> int:
         ERR.print("this ledger will grant nothing before every site has presented its receipts: say --yes")
         return 1
     with homes.open_ledger(home) as store:
+        until = undone.last_entry(store)
         store.restore(secrets.token_hex(16))
         Witnesses(home.witnesses).forget(store.state.epoch)
         waiting = ", ".join(sorted(store.state.waiting)) or "nobody"
         size = store.state.size - 1
         OUT.print(f"epoch {store.state.epoch}, from a backup of {size} entries; waiting for {waiting}")
+    OUT.print(undone.warning(until), markup=False, soft_wrap=True)
     return 0
 
 

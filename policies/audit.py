@@ -31,11 +31,12 @@ from policies.entries import (
     Restored,
     Sent,
     Spent,
+    Waived,
     decode,
     proposal,
 )
 from policies.export import Unsound
-from policies.ledger import State
+from policies.ledger import State, waiver
 from policies.merkle import Checkpoint, CompactRange, leaf_hash
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
@@ -152,6 +153,7 @@ class Auditor:
         self.limits_set: list[str] = []
         self.loosened: list[str] = []  # amendments of a site's own ledger that its persons had not approved
         self.twice: list[str] = []  # more than one grant of one site in one run: nothing is granted so any longer
+        self.unbound: list[str] = []  # waivers whose words hold for every restore of that number: refused today
         self.keys: dict[str, list[bytes]] = {}  # site -> every signing key that it was enrolled with
         self.enrolled_by: dict[str, list[str]] = {}  # site -> who approved its enrolment, the last one
 
@@ -171,13 +173,7 @@ class Auditor:
         self.state.apply(record)
         self.tree.append(leaf_hash(raw))
         self.refusals += isinstance(entry, Refused)
-        if isinstance(entry, LimitSet):
-            by = ", ".join(sorted(self.state.proposals[entry.serial].counted))
-            self.limits_set.append(f"{entry.account} to {entry.epsilon or entry.limit}, approved by {by}")
-        elif isinstance(entry, Enrolled):
-            by_whom = self.state.agreeing(entry.serial, "enrol", entry.site, entry.envelope.hex())
-            self.enrolled_by[entry.site] = [f"{name} ({self.state.persons[name].role})" for name in by_whom]
-            self.keys.setdefault(entry.site, []).append(entry.sign_key)
+        self.told(entry)
         if isinstance(said, Amendment) and self.origin == f"lazaret/{said.site}":
             self.check_amended(said, before)
         if isinstance(said, Enrolment | Amendment):
@@ -187,12 +183,30 @@ class Auditor:
         elif isinstance(entry, Recovered) and isinstance(said, Reservation):
             self.check_recovered(entry, said)
 
+    def told(self, entry: Entry) -> None:
+        """What people compare with what they know: limits, enrolments and waivers, and who approved them."""
+        if isinstance(entry, LimitSet):
+            by = ", ".join(sorted(self.state.proposals[entry.serial].counted))
+            self.limits_set.append(f"{entry.account} to {entry.epsilon or entry.limit}, approved by {by}")
+        elif isinstance(entry, Waived):
+            self.check_waived(entry)
+        elif isinstance(entry, Enrolled):
+            by_whom = self.state.agreeing(entry.serial, "enrol", entry.site, entry.envelope.hex())
+            self.enrolled_by[entry.site] = [f"{name} ({self.state.persons[name].role})" for name in by_whom]
+            self.keys.setdefault(entry.site, []).append(entry.sign_key)
+
     def check_amended(self, said: Amendment, before: int) -> None:
         """Tell of a policy that was loosened without its persons: sites refuse that; older ledgers may hold it."""
         new = parse_policy(said.policy, f"policy of {said.site}")
         keys = unapproved(self.state, said.site, before, self.policies[said.site], new, said.policy)
         if keys:
             self.loosened.append(f"{said.site}, amendment {said.number}: {', '.join(keys)}")
+
+    def check_waived(self, entry: Waived) -> None:
+        """Tell of a waiver that persons signed for the number of a restore alone: older ledgers may hold it."""
+        restore = waiver(self.state.epoch, self.state.nonce)
+        if not self.state.agreeing(entry.serial, "waive", entry.site, restore):
+            self.unbound.append(f"{entry.site}, epoch {self.state.epoch}, as {entry.serial}")
 
     def check_limit(self, name: str) -> None:
         """An account opens with what the site's own policy allows, or less (P12).

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 from policies import amendments
 from policies.audit import open_envelope
@@ -26,11 +28,14 @@ from policies.entries import (
     proposal,
 )
 from policies.export import Unsound
-from policies.ledger import State
+from policies.ledger import State, waiver
+from policies.office import ROLES
 from policies.policy import Policy
 from policies.rdp import allowance
 from policies.review import TERMS, price
 from policies.statement import (
+    HEX,
+    ID,
     Amendment,
     Approval,
     Receipts,
@@ -42,6 +47,22 @@ from policies.statement import (
     parse,
 )
 from policies.store import Draft, Store
+
+# What a value is, by what is decided. A person reads it before signing: it has no room for anything else to read.
+_ROLE: Final = f"({'|'.join(sorted(ROLES))})"
+_VALUES: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
+    {
+        "amend": HEX,
+        "appoint": re.compile(f"{_ROLE} {HEX.pattern}"),
+        "dismiss": re.compile(_ROLE),
+        "enrol": HEX,
+        "limit": re.compile(r"[0-9][0-9.e-]{0,23}"),
+        "refuse": re.compile(f"{HEX.pattern} {ID.pattern}"),
+        "release": HEX,
+        "waive": re.compile(r"[1-9][0-9]{0,8}-[A-Za-z0-9_-]{1,64}"),  # the epoch and its nonce
+    }
+)
+_ACCOUNT: Final = re.compile(f"{ID.pattern}/(rdp|k)")
 
 
 def _digest(envelope: bytes) -> bytes:
@@ -58,8 +79,10 @@ def appoint(store: Store, person: str, role: str, key: bytes, serial: str = "") 
         key: Ed25519 public key, raw.
         serial: of the approved proposal ``appoint``.
     Raises:
-        InvalidEntry: an unknown role, a key or name in use, or not enough approvals.
+        InvalidEntry: an unknown role, a key or name in use, a name that is none, or not enough approvals.
     """
+    if not ID.fullmatch(person):
+        raise InvalidEntry("a person's name is 1 to 64 of a-z, 0-9, - and _")
     store.append(f"appoint-{person}", Draft((Appointed(person, role, key, serial),)))
 
 
@@ -78,11 +101,12 @@ def approve(store: Store, envelope: bytes) -> Approval:
     Raises:
         InvalidEntry: not signed by an appointed person, for another ledger, by the one who asked, or of no use here.
     """
-    s = _opened(store, envelope)
+    key = f"approve-{_digest(envelope).hex()}"
+    s = _opened(store, envelope, key)
     if not isinstance(s, Approval):
         raise InvalidEntry("not an approval")
     entry = Approved(s.person, s.serial, proposal(s.serial, s.action, s.subject, s.value), _digest(envelope))
-    store.append(f"approve-{entry.envelope.hex()}", Draft((entry,), (envelope,)))
+    store.append(key, Draft((entry,), (envelope,)))
     return s
 
 
@@ -92,25 +116,49 @@ def request(store: Store, envelope: bytes) -> Request:
     Raises:
         InvalidEntry: not signed by an appointed person who may ask, for another ledger, or the serial is in use.
     """
-    s = _opened(store, envelope)
+    key = f"request-{_digest(envelope).hex()}"
+    s = _opened(store, envelope, key)
     if not isinstance(s, Request):
         raise InvalidEntry("not a request")
     entry = Requested(s.person, s.serial, proposal(s.serial, s.action, s.subject, s.value), _digest(envelope))
-    store.append(f"request-{entry.envelope.hex()}", Draft((entry,), (envelope,)))
+    store.append(key, Draft((entry,), (envelope,)))
     return s
 
 
-def _opened(store: Store, envelope: bytes) -> Approval | Request:
+def _opened(store: Store, envelope: bytes, key: str) -> Approval | Request:
     """A person's word, found to be signed by the key that this ledger knows for that person."""
     statement = said_by(envelope)
     person = store.state.persons.get(statement.person)
     if person is None or statement.origin != store.origin:
         raise InvalidEntry("it is by nobody who was appointed here, or for another ledger")
+    if not store.answer(key):  # what was written down in a ledger of before has its old answer, whatever its words
+        _readable(statement, store.state)
     try:
         open_envelope(envelope, person.public)
     except Unsound:
         raise InvalidEntry("it is not signed by that person's key") from None
     return statement
+
+
+def _readable(s: Approval | Request, state: State) -> None:
+    """Refuse what others would read on a page and nobody could carry out: prose, marks that turn the writing around.
+
+    Not in the fold: ledgers of before may hold such words, and they do no harm there.
+
+    Raises:
+        InvalidEntry: no such action, or its subject or value is of another form.
+    """
+    form = _VALUES.get(s.action)
+    if form is None:
+        raise InvalidEntry(f"nothing is decided by such an action; there are {', '.join(sorted(_VALUES))}")
+    odd = s.action == "dismiss" and s.subject in state.persons  # whoever an older ledger let in must be able to go
+    if not odd and not (_ACCOUNT if s.action == "limit" else ID).fullmatch(s.subject):
+        raise InvalidEntry(
+            f"{s.action}: the subject is an account's name, <site>/rdp or <site>/k, or else a short name"
+        )
+    if not form.fullmatch(s.value):
+        now = "; `ledger waive` tells today's" if s.action == "waive" else ""
+        raise InvalidEntry(f"{s.action}: the value is none that can be carried out, so nobody is shown it{now}")
 
 
 def word(kind: str, fields: Sequence[str]) -> bytes:
@@ -265,7 +313,12 @@ def present(store: Store, key: str, statement: Receipts, envelope: bytes) -> Non
 def waive(store: Store, site: str, serial: str) -> None:
     """After a restore: a site that will not come back, as two persons approved; its accounts are spent whole.
 
+    They sign which restore it is, by its nonce: after another one of the same backup their words are of no use.
+
     Raises:
-        InvalidEntry: nothing is awaited from it, or not enough approvals.
+        InvalidEntry: nothing is awaited from it, or not enough approvals; it tells what is to be signed.
     """
-    store.append(f"waive-{store.state.epoch}-{site}", Draft((Waived(site, serial),)))
+    with store.exclusive() as state:
+        if site in state.waiting:
+            must_agree(state, serial, "waive", site, waiver(state.epoch, state.nonce))
+        store.append(f"waive-{state.epoch}-{site}", Draft((Waived(site, serial),)))

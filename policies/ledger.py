@@ -42,6 +42,7 @@ from policies.entries import (
     Spent,
     Waived,
 )
+from policies.keys import is_owned
 from policies.office import Office, Proposal, refusal
 from policies.rdp import allowance
 from policies.statement import ID
@@ -122,8 +123,8 @@ class State(Office):
         if e.envelope in self.requests:  # approvals of before, used or not, bring nobody back
             raise InvalidEntry("this very request was enrolled before: a fresh one must be sealed and approved")
         others = {known.sign_key for known in self.sites.values() if known.site != e.site}
-        if len(e.sign_key) != 32 or e.sign_key in others:
-            raise InvalidEntry("not an Ed25519 key, or another site's")
+        if not is_owned(e.sign_key) or e.sign_key in others:
+            raise InvalidEntry("not an Ed25519 key of one owner, or another site's")
         office = self.office()
         if office:
             self._agree(e.serial, "enrol", e.site, e.envelope.hex(), len(office))
@@ -304,7 +305,11 @@ class State(Office):
     def _waived(self, e: Waived) -> None:
         if e.site not in self.waiting:
             raise InvalidEntry("nothing is awaited from that site")
-        self._agree(e.serial, "waive", e.site, str(self.epoch), 2)
+        restore, before = waiver(self.epoch, self.nonce), str(self.epoch)  # what ledgers of before signed: the number
+        new = self.agreeing(e.serial, "waive", e.site, restore) or not self.agreeing(
+            e.serial, "waive", e.site, before
+        )
+        self._agree(e.serial, "waive", e.site, restore if new else before, 2)
         for grant in self.grants.values():
             if grant.state == "held" and grant.reserved.site == e.site:
                 self._close(grant, grant.reserved.amount)
@@ -312,6 +317,11 @@ class State(Office):
             if account.opened.account.rpartition("/")[0] == e.site:
                 account.spent += max(0, account.left)
         self.waiting.discard(e.site)
+
+
+def waiver(epoch: int, nonce: str) -> str:
+    """Which restore a waiver is for, as persons sign it: a second restore of one backup has the same number."""
+    return f"{epoch}-{nonce}"
 
 
 def _says(e: LimitSet, opened: Opened) -> bool:

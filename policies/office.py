@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from policies.entries import Appointed, Approved, Dismissed, InvalidEntry, Requested, proposal
+from policies.keys import is_owned
 
 ROLES: Final = frozenset({"auditor", "compliance", "hospital", "operator", "researcher"})
 APPROVING: Final = frozenset({"compliance", "hospital"})  # who runs the machine, or wants the data, never approves
@@ -78,8 +79,8 @@ class Office:
         return {r.person for r in still if r.proposal == proposal(r.serial, action, subject, value)}
 
     def _appointed(self, e: Appointed) -> None:
-        if e.role not in ROLES or len(e.public) != 32:
-            raise InvalidEntry("no such role, or not an Ed25519 key")
+        if e.role not in ROLES or not is_owned(e.public):
+            raise InvalidEntry("no such role, or not an Ed25519 key of one owner")
         if e.person in self.persons or any(e.public == known.public for known in self.persons.values()):
             raise InvalidEntry("the person or the key is appointed already")
         office = self.office()

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies import governance
 from policies.entries import InvalidEntry
+from policies.keys import is_owned
 from policies.office import APPROVING, ROLES
 from policies.statement import HEX, ID, Request
 from policies.store import Store
@@ -32,7 +33,7 @@ _NEEDED: Final[Mapping[str, str]] = MappingProxyType(  # action -> the value tha
         "limit": "BUDGET",
         "refuse": "SHA-256 REASON",
         "release": "SHA-256",
-        "waive": "EPOCH",
+        "waive": "EPOCH-NONCE, as `ledger waive` tells it",
     }
 )
 
@@ -61,7 +62,8 @@ def add_commands(group: Any, tools: Tools) -> None:
         command.set_defaults(act=done)
         return command
 
-    person = add("person", _person, "make a person's key; the public part is printed, to be appointed")
+    text = "a new one for each ledger: what a key has signed for a pilot holds in every ledger of that name"
+    person = add("person", _person, f"make a person's key; the public part is printed, to be appointed ({text})")
     person.set_defaults(homeless=True)
     person.add_argument("out", type=Path, help="the private key's file; it stays with the person")
     appoint = add("appoint", _appoint, "name a person who may approve (an operator never may)")
@@ -77,7 +79,7 @@ def add_commands(group: Any, tools: Tools) -> None:
     for command in (ask, sign):
         command.add_argument("action", choices=sorted(_NEEDED))
         command.add_argument("subject", help="the account, the person's name, the release or the site")
-        text = "the budget; a role, and of who is new a key; a SHA-256 of the artifact or the request; or the epoch"
+        text = "the budget; a role, and of who is new a key; a SHA-256 of the artifact or the request; or the restore"
         command.add_argument("value", nargs="+", help=text)
         command.add_argument("--person", required=True, help="who signs")
         command.add_argument("--serial", required=True, help="of the proposal, the same for all who sign")
@@ -143,11 +145,12 @@ def _key(text: str) -> bytes:
     """A public key: in base64, as ``ledger person`` prints it, or in hexadecimal, as statements hold it.
 
     Raises:
-        ValueError: neither, or not of 32 bytes. 64 hexadecimal digits are base64 too, of 48 bytes.
+        ValueError: neither, not of 32 bytes (64 hexadecimal digits are base64 too, of 48), or one that everybody can
+            sign for.
     """
     key = bytes.fromhex(text) if HEX.fullmatch(text) else base64.b64decode(text, validate=True)
-    if len(key) != 32:
-        raise ValueError("a public key has 32 bytes")
+    if not is_owned(key):
+        raise ValueError("a public key has 32 bytes, and an owner")
     return key
 
 

@@ -51,6 +51,7 @@ class Findings:
     limits_set: list[str]  # every change of a limit, and who approved it
     loosened: list[str]  # a site's own policy, loosened without the approval of those in office
     granted_twice: list[str]  # grants of a site in a run that it had been granted a part in before
+    waived_by_number: list[str]  # waivers whose words do not say which restore of that number they are for
     sites: dict[str, dict[str, Any]]  # who approved the enrolment, and what became of the site and its certificates
 
 
@@ -138,6 +139,7 @@ def _findings(export: Export, head: Checkpoint, auditor: Auditor) -> Findings:
         limits_set=auditor.limits_set,
         loosened=auditor.loosened,
         granted_twice=auditor.twice,
+        waived_by_number=auditor.unbound,
         sites=_members(auditor),
     )
 
@@ -240,14 +242,15 @@ def _certificate(
         )
     if arguments.key is not None and not found.fingerprint.startswith(arguments.key.lower()):
         raise Unsound("the certificate is signed by another key than the one given")
+    revoked = None
     if arguments.since is not None:
         ledger = _read(parser, arguments.since)
         verify(ledger)
-        attest.against(found, Export.parse(ledger))
+        revoked = attest.against(found, Export.parse(ledger))
     same = None if arguments.artifact is None else _sha256(parser, arguments.artifact)
     if same is not None and same != found.facts["artifact_sha256"]:
         raise Unsound("the certificate is about another file than the one given")
-    lines = [*attest.summary(found, head)]
+    lines = [*attest.summary(found, head, revoked)]
     lines += ["  the export of the ledger holds all of it"] if arguments.since is not None else []
     lines += ["  it is about the file that was given"] if same is not None else []
     document = {
@@ -258,6 +261,7 @@ def _certificate(
         "size": head.size,
         "root": head.root.hex(),
         "key": found.fingerprint,
+        "revoked": found.facts.get("revoked") if revoked is None else revoked,  # null: its form does not tell
         "in_export": arguments.since is not None,
         "artifact_checked": same is not None,
     }
@@ -322,6 +326,7 @@ def _summary(found: Findings, extends: bool) -> str:
     lines += [f"  limit of {change}" for change in found.limits_set]
     lines += [f"  LOOSENED without approval of those in office: {change}" for change in found.loosened]
     lines += [f"  GRANTED AGAIN in one run, which is refused today: {again}" for again in found.granted_twice]
+    lines += [f"  WAIVED for any restore of that number, which is refused today: {w}" for w in found.waived_by_number]
     lines += [f"  head at {size} cosigned by {site}" for site, size in sorted(found.witnesses.items())]
     for name, account in found.accounts.items():
         share = 100 * (account["held"] + account["spent"]) / account["limit"] if account["limit"] else 0.0

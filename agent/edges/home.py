@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from agent.edges.room import sync_folder
+from policies.keys import is_owned
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
 from policies.statement import HEX, PAYLOAD_TYPE, Amendment, Enrolment, MalformedStatement, encode
@@ -75,14 +76,22 @@ class Home:
             text = (self.root / "site.toml").read_text()
         except FileNotFoundError:
             raise BadSite("site.toml is missing: run `lazaret-agent --home DIR init` first") from None
+        except (OSError, UnicodeDecodeError):
+            raise BadSite(_unreadable("site.toml")) from None
         return parse_settings(self.root, text)
 
     def policy_text(self) -> str:
-        """The site's own policy, as written."""
+        """The site's own policy, as written.
+
+        Raises:
+            BadSite: missing, or no text.
+        """
         try:
             return (self.root / "policy.toml").read_text()
-        except OSError:
+        except FileNotFoundError:
             raise BadSite("policy.toml is missing: without a policy nothing may leave") from None
+        except (OSError, UnicodeDecodeError):
+            raise BadSite(_unreadable("policy.toml")) from None
 
     def policy(self) -> Policy:
         """The site's own policy, parsed."""
@@ -119,15 +128,24 @@ class Home:
         """The federation's policy, as received at enrolment."""
         try:
             return parse_policy((self.keys / "federation.toml").read_text(), "federation.toml")
-        except OSError:
+        except FileNotFoundError:
             raise BadSite(_NOT_ENROLLED) from None
+        except (OSError, UnicodeDecodeError):
+            raise BadSite(_unreadable("keys/federation.toml")) from None
 
     def coordinator_key(self) -> bytes:
         """The Ed25519 key that signs the coordinator's ledger, as received at enrolment."""
         try:
-            return base64.b64decode((self.keys / "coordinator.pub").read_text(), validate=True)
+            key = base64.b64decode((self.keys / "coordinator.pub").read_text(), validate=True)
         except (OSError, ValueError):
             raise BadSite(_NOT_ENROLLED) from None
+        if not is_owned(key):
+            raise BadSite("keys/coordinator.pub is no key that one coordinator alone can sign with: enrol again")
+        return key
+
+
+def _unreadable(name: str) -> str:
+    return f"{name} cannot be read: it must be a file of UTF-8 text that this user may read"
 
 
 def parse_settings(root: Path, text: str) -> Settings:

@@ -11,6 +11,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agent.edges import looking
 from agent.edges.home import BadSite, Home, origin
 from agent.edges.notes import Notes
 from agent.edges.restore import NOTE
@@ -184,8 +185,11 @@ def _books(home: Home) -> Iterator[_Books]:
     with contextlib.ExitStack() as stack:
         disk = open_sqlite(home.root / "ledger.db")
         store = stack.enter_context(Store(disk, origin(site), key, lambda: int(time.time())))
+        looking.compare(home, store)
         if site not in store.state.waiting:
             raise BadSite("this site's ledger was not restored, or everything lost is spent already: nothing to do")
+        if not (home.root / "vault.db").exists():
+            raise BadSite("vault.db is missing, which came back with the ledger: `restore` the site again")
         notes = stack.enter_context(contextlib.closing(Notes(home.root / "vault.db", home.secret("vault"))))
         yield _Books(store, notes, site, key)
 

@@ -22,7 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -35,9 +35,11 @@ from agent.edges.room import sync_folder
 from agent.edges.upgrading import forms
 from agent.edges.watch import Watch
 from policies.entries import Expired, Spent
+from policies.export import Unsound
 from policies.review import TERMS
 from policies.sqlite import open_sqlite
 from policies.store import Draft, Store
+from policies.undone import Lost, last_entry, since
 from protos.backup import BadBackup, Manifest, read, take
 from protos.keybox import mark
 from protos.keyfile import write_private
@@ -54,10 +56,14 @@ class Restored:
     entries: int  # of the ledger, as the backup held them
     epoch: int  # of the site's ledger now
     closed: int  # grants that were open then; they are spent now
+    last: int  # seconds since 1970: when the last of them was written; 0: there was none
+    lost: Lost | None  # what the export of before holds beyond them; None: there was no export
     gone: tuple[str, ...]  # projects whose key is not there: what was kept of them is noise
 
 
-def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) -> Restored:
+def restore(
+    root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str, last: bytes | None = None
+) -> Restored:
     """Bring a site's backup into a new directory, all of it or nothing.
 
     Args:
@@ -65,8 +71,11 @@ def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) 
         folder: the backup.
         secrets: the private files of its key directory, by name.
         nonce: random: of the restore, in the site's ledger.
+        last: the last export of the site's own ledger from before, which tells what is lost beside grants: see
+            :mod:`policies.undone`.
     Raises:
-        BadSite, BadBackup, BadKeyFile: it cannot be used, or the keys are others; nothing was written.
+        BadSite, BadBackup, BadKeyFile: it cannot be used, the keys are others, or the export is of no ledger that
+            begins with the backup's entries; nothing was written.
         LedgerUnsound, WrongForm, VaultError: what is in it cannot be used.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -76,7 +85,9 @@ def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) 
     part = root.with_name(root.name + _SUFFIX)
     shutil.rmtree(part, ignore_errors=True)  # of a restore that was interrupted
     try:
-        done = _assembled(Home(part), folder, secrets, nonce)
+        manifest, gone = _assembled(Home(part), folder, secrets)
+        done = _new_epoch(Home(part), nonce, manifest.made, last)
+        done = replace(done, gone=gone)
         _settled(part)
         part.rename(root)
         sync_folder(root.parent)
@@ -86,7 +97,8 @@ def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) 
     return done
 
 
-def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes], nonce: str) -> Restored:
+def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes]) -> tuple[Manifest, tuple[str, ...]]:
+    """The files in their place; and the projects whose key is not there."""
     home.keys.mkdir(mode=0o700, parents=True)
     home.root.chmod(0o700)
     write_private(home.keys / "sign.key", secrets["sign.key"])
@@ -109,8 +121,7 @@ def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes], nonce: st
             "make a new directory with `init`, and have that enrolled"
         )
     _upgraded(home)
-    entries, epoch, closed = _new_epoch(home, nonce, manifest.made)
-    return Restored(manifest.made, entries, epoch, closed, tuple(sorted(gone)))
+    return manifest, tuple(sorted(gone))
 
 
 def _compared(manifest: Manifest, secrets: Mapping[str, bytes]) -> tuple[set[str], set[str]]:
@@ -139,14 +150,15 @@ def _upgraded(home: Home) -> None:
     projects.upgrade(home)
 
 
-def _new_epoch(home: Home, nonce: str, made: int) -> tuple[int, int, int]:
-    """Open the ledger's next epoch, and close whatever was open; entries before, epoch, and how many were closed."""
+def _new_epoch(home: Home, nonce: str, made: int, last: bytes | None) -> Restored:
+    """Open the ledger's next epoch, and close whatever was open."""
     site, met = home.settings().site, Watch(home.root / "watch", home.coordinator_key(), forgetful=True).head
     with Store(
         open_sqlite(home.root / "ledger.db"), origin(site), home.sign_key(), lambda: int(time.time())
     ) as store:
-        entries, again = store.state.size, site in store.state.waiting
+        entries, again, until = store.state.size, site in store.state.waiting, last_entry(store)
         found(home, store)
+        lost = _lost(store, last, entries) if last is not None else None
         store.restore(nonce)
         open_then = [(n, g) for n, g in store.state.grants.items() if g.state == "held"]
         for grant, held in open_then:  # whether it was used after the backup, nobody here knows
@@ -160,7 +172,14 @@ def _new_epoch(home: Home, nonce: str, made: int) -> tuple[int, int, int]:
             earlier = notes.note(NOTE) or {"unsure": again}  # of a restore after which nothing was made good yet
             unsure, head = "k" in kinds or earlier.get("unsure", True), earlier.get("head", [met.epoch, met.nonce])
             notes.write_note(NOTE, {"made": made, "nonce": nonce, "unsure": unsure, "head": head})
-        return entries, store.state.epoch, len(open_then)
+        return Restored(made, entries, store.state.epoch, len(open_then), until, lost, ())
+
+
+def _lost(store: Store, last: bytes, entries: int) -> Lost:
+    try:
+        return since(store, last, entries)
+    except Unsound as error:
+        raise BadBackup(f"the export given as --last cannot be used, and nothing was restored: {error}") from None
 
 
 def _settled(folder: Path) -> None:

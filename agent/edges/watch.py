@@ -88,7 +88,7 @@ class Watch:
             table = json.loads(path.read_bytes())
             self.memory = Memory(**table)
             self.head = open_checkpoint(self.memory.note, ledger_key)
-        except (ValueError, TypeError, BadCheckpoint):
+        except (ValueError, TypeError, BadCheckpoint, OSError, RecursionError):
             raise Forked(f"{folder.name}/seen.json cannot be read: restore it from this site's backup") from None
 
     @property

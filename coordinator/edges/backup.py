@@ -21,10 +21,12 @@ from typing import Final
 
 from coordinator.edges.home import ORIGIN, BadCoordinator, Home, look_at_ledger, open_ledger
 from coordinator.edges.witnesses import Witnesses
+from policies.export import Unsound
 from policies.forms import FORM
 from policies.snapshots import Unquiet, copy_together
 from policies.sqlite import lock_file, look
-from policies.store import Disk, export, signed_head
+from policies.store import Disk, Store, export, signed_head
+from policies.undone import Lost, last_entry, since
 from protos.backup import BOX, BadBackup, Manifest, Writer, read, take, tells_password
 from protos.keybox import files_of, mark, seal_files
 from protos.keyfile import write_private
@@ -54,6 +56,9 @@ class Restored:
     entries: int
     epoch: int
     waiting: tuple[str, ...]  # sites that have to show their receipts
+    nonce: str  # of the restore
+    last: int  # seconds since 1970: when the backup's last entry was written; 0: it has none
+    lost: Lost | None  # what the export of before holds beyond that; None: there was no export
 
 
 def private_of(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -158,7 +163,9 @@ def _rest(home: Home, writer: Writer) -> int:
     return files
 
 
-def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) -> Restored:
+def restore(
+    root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str, last: bytes | None = None
+) -> Restored:
     """Bring a backup into a new directory, all of it or nothing, and open the ledger's next epoch.
 
     Args:
@@ -166,8 +173,10 @@ def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) 
         folder: the backup.
         secrets: the private files of its key directory, by name.
         nonce: random: receipts are for the restore that bears it.
+        last: the last export of the ledger from before, which tells what is lost: see :mod:`policies.undone`.
     Raises:
-        BadCoordinator, BadBackup, BadKeyFile: it cannot be used, or the keys are others; nothing was written.
+        BadCoordinator, BadBackup, BadKeyFile: it cannot be used, the keys are others, or the export is of no ledger
+            that begins with the backup's entries; nothing was written.
         LedgerUnsound, WrongForm: the ledger in it cannot be used.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -177,7 +186,8 @@ def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) 
     part = root.with_name(root.name + _SUFFIX)
     shutil.rmtree(part, ignore_errors=True)
     try:
-        done = _assembled(Home(part), folder, secrets, nonce)
+        manifest = _assembled(Home(part), folder, secrets)
+        done = _new_epoch(Home(part), manifest.made, nonce, last)
         os.sync()
         part.rename(root)
     except BaseException:
@@ -186,7 +196,7 @@ def restore(root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str) 
     return done
 
 
-def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes], nonce: str) -> Restored:
+def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes]) -> Manifest:
     home.keys.mkdir(mode=0o700, parents=True)
     home.root.chmod(0o700)
     write_private(home.keys / "ledger.key", secrets["ledger.key"])
@@ -203,11 +213,25 @@ def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes], nonce: st
     take(folder, manifest, home.root, {EXPORT})
     if manifest.ledger_form:
         _ledger_upgraded(home)
+    return manifest
+
+
+def _new_epoch(home: Home, made: int, nonce: str, last: bytes | None) -> Restored:
     with open_ledger(home) as store:
-        entries = store.state.size
+        entries, until = store.state.size, last_entry(store)
+        lost = _lost(store, last) if last is not None else None
         store.restore(nonce)
         Witnesses(home.witnesses).forget(store.state.epoch)
-        return Restored(manifest.made, entries, store.state.epoch, tuple(sorted(store.state.waiting)))
+        waiting = tuple(sorted(store.state.waiting))
+        return Restored(made, entries, store.state.epoch, waiting, nonce, until, lost)
+
+
+def _lost(store: Store, last: bytes) -> Lost:
+    """Before the epoch is opened: a ledger in PostgreSQL is written to where it is."""
+    try:
+        return since(store, last, store.state.size)
+    except Unsound as error:
+        raise BadBackup(f"the export given as --last cannot be used, and nothing was restored: {error}") from None
 
 
 def form(home: Home) -> int:

@@ -16,6 +16,8 @@ from rich.console import Console
 from coordinator.edges import backup as backups
 from coordinator.edges.home import Home
 from policies.forms import FORM, WrongForm
+from policies.ledger import waiver
+from policies.undone import as_json, moment, told, warning
 from protos.backup import BOX, BadBackup
 from protos.keybox import BadBox, ask_passphrase, files_of, open_files
 
@@ -32,6 +34,10 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
     back = add(commands, "restore", _told(_restore), "bring a backup into a new directory: in a new epoch")
     back.add_argument("folder", type=Path, help="the backup")
     back.add_argument("--keys", type=Path, help="a copy of keys/, where the backup holds none")
+    back.add_argument(
+        "--last", type=Path, help="the last `ledger export` from before: it lists what is to be typed again"
+    )
+    back.add_argument("--json", action="store_true")
     for command in (out, back):
         command.add_argument("--passphrase-file", type=Path, help="else it is asked for")
     up = add(commands, "upgrade", _told(_upgrade), "bring the ledger to this version's form, after a backup")
@@ -43,6 +49,11 @@ def add_commands(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> 
 def _say(text: str) -> None:
     """For people; no line is broken, since some are copied."""
     OUT.print(text, markup=False, soft_wrap=True)
+
+
+def _aside(text: str) -> None:
+    """The same, where standard output is for a machine."""
+    ERR.print(text, markup=False, soft_wrap=True)
 
 
 def _told(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -81,12 +92,19 @@ def _restore(arguments: argparse.Namespace) -> int:
         )
     else:
         raise BadBackup("no key is in this backup: give --keys and the folder of a copy of keys/")
-    done = backups.restore(arguments.home, arguments.folder, keys, secrets.token_hex(16))
-    made = f"{dt.datetime.fromtimestamp(done.made, dt.UTC):%Y-%m-%d %H:%M} UTC"
+    last = arguments.last.read_bytes() if arguments.last else None
+    done = backups.restore(arguments.home, arguments.folder, keys, secrets.token_hex(16), last)
+    say = _aside if arguments.json else _say
     waiting = ", ".join(done.waiting) or "nobody"
-    _say(f"restored as of {made}: {done.entries} entries; epoch {done.epoch}; waiting for {waiting}")
+    say(f"restored as of {moment(done.made)}: {done.entries} entries; epoch {done.epoch}; waiting for {waiting}")
+    for line in (warning(done.last), *told(done.lost)):
+        say(line)
     if done.waiting:
-        _say("nothing is granted before they have shown their receipts; start `serve`, and they do by themselves")
+        say("nothing is granted before they have shown their receipts; start `serve`, and they do by themselves")
+        say(f"for a site that will not come back, two persons sign: waive SITE {waiver(done.epoch, done.nonce)}")
+    if arguments.json:
+        document = {"made": done.made, "entries": done.entries, "epoch": done.epoch, "waiting": done.waiting}
+        sys.stdout.write(json.dumps({**document, **as_json(done.last, done.lost)}) + "\n")
     return 0
 
 

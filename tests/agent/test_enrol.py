@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 import hashlib
 import json
@@ -533,3 +534,15 @@ def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
     lines = 'proxy = "proxy.example:3128"\npartners = ["' + "ab" * 32 + '"]\n'
     good = agent_home.parse_settings(tmp_path, SITE.format("a", 1) + lines)
     assert (good.proxy, good.partners, good.least_partners) == ("proxy.example:3128", {"ab" * 32}, 1)
+
+
+def test_a_coordinators_key_that_everybody_can_sign_with_is_none(hub: Hub) -> None:
+    site = hub.site()
+    asked(site, hub.authority.invite("a"))
+    hub.approve(site)
+    asked(site)
+    assert site.coordinator_key() == hub.store.public
+    for key in (bytes(32), b"\x01" + bytes(31), hub.store.public[:31]):
+        (site.keys / "coordinator.pub").write_text(base64.b64encode(key).decode())
+        with pytest.raises(BadSite, match="enrol again"):
+            site.coordinator_key()

@@ -13,20 +13,26 @@ import psycopg
 import pytest
 
 from agent.recovery import present
+from coordinator.__main__ import main
 from coordinator.edges import backup_commands
 from coordinator.edges.backup import backup, form, private_of, restore, upgrade
 from coordinator.edges.home import ORIGIN, BadCoordinator, Home, create, open_ledger
+from policies import governance
 from policies.claims import SubsampledGaussian
-from policies.entries import Refused
+from policies.entries import Refused, Revoked
 from policies.forms import FORM
+from policies.policy import parse as parse_policy
 from policies.policy import preset
 from policies.postgres import install
+from policies.register import Register
 from policies.sqlite import export_file
 from policies.store import Draft
+from policies.undone import last_entry, moment
 from policies.verify import verify
 from protos.backup import BadBackup, read
 from protos.keybox import files_of
 from tests.coordinator.test_watch import pipeline_site
+from tests.support.books import Hospital, Person
 from tests.support.federation import Federation, pictures
 from tests.support.older import Older, older
 from tests.support.postgres import OWNER, WRITER, throwaway
@@ -246,3 +252,118 @@ def test_the_commands_tell_what_is_to_be_done(
     home.rename(tmp_path / "gone-again")
     assert typed(home, "restore", str(tmp_path / "full"), *sealed) == 0
     assert "epoch 2" in capsys.readouterr().out
+
+
+def stricter(home: Home, *words: Person) -> bytes:
+    """After a backup: a limit is lowered, a person dismissed, a site revoked; the last export from then."""
+    with open_ledger(home) as store:
+        for serial, action, subject, value in (
+            ("low", "limit", "site-a/rdp", "0.5"),
+            ("go", "dismiss", "dpo-2", "compliance"),
+        ):
+            for person in words[:1] if action == "limit" else words[:2]:
+                governance.approve(store, person.approval(serial, action, subject, value, ORIGIN))
+        governance.set_limit(store, "site-a/rdp", "0.5", "low")
+        governance.dismiss(store, "dpo-2", "go")
+        store.append("bar", Draft((Revoked("site-b", "", "stolen"),)))
+    return exported(home)
+
+
+@pytest.fixture
+def governed(tmp_path: Path) -> tuple[Home, tuple[Person, ...]]:
+    """A coordinator with two sites and three persons in office; its ``backup`` and ``medium`` lie beside it."""
+    home = create(tmp_path / "hub", 'listen = "127.0.0.1:7443"\n', preset("controlled"), NOW)
+    persons = (Person("dpo-9", "compliance"), Person("head-9", "hospital"), Person("dpo-2", "compliance"))
+    with open_ledger(home) as store:
+        for hospital in (Hospital("site-a"), Hospital("site-b")):
+            own = parse_policy(hospital.policy_text, hospital.name)
+            Register(store, lambda _site, own=own: own).enrol(*hospital.enrolment(), own)  # type: ignore[misc]
+        for person in persons[:2]:
+            governance.appoint(store, person.name, person.role, person.public)
+        for person in persons[:2]:
+            words = ("new", "appoint", "dpo-2", f"compliance {persons[2].public.hex()}", ORIGIN)
+            governance.approve(store, person.approval(*words))
+        governance.appoint(store, "dpo-2", "compliance", persons[2].public, "new")
+    backup(home, tmp_path / "backup")
+    shutil.copytree(home.keys, tmp_path / "medium")
+    return home, persons
+
+
+def test_restore_says_in_plain_words_that_whatever_was_made_stricter_is_gone(
+    governed: tuple[Home, tuple[Person, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, persons = governed
+    with open_ledger(home) as store:
+        at = moment(last_entry(store))
+    stricter(home, *persons)
+    home.root.rename(tmp_path / "gone")
+    assert typed(home.root, "restore", str(tmp_path / "backup"), "--keys", str(tmp_path / "medium")) == 0
+    said = capsys.readouterr().out
+    assert "revocation, dismissal, lowered limit and stricter policy" in said
+    assert at in said
+    assert "before any person approves anything" in said
+    assert "--last" in said
+    with open_ledger(home) as store:
+        assert f"waive SITE 2-{store.state.nonce}" in said, "what is signed for a site that will not come back"
+        assert not store.state.barred, "it is gone indeed"
+
+
+def test_a_new_epoch_by_hand_says_the_same(
+    governed: tuple[Home, tuple[Person, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, _ = governed
+    with open_ledger(home) as store:
+        at = moment(last_entry(store))
+    assert main(["--home", str(home.root), "ledger", "restore", "--yes"]) == 0
+    said = capsys.readouterr().out
+    assert "revocation, dismissal, lowered limit and stricter policy" in said
+    assert at in said
+
+
+def test_with_the_last_export_restore_lists_exactly_what_is_to_be_typed_again(
+    governed: tuple[Home, tuple[Person, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, persons = governed
+    (tmp_path / "last").write_bytes(stricter(home, *persons))
+    home.root.rename(tmp_path / "gone")
+    words = (
+        "restore",
+        str(tmp_path / "backup"),
+        "--keys",
+        str(tmp_path / "medium"),
+        "--last",
+        str(tmp_path / "last"),
+    )
+    assert typed(home.root, *words) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if " UTC  " in line]
+    assert ["lowered to 0.5" in table[0], "dpo-2 dismissed" in table[1], "site-b revoked" in table[2]] == [True] * 3
+    assert len(table) == 3
+    home.root.rename(tmp_path / "gone-again")
+    assert typed(home.root, *words, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["again"][-1] for one in document["undone"]] == [
+        "ledger limit site-a/rdp 0.5 --serial SERIAL",
+        "ledger dismiss dpo-2 --serial SERIAL",
+        "lazaret-coordinator revoke site-b --reason stolen",
+    ]
+    assert document["undone"][1]["by"] == ["dpo-9 (compliance)", "head-9 (hospital)"]
+    assert document["epoch"] == 2
+
+
+def test_an_export_that_does_not_begin_with_the_backup_restores_nothing(
+    governed: tuple[Home, tuple[Person, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, persons = governed
+    shutil.copytree(home.root, tmp_path / "fork")
+    stricter(home, *persons)
+    backup(home, tmp_path / "later")
+    with open_ledger(Home(tmp_path / "fork")) as store:
+        for n in range(40):
+            governance.approve(store, persons[0].approval(f"pad-{n}", "limit", "site-a/rdp", "1.0", ORIGIN))
+    (tmp_path / "last").write_bytes(exported(Home(tmp_path / "fork")))
+    home.root.rename(tmp_path / "gone")
+    words = ("restore", str(tmp_path / "later"), "--keys", str(tmp_path / "medium"), "--last", str(tmp_path / "last"))
+    assert typed(home.root, *words) == 1
+    assert "nothing was restored: it does not begin with the backup's entries" in capsys.readouterr().err
+    assert not home.root.exists()
+    assert not home.root.with_name(home.root.name + ".restoring").exists()

@@ -269,7 +269,7 @@ BROKEN: list[Case] = [
     *cases("2 role.*0 did", PERSONS, O, replace(O, serial="s"), appointed("cora", "compliance")),
     *cases("2 role.*1 did", (*PERSONS, *appointing("s", "cara")), replace(O, serial="s")),
     *cases("2 role.*0 did", (*PERSONS, *appointing("s")), replace(O, serial="t"),
-           replace(O, serial="s", public=bytes(32)), replace(O, serial="s", role="hospital"),
+           replace(O, serial="s", public=b32("another")), replace(O, serial="s", role="hospital"),
            replace(O, serial="s", person="otto")),
     *cases("2 role.*0 did", (*PERSONS, *agreed("s", "limit", "olaf", f"operator {O.public.hex()}")),
            replace(O, serial="s")),

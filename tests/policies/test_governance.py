@@ -11,7 +11,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from policies import amendments, governance
 from policies.accounting import cost
 from policies.claims import SubsampledGaussian
-from policies.entries import Approved, Freed, InvalidEntry, LimitSet, Recovered, Requested, Reserved, proposal
+from policies.entries import (
+    Appointed,
+    Approved,
+    Freed,
+    InvalidEntry,
+    LimitSet,
+    Recovered,
+    Requested,
+    Reserved,
+    Waived,
+    proposal,
+)
 from policies.export import Unsound
 from policies.policy import parse
 from policies.register import Register, digest
@@ -206,7 +217,7 @@ def test_an_approval_counts_for_exactly_what_was_signed_and_once(ledger: Ledger)
         governance.set_limit(ledger.register.store, "site-a/rdp", "8.0", "s1")
     governance.set_limit(ledger.register.store, "site-a/rdp", "4.0", "s1")
     with pytest.raises(InvalidEntry, match="closed"):
-        governance.approve(ledger.register.store, CAREFUL.approval("s1", "limit", "site-a/rdp", "9 9"))
+        governance.approve(ledger.register.store, CAREFUL.approval("s1", "limit", "site-a/rdp", "9.0"))
 
 
 @pytest.mark.parametrize(
@@ -514,10 +525,10 @@ def test_a_site_that_will_not_come_back_is_waived_by_two_and_its_budget_is_gone(
     store = restored.register.store
     governance.appoint(store, "dpo-1", "compliance", CAREFUL.public)
     governance.appoint(store, "head-1", "hospital", LOCAL.public)
-    governance.approve(store, CAREFUL.approval("w1", "waive", "site-b", "2"))
-    with pytest.raises(InvalidEntry, match="2 role"):
+    governance.approve(store, CAREFUL.approval("w1", "waive", "site-b", "2-nonce-1"))
+    with pytest.raises(InvalidEntry, match=r"not approved by hospital.*sign waive site-b 2-nonce-1"):
         governance.waive(store, "site-b", "w1")
-    governance.approve(store, LOCAL.approval("w1", "waive", "site-b", "2"))
+    governance.approve(store, LOCAL.approval("w1", "waive", "site-b", "2-nonce-1"))
     governance.waive(store, "site-b", "w1")
     assert store.state.waiting == {"site-a"}
     assert all(store.state.accounts[f"site-b/{kind}"].left == 0 for kind in ("rdp", "k"))
@@ -543,3 +554,156 @@ def test_a_refused_request_is_not_granted_later_under_another_key(tmp_path: Path
     assert not register.reserve("k1", big, a.seal(big)).admitted
     register.store.append("free", Draft((Freed("hold", "refused", bytes(32)),)))
     assert {f.rule for f in register.reserve("k2", big, a.seal(big)).findings} == {"replay"}
+
+
+def _restored_again(r: Restored, nonce: str) -> None:
+    """The same backup, brought back once more: its epoch has the same number."""
+    backup = r.path.with_name("again.db")
+    r.register.store.close()
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+        r.path.with_name(name).unlink(missing_ok=True)
+    shutil.copy(backup, r.path)
+    r.register = open_register(r.path, r.a, r.b, key=r.key)
+    r.register.store.restore(nonce)
+
+
+def test_what_was_signed_to_waive_a_site_after_one_restore_waives_nobody_after_another_of_the_same_backup(
+    tmp_path: Path,
+) -> None:
+    key, a, b = Ed25519PrivateKey.generate(), Hospital("site-a"), Hospital("site-b")
+    register = open_register(tmp_path / "ledger.db", a, b, key=key)
+    governance.appoint(register.store, "dpo-1", "compliance", CAREFUL.public)
+    governance.appoint(register.store, "head-1", "hospital", LOCAL.public)
+    register.store._disk._db.execute(f"VACUUM INTO '{tmp_path / 'again.db'}'")  # type: ignore[attr-defined]
+    shown = Restored.__new__(Restored)
+    shown.path, shown.key, shown.a, shown.b, shown.register = tmp_path / "ledger.db", key, a, b, register
+    words = [p.approval("w1", "waive", "site-b", "2-first") for p in (CAREFUL, LOCAL)]
+    _restored_again(shown, "first")
+    for word in words:
+        governance.approve(shown.register.store, word)
+    governance.waive(shown.register.store, "site-b", "w1")
+    assert shown.register.store.state.waiting == {"site-a"}
+    _restored_again(shown, "second")
+    store = shown.register.store
+    for word in words:
+        governance.approve(store, word)
+    with pytest.raises(InvalidEntry, match="to be signed: `ledger sign waive site-b 2-second"):
+        governance.waive(store, "site-b", "w1")
+    with pytest.raises(InvalidEntry, match=r"2 role.*0 did"):  # a ledger's owner with a program of their own
+        store.append("w", Draft((Waived("site-b", "w1"),)))
+    assert store.state.waiting == {"site-a", "site-b"}
+    store.close()
+
+
+def test_a_waiver_of_an_older_ledger_still_folds_and_the_auditor_tells_of_it(restored: Restored) -> None:
+    """They signed the number of the epoch alone; nobody writes that any longer."""
+    store = restored.register.store
+    governance.appoint(store, "dpo-1", "compliance", CAREFUL.public)
+    governance.appoint(store, "head-1", "hospital", LOCAL.public)
+    for person in (CAREFUL, LOCAL):
+        envelope = person.approval("old", "waive", "site-b", "2")
+        with pytest.raises(InvalidEntry, match="`ledger waive` tells"):
+            governance.approve(store, envelope)
+        words = proposal("old", "waive", "site-b", "2")
+        store.append(
+            f"old-{person.name}", Draft((Approved(person.name, "old", words, digest(envelope)),), (envelope,))
+        )
+    with pytest.raises(InvalidEntry, match="not approved by"):
+        governance.waive(store, "site-b", "old")
+    store.append("waived", Draft((Waived("site-b", "old"),)))
+    for person in (CAREFUL, LOCAL):
+        governance.approve(store, person.approval("new", "waive", "site-a", "2-nonce-1"))
+    governance.waive(store, "site-a", "new")
+    assert not store.state.waiting
+    store.close()
+    found = verify(export_file(restored.path, "lazaret/test", restored.key))
+    assert found.waived_by_number == ["site-b, epoch 2, as old"]
+
+
+HEX64 = "ab" * 32
+TURNED = "\u202e\u2066"
+
+
+@pytest.mark.parametrize(
+    ("action", "subject", "value"),
+    [
+        ("limit", "site-a/rdp", f"2.0{TURNED} (a lower budget, already approved by head-1)"),
+        ("limit", "site-a/rdp", "2.0 already approved by head-1"),
+        ("limit", f"site-a/rdp{TURNED}", "2.0"),
+        ("limit", "the budget of site-a", "2.0"),
+        ("limit", "site-a/rdp", ""),
+        ("appoint", f"mary{TURNED}, who leaves, is ", f"compliance {HEX64}"),
+        ("appoint", "mary", f"compliance, as agreed {HEX64}"),
+        ("appoint", "mary", f"friend {HEX64}"),
+        ("dismiss", "mary ", "compliance"),
+        ("dismiss", "mary", "compliance\n"),
+        ("enrol", "site-b", f"{HEX64}\u200b"),
+        ("waive", "site-b", "2-nonce-1 as dpo-1 said"),
+        ("waive", "site-b", f"2-{TURNED}"),
+        ("release", "rel-1", "the good one"),
+        ("refuse", "rel-1", f"{HEX64} it is bad"),
+        ("amend", "site-a", "x" * 4000),
+        ("praise", "site-a", "much"),
+    ],
+)
+@pytest.mark.parametrize("asked", [True, False], ids=["request", "approval"])
+def test_nobody_is_shown_prose_or_marks_that_turn_the_writing_around(
+    ledger: Ledger, action: str, subject: str, value: str, asked: bool
+) -> None:
+    store, size = ledger.register.store, ledger.register.store.state.size
+    say, seal = (governance.request, CAREFUL.request) if asked else (governance.approve, CAREFUL.approval)
+    with pytest.raises(InvalidEntry, match=r"nobody is shown it|subject is|nothing is decided"):
+        say(store, seal("odd", action, subject, value))
+    assert store.state.size == size
+
+
+@pytest.mark.parametrize(
+    ("action", "subject", "value"),
+    [
+        ("limit", "site-a/rdp", "1e-05"), ("limit", "site-a/k", "300"), ("limit", "site-a/rdp", "8.0"),
+        ("appoint", "mary", f"researcher {HEX64}"), ("dismiss", "mary", "auditor"), ("enrol", "site-b", HEX64),
+        ("waive", "site-b", f"2-{'ab' * 16}"), ("release", "rel-1", HEX64), ("refuse", "rel-1", f"{HEX64} quality"),
+        ("amend", "site-a", HEX64),
+    ],
+)  # fmt: skip
+def test_whatever_can_be_carried_out_can_be_approved(ledger: Ledger, action: str, subject: str, value: str) -> None:
+    store = ledger.register.store
+    governance.approve(store, CAREFUL.approval("fine", action, subject, value))
+    assert set(store.state.proposals["fine"].approvals) == {"dpo-1"}
+
+
+def test_a_person_whom_an_older_ledger_let_in_under_an_odd_name_can_be_dismissed(ledger: Ledger) -> None:
+    store, odd = ledger.register.store, Person(f"mary{TURNED}, who leaves, is ", "operator")
+    words = proposal("s", "appoint", odd.name, f"operator {odd.public.hex()}")
+    for person in (CAREFUL, LOCAL):
+        sealed = person.approval("s", "appoint", odd.name, f"operator {odd.public.hex()}")
+        store.append(f"old-{person.name}", Draft((Approved(person.name, "s", words, digest(sealed)),), (sealed,)))
+    store.append("odd", Draft((Appointed(odd.name, odd.role, odd.public, "s"),)))
+    ledger.approve("go", "dismiss", odd.name, "operator", CAREFUL, LOCAL)
+    governance.dismiss(store, odd.name, "go")
+    assert odd.name in store.state.dismissed
+    assert ledger.audit(), "an older ledger folds as it did"
+
+
+def test_words_that_an_older_ledger_holds_have_their_old_answer_when_they_are_sent_again(ledger: Ledger) -> None:
+    """Same key and content, same answer; only what is new has to be of a form that can be carried out."""
+    store = ledger.register.store
+    for kind, seal, say in (
+        ("approve", CAREFUL.approval, governance.approve), ("request", CAREFUL.request, governance.request)
+    ):  # fmt: skip
+        sealed = seal(f"old-{kind}", "limit", "site-a/rdp", "9.0 as agreed by telephone")
+        words = proposal(f"old-{kind}", "limit", "site-a/rdp", "9.0 as agreed by telephone")
+        entry = (Approved if kind == "approve" else Requested)("dpo-1", f"old-{kind}", words, digest(sealed))
+        with pytest.raises(InvalidEntry, match="nobody is shown it"):
+            say(store, sealed)
+        store.append(f"{kind}-{digest(sealed).hex()}", Draft((entry,), (sealed,)))
+        size = store.state.size
+        assert say(store, sealed).serial == f"old-{kind}"
+        assert store.state.size == size
+
+
+@pytest.mark.parametrize("name", ["mary\u202e\u2066, who leaves, is ", "Mary", "mary smith", "", "m" * 65, "-mary"])
+def test_a_persons_name_is_a_short_opaque_one_whoever_appoints(ledger: Ledger, name: str) -> None:
+    with pytest.raises(InvalidEntry, match="a person's name"):
+        governance.appoint(ledger.register.store, name, "operator", Person("x", "operator").public, "s")
+    assert name not in ledger.register.store.state.persons

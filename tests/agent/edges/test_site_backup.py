@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -27,17 +28,20 @@ from agent.edges.notes import Notes
 from agent.edges.recover import spend_everything
 from agent.edges.sealed import VaultError
 from coordinator.edges import backup as coordinator_backup
+from policies import governance
 from policies.claims import SubsampledGaussian
 from policies.entries import Recovered
+from policies.export import Export
 from policies.merkle import open_checkpoint
 from policies.sqlite import export_file, look, open_sqlite
 from policies.statement import Amendment
 from policies.store import Store, lines
+from policies.undone import moment
 from policies.verify import verify
 from protos import keybox
 from protos.backup import BadBackup, read
 from protos.keybox import BadBox, files_of, mark
-from tests.support.books import K5, policy
+from tests.support.books import K5, Person, policy
 from tests.support.federation import SETTINGS, Federation, Site
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
@@ -467,7 +471,7 @@ def test_a_policy_that_was_signed_after_the_backup_binds_again(ward: Ward, tmp_p
 
 def test_a_backup_that_is_made_while_the_site_works_fits_together(ward: Ward, tmp_path: Path) -> None:
     """The vault remembers how long the ledger was: a copy in which it is ahead could not be opened."""
-    stop, wrong = threading.Event(), []
+    stop, wrong, written = threading.Event(), [], threading.Event()
 
     def work() -> None:
         try:
@@ -478,6 +482,7 @@ def test_a_backup_that_is_made_while_the_site_works_fits_together(ward: Ward, tm
                     said = ward.site.hospital.reservation(f"g{n}", SMALL, "federated", f"run-{n}")
                     desk.site.books.reserve(f"reserve-{said.grant}", said, desk.site.seal(said))
                     desk.vault.write_note("ledger", desk.site.books.store.state.size)
+                    written.set()
                     stop.wait(0.002)
         except Exception as error:  # noqa: BLE001 - whatever it is, the test fails by it
             wrong.append(error)
@@ -486,7 +491,11 @@ def test_a_backup_that_is_made_while_the_site_works_fits_together(ward: Ward, tm
     worker = threading.Thread(target=work)
     worker.start()
     try:
-        made = [backup(ward.site.home, tmp_path / f"backup-{n}") for n in range(4)]
+        made = []
+        for n in range(4):
+            written.clear()
+            assert written.wait(60), "it works, also between two backups"
+            made.append(backup(ward.site.home, tmp_path / f"backup-{n}"))
     finally:
         stop.set()
         worker.join()
@@ -600,6 +609,22 @@ def test_what_waited_for_persons_does_not_come_back(ward: Ward, tmp_path: Path) 
     assert recover.recover(Home(ward.root), shared).lost == 0
 
 
+@pytest.mark.parametrize("what", ["vault.db", "ledger.db"])
+def test_nothing_is_made_good_where_ledger_or_vault_was_lost_again(ward: Ward, tmp_path: Path, what: str) -> None:
+    """An empty vault in its place would say that nobody was released, and then match."""
+    with ward.desk() as desk:
+        assert ward.grant(desk, "early", K5, "ksame")
+    backup(ward.site.home, tmp_path / "backup")
+    keys, shared = ward.lose(tmp_path / "gone"), ward.shared()
+    restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
+    for suffix in ("", "-wal", "-shm"):
+        (ward.root / f"{what}{suffix}").unlink(missing_ok=True)
+    for act in (lambda: recover.recover(Home(ward.root), shared), lambda: spend_everything(Home(ward.root))):
+        with pytest.raises(BadSite, match=r"vault\.db is missing|ledger\.db is older than this vault, or missing"):
+            act()
+    assert what == "ledger.db" or not (ward.root / "vault.db").exists()
+
+
 @pytest.mark.parametrize("text", ['# password = "hunter2"', "url = 'https://me:hunter2@pacs.example'"])
 def test_no_password_is_in_a_sites_backup_in_clear(ward: Ward, tmp_path: Path, text: str) -> None:
     (ward.root / "ingest.toml").write_text(text + "\n")
@@ -677,3 +702,69 @@ def test_a_wrong_passphrase_and_a_damaged_vault_are_told(
     with pytest.raises(BadBox):
         keybox.seal_files({"a": b"b"}, "short")
     assert issubclass(VaultError, Exception)
+
+
+def test_a_restored_site_is_told_what_its_own_ledger_lost_beside_grants(
+    ward: Ward, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``recover`` brings grants back, out of the coordinator's ledger, and no decision of this site's persons."""
+    first, second, local = Person("dpo-1", "compliance"), Person("dpo-2", "compliance"), Person("head-1", "hospital")
+
+    def decide(store: Store, serial: str, *words: str) -> None:
+        for person in (first, local):
+            governance.approve(store, person.approval(serial, *words, store.origin))
+
+    with ward.desk() as desk:
+        store = desk.site.books.store
+        for person in (first, local):
+            governance.appoint(store, person.name, person.role, person.public)
+        decide(store, "new", "appoint", "dpo-2", f"compliance {second.public.hex()}")
+        governance.appoint(store, "dpo-2", "compliance", second.public, "new")
+        backup(ward.site.home, tmp_path / "backup")
+        fork = export_file(ward.root / "ledger.db", store.origin, ward.site.home.sign_key())
+        decide(store, "low", "limit", "site-a/rdp", "0.5")
+        governance.set_limit(store, "site-a/rdp", "0.5", "low")
+        decide(store, "go", "dismiss", "dpo-2", "compliance")
+        governance.dismiss(store, "dpo-2", "go")
+        at = moment(store.line(len(Export.parse(fork).entries) - 1).record.at)
+    last = export_file(ward.root / "ledger.db", "lazaret/site-a", ward.site.home.sign_key())
+    (tmp_path / "last").write_bytes(last)
+    (tmp_path / "shared").write_bytes(ward.shared())
+    (tmp_path / "another").write_bytes(ward.shared())
+    ward.lose(tmp_path / "gone")
+    words = ("restore", str(tmp_path / "backup"), "--keys", str(tmp_path / "gone" / "keys"))
+    assert typed(ward.root, *words, "--last", str(tmp_path / "another")) == 1
+    assert "nothing was restored" in capsys.readouterr().err
+    assert not ward.root.exists()
+    assert typed(ward.root, *words) == 0
+    said = capsys.readouterr().out
+    assert "lowered limit and stricter policy" in said
+    assert at in said
+    shutil.rmtree(ward.root)
+    more = ("--shared", str(tmp_path / "shared"), "--json")
+    assert typed(ward.root, *words, "--last", str(tmp_path / "last"), *more) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["what"] for one in document["undone"]] == [
+        "limit of site-a/rdp lowered to 0.5",
+        "dpo-2 dismissed",
+    ]
+    assert document["undone"][0]["by"] == ["dpo-1 (compliance)", "head-1 (hospital)"]
+
+
+def test_a_backup_of_before_the_first_desk_lists_all_that_was_ever_made_stricter(wide: Ward, tmp_path: Path) -> None:
+    """It has no ledger, so the accounts that it founds are the ones to compare with."""
+    backup(wide.site.home, tmp_path / "backup")
+    local = Person("head-1", "hospital")
+    with wide.desk() as desk:
+        store = desk.site.books.store
+        governance.appoint(store, "head-1", "hospital", local.public)
+        governance.approve(store, local.approval("low", "limit", "site-b/k", "1", store.origin))
+        governance.set_limit(store, "site-b/k", "1", "low")
+    last = export_file(wide.root / "ledger.db", "lazaret/site-b", wide.site.home.sign_key())
+    done = restore.restore(wide.root, tmp_path / "backup", wide.lose(tmp_path / "gone"), NONCE, last)
+    assert (done.entries, done.last) == (0, 0)
+    assert done.lost is not None
+    assert [one.what for one in done.lost.undone] == [
+        "head-1 appointed as the first hospital",
+        "limit of site-b/k lowered to 1",
+    ]

@@ -1,0 +1,174 @@
+"""A site's own ledger is the hard gate, so it is opened only if it is the very one that the vault knows."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.__main__ import main
+from agent.console.books import Lent
+from agent.desk import Desk, open_desk
+from agent.edges.home import BadSite, Home, origin
+from agent.edges.notes import Notes
+from policies import governance
+from policies.claims import SubsampledGaussian
+from policies.sqlite import open_sqlite
+from policies.store import Store
+from tests.support.books import Person
+from tests.support.federation import Federation, Site
+
+SMALL = SubsampledGaussian(0.01, 8.0, 1)
+FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm")
+COMPLIANCE, LOCAL = Person("dpo-1", "compliance"), Person("head-1", "hospital")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with Federation(tmp_path / "fed") as fed:
+        made = fed.join("site-a")
+        with desk(made) as opened:
+            spend(opened, made, "early")
+        yield made
+
+
+def desk(site: Site) -> contextlib.AbstractContextManager[Desk]:
+    return open_desk(site.home.root, lambda *_: None)
+
+
+def spend(opened: Desk, site: Site, name: str) -> None:
+    said = site.hospital.reservation(name, SMALL, "federated", f"run-{name}")
+    assert opened.site.books.reserve(f"reserve-{name}", said, opened.site.seal(said)).admitted
+
+
+def typed(home: Home, entries: int) -> int:
+    """Entries that an operator types without the vault, into whatever lies in the ledger's place."""
+    with Store(open_sqlite(home.root / "ledger.db"), origin("site-a"), home.sign_key(), lambda: 0) as store:
+        if not store.state.persons:
+            for person in (COMPLIANCE, LOCAL):
+                governance.appoint(store, person.name, person.role, person.public)
+        for n in range(entries):
+            word = COMPLIANCE.approval(f"pad-{n}", "limit", "site-a/rdp", "1.0", store.origin)
+            governance.approve(store, word)
+        return store.state.size
+
+
+def notes(home: Home) -> contextlib.closing[Notes]:
+    return contextlib.closing(Notes(home.root / "vault.db", home.secret("vault")))
+
+
+def test_a_ledger_that_was_deleted_and_typed_full_again_opens_no_desk_however_long_it_is(site: Site) -> None:
+    with desk(site) as opened:
+        size = opened.site.books.store.state.size
+    for name in FILES:
+        (site.home.root / name).unlink(missing_ok=True)
+    assert typed(site.home, size + 3) > size
+    with pytest.raises(BadSite, match="another one than this vault knows"), desk(site):
+        pass
+
+
+def test_in_place_of_a_ledger_that_is_gone_no_other_one_is_begun(site: Site) -> None:
+    for name in FILES:
+        (site.home.root / name).unlink(missing_ok=True)
+    with pytest.raises(BadSite, match="older than this vault, or missing"), desk(site):
+        pass
+    with Store(open_sqlite(site.home.root / "ledger.db"), origin("site-a"), site.home.sign_key(), lambda: 0) as store:
+        assert store.state.size == 0, "nothing was written before it was looked at"
+
+
+def test_an_older_copy_that_went_another_way_since_opens_no_desk(site: Site, tmp_path: Path) -> None:
+    """What was written at the first desk's end is noted, too: the copy is of before that."""
+    shutil.copytree(site.home.root, tmp_path / "copy")
+    with desk(site) as opened:
+        spend(opened, site, "late")
+        size = opened.site.books.store.state.size
+    for name in FILES:
+        (site.home.root / name).unlink(missing_ok=True)
+        if (tmp_path / "copy" / name).exists():
+            shutil.copy(tmp_path / "copy" / name, site.home.root / name)
+    assert typed(site.home, 5) > size
+    with pytest.raises(BadSite, match="another one"), desk(site):
+        pass
+
+
+def test_the_same_ledger_grown_longer_without_a_desk_opens(site: Site) -> None:
+    size = typed(site.home, 4)
+    with desk(site) as opened:
+        assert opened.site.books.store.state.size == size
+        assert opened.vault.note("ledger_head")[0] == size
+
+
+def test_a_vault_of_before_that_knows_the_length_alone_learns_the_root_when_it_is_opened(site: Site) -> None:
+    with notes(site.home) as kept:
+        known = kept.note("ledger")
+        kept.write_note("ledger_head", None)
+    with desk(site) as opened:
+        size, root = opened.vault.note("ledger_head")
+        assert (size, len(root)) == (known, 64)
+    for name in FILES:
+        (site.home.root / name).unlink(missing_ok=True)
+    typed(site.home, 20)
+    with pytest.raises(BadSite, match="another one"), desk(site):
+        pass
+
+
+def test_a_vault_of_before_still_refuses_a_shorter_ledger(site: Site) -> None:
+    with notes(site.home) as kept:
+        kept.write_note("ledger_head", None)
+        kept.write_note("ledger", kept.note("ledger") + 1)
+    with pytest.raises(BadSite, match="older than this vault"), desk(site):
+        pass
+
+
+VAULT = ("vault.db", "vault.db-wal", "vault.db-shm")
+
+
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_a_vault_that_was_lost_or_emptied_opens_no_desk_beside_a_ledger_with_grants(site: Site, how: str) -> None:
+    """Or whose pictures were released and who opted out would be forgotten."""
+    for name in VAULT:
+        (site.home.root / name).unlink(missing_ok=True)
+    if how == "empty":
+        (site.home.root / "vault.db").touch(mode=0o600)
+    for _ in range(2):  # the attempt makes an empty one, which is no better
+        with pytest.raises(BadSite, match=r"lost or emptied.*`restore`"), desk(site):
+            pass
+
+
+def test_a_desk_that_dies_after_its_first_grant_opens_again(tmp_path: Path) -> None:
+    """The vault is told of the ledger before the first grant."""
+    with Federation(tmp_path / "fed") as fed:
+        made = fed.join("site-a")
+        with desk(made) as opened:
+            spend(opened, made, "early")
+            shutil.copytree(made.home.root, tmp_path / "killed")
+        with open_desk(tmp_path / "killed", lambda *_: None) as opened:
+            assert "early" in opened.site.books.store.state.grants
+
+
+def test_what_is_typed_or_clicked_without_the_vault_begins_no_other_ledger(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed_in = ["--home", str(site.home.root), "ledger", "appoint", "dpo-1", "compliance", COMPLIANCE.public.hex()]
+    for name in FILES:
+        (site.home.root / name).unlink(missing_ok=True)
+    assert main(typed_in) == 1
+    assert "older than this vault, or missing" in "".join(capsys.readouterr()).replace("\n", " ")
+    with pytest.raises(BadSite, match="older than this vault, or missing"), Lent(site.home).write():
+        pass
+    with Store(open_sqlite(site.home.root / "ledger.db"), origin("site-a"), site.home.sign_key(), lambda: 0) as store:
+        assert store.state.size == 0
+
+
+def test_a_person_is_appointed_before_the_first_desk_and_after_it(site: Site, tmp_path: Path) -> None:
+    with Federation(tmp_path / "new") as fed:
+        for home in (site.home, fed.join("site-a").home):
+            words = ["ledger", "appoint", "dpo-1", "compliance", COMPLIANCE.public.hex()]
+            assert main(["--home", str(home.root), *words]) == 0
+            with Lent(home).write() as store:
+                assert "dpo-1" in store.state.persons
+            with open_desk(home.root, lambda *_: None):
+                pass
