@@ -6,15 +6,27 @@ it is checked; none can be stronger than what the ledger admitted.
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from policies.audit import open_envelope
-from policies.certificate import Certificate, Shown
+from policies.certificate import FIRST, FORM, Certificate, Shown
 from policies.claims import RELATION, UNIT, assumption
-from policies.entries import Admitted, Enrolled, Entry, Opened, Record, Recovered, Reserved, RoundClosed, decode
+from policies.entries import (
+    Admitted,
+    Enrolled,
+    Entry,
+    Opened,
+    Record,
+    Recovered,
+    Reserved,
+    Revoked,
+    RoundClosed,
+    decode,
+)
 from policies.export import Export, Unsound
 from policies.merkle import BadCheckpoint, Checkpoint, CompactRange, included, leaf_hash, open_checkpoint
 from policies.rdp import NANO, cost, epsilon_nano
@@ -50,7 +62,7 @@ def check(found: Certificate) -> Checkpoint:
         if not included(leaf_hash(s.entry), s.seq, head.size, s.proof, head.root):
             raise Unsound(f"entry {s.seq} is not the ledger's: its proof does not lead to the signed root")
     try:
-        derived = derive(found.facts.get("subject"), lines(found.shown), found.envelopes)
+        derived = derive(found.facts.get("subject"), lines(found.shown), found.envelopes, found.form)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unsound(str(error) or "the entries do not make a release") from None
     if canonical(dict(derived)) != canonical(dict(found.facts)):
@@ -69,9 +81,12 @@ def lines(shown: Sequence[Shown]) -> list[tuple[int, Record]]:
     return [(s.seq, decode(s.entry)) for s in shown]
 
 
-def against(found: Certificate, export: Export) -> None:
+def against(found: Certificate, export: Export) -> list[Mapping[str, Any]]:
     """Is the certificate one of the ledger whose export was verified? Nothing that bears on it may be left out.
 
+    Returns:
+        What was revoked of its sites until the end of the export, also after the certificate was made; see
+        :func:`revoked_of`. It changes nothing of what the certificate says, and whoever reads it has to know.
     Raises:
         Unsound: another key, other entries or a head that the ledger never had; a stronger level than all of a run's
             updates have.
@@ -89,14 +104,42 @@ def against(found: Certificate, export: Export) -> None:
         raise Unsound("the certificate was made under a head that this ledger never had")
     if any(export.entries[s.seq] != s.entry for s in found.shown):
         raise Unsound("the certificate rests on other entries than the ledger's")
-    records = [(seq, decode(raw)) for seq, raw in enumerate(export.entries[:size])]
-    wanted = resting(found.facts["subject"], records)
+    everything = [(seq, decode(raw)) for seq, raw in enumerate(export.entries)]
+    records = everything[:size]
+    wanted = resting(found.facts["subject"], records, found.form)
     if [seq for seq, _ in wanted] != [s.seq for s in found.shown]:
         raise Unsound("the certificate leaves out entries that it should rest on")
     if found.facts["kind"] == "model":
         updates = {r.entry.level for _, r in _updates(str(found.facts["subject"]), records)}
         if max(updates) != found.facts["level"]:  # A < A* < B < C
             raise Unsound("an update of the run has a weaker level than the certificate says")
+    sites = {r.entry.site: seq for seq, r in reversed(wanted) if isinstance(r.entry, Enrolled)}
+    return revoked_of([(seq, r) for seq, r in everything if _ends(r, seq, sites)])
+
+
+def _ends(record: Record, seq: int, since: Mapping[str, int]) -> bool:
+    """Does it revoke one of these sites, or a certificate of it, after the entry that enrolled it?"""
+    return isinstance(e := record.entry, Revoked) and seq > since.get(e.site, seq)
+
+
+def revoked_of(records: Sequence[tuple[int, Record]]) -> list[Mapping[str, Any]]:
+    """What was revoked, oldest first: site, number ("" the site itself), why, entry, at in seconds since 1970."""
+    return [
+        {"site": e.site, "number": e.number, "why": e.why, "entry": seq, "at": r.at}
+        for seq, r in records
+        if isinstance(e := r.entry, Revoked)
+    ]
+
+
+def revoked_words(one: Mapping[str, Any]) -> str:
+    """One of them for people, as a sentence."""
+    what = f"the certificate {one['number']} of {one['site']}" if one["number"] else f"the site {one['site']}"
+    try:
+        when = f"{dt.datetime.fromtimestamp(one['at'], dt.UTC):%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError, OSError):
+        when = f"second {one['at']}"
+    why = "".join(c if c.isprintable() else "?" for c in str(one["why"]))
+    return f"{what} was revoked on {when}: {why} (entry {one['entry']})"
 
 
 def _updates(run: str, records: Sequence[tuple[int, Record]]) -> list[tuple[int, Any]]:
@@ -114,9 +157,13 @@ def _updates(run: str, records: Sequence[tuple[int, Record]]) -> list[tuple[int,
     ]
 
 
-def resting(subject: str, records: Sequence[tuple[int, Record]]) -> list[tuple[int, Record]]:
+def resting(subject: str, records: Sequence[tuple[int, Record]], form: str = FORM) -> list[tuple[int, Record]]:
     """The entries that a release, or the model of a run, rests on: in a ledger, or in what was shown of one.
 
+    Args:
+        subject: the release or run.
+        records: in their order, with their places.
+        form: of the certificate. The first one left out what was revoked of a site after it was enrolled.
     Raises:
         Unsound: the ledger has not admitted it.
     """
@@ -143,13 +190,18 @@ def resting(subject: str, records: Sequence[tuple[int, Record]]) -> list[tuple[i
         site = getattr(record.entry, "site", "")
         enrolled = [(s, r) for s, r in records if isinstance(r.entry, Enrolled) and r.entry.site == site and s < seq]
         found |= dict([(seq, record), *enrolled[-1:]])
+    if form != FIRST:
+        since = {r.entry.site: seq for seq, r in sorted(found.items(), reverse=True) if isinstance(r.entry, Enrolled)}
+        found |= {s: r for s, r in records if _ends(r, s, since)}
     if closed:  # every round counts its sites: without all of them an update could be left out
         found |= dict(closed)
     return sorted(found.items())
 
 
-def derive(subject: object, records: Sequence[tuple[int, Record]], envelopes: Sequence[bytes]) -> Mapping[str, Any]:
-    """Every fact of a certificate, from the entries and statements that it rests on.
+def derive(
+    subject: object, records: Sequence[tuple[int, Record]], envelopes: Sequence[bytes], form: str = FORM
+) -> Mapping[str, Any]:
+    """Every fact of a certificate of this form, from the entries and statements that it rests on.
 
     Raises:
         Unsound: they do not make an admitted release.
@@ -157,7 +209,7 @@ def derive(subject: object, records: Sequence[tuple[int, Record]], envelopes: Se
     if type(subject) is not str:
         raise Unsound("a certificate is about one release or run")
     sealed = {hashlib.sha256(raw).digest(): raw for raw in envelopes}
-    wanted = resting(subject, records)
+    wanted = resting(subject, records, form)
     if [s for s, _ in wanted] != [s for s, _ in records]:
         raise Unsound("the certificate holds an entry that it does not rest on")
     parts = [_part(seq, record, records, sealed) for seq, record in wanted if isinstance(record.entry, Admitted)]
@@ -186,8 +238,10 @@ def derive(subject: object, records: Sequence[tuple[int, Record]], envelopes: Se
             "entry": parts[0]["entry"],
             "artifact_sha256": parts[0]["artifact_sha256"],
         }
+    revoked = {} if form == FIRST else {"revoked": revoked_of(wanted)}
     return {
         **made,
+        **revoked,
         "subject": subject,
         "sites": sorted({p["site"] for p in parts}),
         "mechanism": parts[0]["mechanism"],
@@ -303,13 +357,26 @@ def _epsilon(entry: Admitted, opened: Opened, said: Release) -> dict[str, Any] |
     return {"value": _decimal(nano), "delta": opened.delta, "unit": UNIT, "relation": RELATION, "order": opened.order}
 
 
-def summary(found: Certificate, head: Checkpoint) -> Iterator[str]:
-    """What a sound certificate says, for a terminal."""
+def summary(
+    found: Certificate, head: Checkpoint, revoked: Sequence[Mapping[str, Any]] | None = None
+) -> Iterator[str]:
+    """What a sound certificate says, for a terminal.
+
+    Args:
+        found: the certificate.
+        head: the ledger's, that it was made under.
+        revoked: of :func:`against`; None where there is no export: then what the certificate itself tells.
+    """
     facts = found.facts
     yield f"SOUND: certificate of {facts['kind']} {facts['subject']}, of {', '.join(facts['sites'])}"
     yield f"  level {facts['level']}: {facts['meaning']}"
     if facts["assumption"]:
         yield f"  {facts['assumption']}"
+    for one in facts.get("revoked", ()) if revoked is None else revoked:
+        after = "; after this certificate was made" if one["entry"] >= head.size else ""
+        yield f"  REVOKED: {revoked_words(one)}{after}"
+    if revoked is None and found.form == FIRST:
+        yield "  its form is an older one, which does not tell what was revoked: give --from with the ledger's export"
     for part in {p["site"]: p for p in facts["parts"]}.values():
         if part["epsilon"]:
             e = part["epsilon"]

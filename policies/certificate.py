@@ -1,10 +1,10 @@
 """A release certificate: what a ledger says of one release, signed by its key, with the proof that it says so.
 
 This module is its form; :mod:`policies.attest` says whether it holds. It rests on entries of the ledger (the site's
-enrolment, the account that paid, the grant, the admission; of a federated model each site's last update and the
-rounds), an inclusion proof for each under one signed checkpoint (RFC 6962), and the site's own sealed statement. Its
-facts are derived from these and from nothing else, so none can be stronger than the ledger. Its words are the
-coordinator's, who signs them. Needs only Python and ``cryptography``.
+enrolment and what was revoked since, the account that paid, the grant, the admission; of a federated model each
+site's last update and the rounds), an inclusion proof for each under one signed checkpoint (RFC 6962), and the site's
+own sealed statement. Its facts are derived from these and from nothing else, so none can be stronger than the ledger.
+Its words are the coordinator's, who signs them. Needs only Python and ``cryptography``.
 
 As JSON it is a DSSE envelope. As PDF it holds that JSON as an attachment, and its last line is a comment with the
 ledger's signature over every byte before it: what is printed cannot be changed either.
@@ -26,7 +26,8 @@ from policies.export import Unsound
 from policies.statement import canonical, load_json
 
 PAYLOAD: Final = "application/vnd.lazaret.certificate+json"
-FORM: Final = "lazaret-certificate/1"
+FIRST: Final = "lazaret-certificate/1"  # said nothing of what was revoked; read for ever, and made no more
+FORM: Final = "lazaret-certificate/2"
 MAX_BYTES: Final = 1 << 26
 ATTACHED: Final = "certificate.json"
 _SIGNED: Final = re.compile(rb"%lazaret-certificate ([A-Za-z0-9+/]{86}==)\n")
@@ -56,6 +57,12 @@ class Certificate:
     envelopes: tuple[bytes, ...]  # the sites' sealed statements
     facts: Mapping[str, Any]
     words: Mapping[str, str]  # the same for people; signed, and derived from nothing
+    form: str = FORM
+
+    def __post_init__(self) -> None:
+        """A form that this program knows."""
+        if self.form not in (FIRST, FORM):
+            raise Unsound("not a certificate of a form that this program knows")
 
     def encode(self) -> bytes:
         """The payload to sign: canonical JSON."""
@@ -68,7 +75,7 @@ class Certificate:
                 "entries": entries,
                 "envelopes": [_b64(raw) for raw in self.envelopes],
                 "facts": dict(self.facts),
-                "form": FORM,
+                "form": self.form,
                 "key": self.public.hex(),
                 "origin": self.origin,
                 "words": dict(self.words),
@@ -149,15 +156,16 @@ def _envelope(raw: bytes) -> tuple[bytes, bytes, object]:
 def _decode(payload: bytes) -> Certificate:
     try:
         body = load_json(payload, MAX_BYTES)
-        if canonical(body) != payload or set(body) != _KEYS or body["form"] != FORM:
-            raise Unsound("not a certificate of this version in its one form")
+        if canonical(body) != payload or set(body) != _KEYS or body["form"] not in (FIRST, FORM):
+            raise Unsound("not a certificate of a form that this program knows, in its one form")
         shown = tuple(
             Shown(int(e["seq"]), _unbase64(e["entry"]), tuple(_unbase64(p) for p in e["proof"]))
             for e in body["entries"]
         )
         envelopes = tuple(_unbase64(raw) for raw in body["envelopes"])
         public = bytes.fromhex(body["key"])
-        return Certificate(body["origin"], public, body["checkpoint"], shown, envelopes, body["facts"], body["words"])
+        said = (body["facts"], body["words"], body["form"])
+        return Certificate(body["origin"], public, body["checkpoint"], shown, envelopes, *said)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Unsound(str(error) if isinstance(error, Unsound) else "the certificate is malformed") from None
 

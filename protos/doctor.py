@@ -6,11 +6,15 @@ be told is never a pass: it is a failure where something depends on it, else a n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
+
+from rich.console import Console
 
 NOTES: Final = "notes"  # the key beside the names of checks; no check has this name
 _WORDS: Final = {"pass": "ok   ", "note": "note ", "fail": "FAIL "}
@@ -106,6 +110,20 @@ def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
     notes = sum(finding.state == "note" for finding in findings)
     told = f"{len(findings)} checks: {len(findings) - wrong - notes} passed, {wrong} failed"
     yield f"{told}, {notes} to note" if notes else told
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """What hears how many of a ledger's entries are folded, and of how many: told to somebody at a terminal alone.
+
+    A million entries take tens of seconds.
+    """
+    with contextlib.ExitStack() as shown:
+        if not sys.stderr.isatty():
+            yield lambda _done, _all: None
+            return
+        status = shown.enter_context(Console(stderr=True, highlight=False).status("looking …"))
+        yield lambda done, of: status.update(f"folding the ledger: {done} of {of} entries")
 
 
 def of_days(name: str, left: float, soon: float, fix: str) -> Finding:

@@ -23,6 +23,7 @@ from agent.edges.home import BadSite, Home
 from agent.edges.ingestion import Ingestion, read_ingestion
 from agent.edges.metrics import certificates, watermark
 from agent.edges.remote import PacsError, Remote
+from agent.edges.sealed import VaultError
 from agent.edges.upgrading import forms
 from agent.edges.watch import Watch
 from agent.nouns import Unreachable
@@ -37,8 +38,8 @@ from protos.keyfile import BadKeyFile
 from protos.passage import INSPECTED, NAME, WAY, Blocked, Way, is_open, opened, resolves, skew, uninspected
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.web.examined import console
 from protos.web.settings import BadConsole
-from protos.web.settings import read as read_console
 
 EXPECTED: Final = (
     BadConsole,
@@ -49,6 +50,7 @@ EXPECTED: Final = (
     PacsError,
     PolicyError,
     Unreachable,
+    VaultError,
     WebError,
     WrongForm,
 )
@@ -102,7 +104,7 @@ def databases(home: Home) -> Iterator[Finding]:
     if not found.newest:
         fix = "stop `serve`, and run `upgrade`, which makes a backup first"
         yield failed(name, f"{found.words}: `serve` refuses what is older", fix)
-    elif not (found.ledger or found.vault):
+    elif not (found.ledger and found.vault):  # whether there should be one, the vault's own books tell
         yield noted(name, found.words)
     else:
         yield passed(name, found.words)
@@ -123,15 +125,14 @@ def certificate(home: Home, now: dt.datetime) -> Iterator[Finding]:
 
 
 def others(home: Home, ingestion: Ingestion, now: dt.datetime) -> Iterator[Finding]:
-    """The end of every other certificate: federation's root, receivers, console."""
+    """The end of every other certificate: federation's root, receivers. The console's: see ``console``."""
     for which, path in certificates(home, ingestion).items():
         end = end_of(path)
         left = days_left(end, now) if end is not None else float("nan")
         fix = {
             "root": "the federation gets a new root, and every site enrols anew: plan it with the coordinator",
-            "console": "remove keys/console.crt and keys/console.key, and start again: fresh ones are made",
         }.get(which, f"have the hospital's PKI renew the certificate that ingest.toml names in [{which}]")
-        if which != "tls":
+        if which not in ("tls", "console"):
             yield of_days(f"the certificate of {which}", left, _SOON, fix)
 
 
@@ -237,13 +238,6 @@ def heard_by_listener(log: Path) -> dict[str, dt.datetime]:
     return found
 
 
-def console(home: Home) -> Iterator[Finding]:
-    """``console.toml``; without one there is no console."""
-    found = read_console(home.root)
-    if found is not None:
-        yield passed("console.toml", f"https on {found.listen}")
-
-
 def collector(home: Home) -> Iterator[Finding]:
     """``log.toml``, and whether the collector takes a connection."""
     found = read_settings(home.root).syslog
@@ -285,7 +279,7 @@ def before_the_way_in(home: Home, now: dt.datetime) -> Checks:
         ("SQLite", machine.sqlite),
         ("GPU and driver", machine.graphics),
         ("telemetry is off", machine.telemetry),
-        ("console.toml", lambda: console(home)),
+        ("console.toml", lambda: console(home.root, home.keys, now)),
         ("the log's collector answers", lambda: collector(home)),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime as dt
 import errno
 import socket
@@ -14,20 +13,22 @@ from typing import Any, Final
 from rich.console import Console
 
 from coordinator.edges import backup
-from coordinator.edges.home import BadCoordinator, Home, look_at_ledger
+from coordinator.edges.home import ORIGIN, BadCoordinator, Home, look_at_ledger
 from coordinator.edges.uploads import KEEP_FREE
+from coordinator.wording import count
 from policies.forms import FORM, WrongForm
 from policies.policy import PolicyError
+from policies.reading import Heed, read_store
 from policies.store import LedgerUnsound
 from protos import machine
-from protos.doctor import Finding, as_json, as_lines, examine, failed, healthy, noted, of_days, passed
+from protos.doctor import Finding, as_json, as_lines, examine, failed, healthy, noted, of_days, passed, progress
 from protos.expiry import days_left, end_of
 from protos.identity import BadCertificate
 from protos.journal import BadLog, read_settings
 from protos.keyfile import BadKeyFile
 from protos.passage import Way, is_open, parted, resolves, uninspected
+from protos.web.examined import console
 from protos.web.settings import BadConsole
-from protos.web.settings import read as read_console
 
 OUT = Console(highlight=False)
 EXPECTED: Final = (
@@ -41,7 +42,9 @@ EXPECTED: Final = (
     WrongForm,
 )
 _DESCRIPTORS: Final = 4096
-_ROOT_DAYS, _CA_DAYS, _CONSOLE_DAYS = 365.0, 30.0, 30.0
+_ROOT_DAYS, _CA_DAYS = 365.0, 30.0
+_RECEIPTS: Final = "nothing is awaited after a restore"
+_MOST_NAMED: Final = 20
 Checks = list[tuple[str, Callable[[], Iterator[Finding]]]]
 
 
@@ -76,23 +79,34 @@ def _certificates(home: Home, now: dt.datetime) -> Iterator[Finding]:
         ("root", _ROOT_DAYS, "plan a new federation root: every site enrols anew"),
         ("intermediate", _CA_DAYS, again),
         ("tls", 0.0, ""),
-        ("console", _CONSOLE_DAYS, "remove keys/console.crt and keys/console.key: fresh ones are made at the start"),
     ):
-        path = home.keys / f"{which}.crt"
-        if path.exists() or which != "console":
-            end = end_of(path)
-            left = days_left(end, now) if end is not None else float("nan")
-            found = of_days(f"the certificate of {which}", left, soon, fix)
-            asleep = which == "tls" and end is not None and found.state == "fail"
-            yield noted(found.name, "it has ended; `serve` makes a new one at its start") if asleep else found
+        end = end_of(home.keys / f"{which}.crt")
+        left = days_left(end, now) if end is not None else float("nan")
+        found = of_days(f"the certificate of {which}", left, soon, fix)
+        asleep = which == "tls" and end is not None and found.state == "fail"
+        yield noted(found.name, "it has ended; `serve` makes a new one at its start") if asleep else found
 
 
-def _ledger(home: Home) -> Iterator[Finding]:
-    """Can it be read, and does it bear a head?"""
-    with contextlib.closing(look_at_ledger(home)) as disk:
-        head = disk.head()
-    where = "PostgreSQL" if home.settings().ledger else "SQLite"
-    yield passed("the ledger can be read", f"{head.size if head else 0} entries, in {where}")
+def _ledger(home: Home, heed: Heed) -> Iterator[Finding]:
+    """Would `serve` open it? Folded as a start folds it, and nothing is written; also while `serve` holds it."""
+    name, where = "the ledger can be read", "PostgreSQL" if home.settings().ledger else "SQLite"
+    try:
+        with read_store(look_at_ledger(home), ORIGIN, home.ledger_key(), heed) as store:
+            state = store.state
+    except LedgerUnsound as error:
+        yield failed(name, str(error), "bring the coordinator back from its newest backup: deploy/docs/restore.md")
+        return
+    yield passed(name, f"{state.size} entries fold, in {where}")
+    awaited = sorted(state.waiting)
+    if awaited:
+        named = ", ".join(awaited[:_MOST_NAMED]) + (" ..." if len(awaited) > _MOST_NAMED else "")
+        said = f"frozen: {count(len(awaited), 'site')} awaited, and nothing is granted before: {named}"
+        fix = "let their agents run, or `ledger waive` one that will not come back: deploy/docs/restore.md"
+        yield failed(_RECEIPTS, said, fix)
+    elif state.late:
+        yield noted(_RECEIPTS, f"{count(len(state.late), 'site')} frozen alone, until their receipts are shown")
+    else:
+        yield passed(_RECEIPTS)
 
 
 def _forms(home: Home) -> Iterator[Finding]:
@@ -142,12 +156,6 @@ def _reached(home: Home) -> Iterator[Finding]:
             yield Finding(name, found.state, found.said, found.fix)
 
 
-def _console(home: Home) -> Iterator[Finding]:
-    found = read_console(home.root)
-    if found is not None:
-        yield passed("console.toml", f"https on {found.listen}")
-
-
 def _collector(home: Home) -> Iterator[Finding]:
     found = read_settings(home.root).syslog
     if found is None:
@@ -161,13 +169,13 @@ def _collector(home: Home) -> Iterator[Finding]:
         yield failed(name, f"{found.to}: {error.strerror or type(error).__name__}", fix)
 
 
-def checks(home: Home, now: dt.datetime) -> Checks:
+def checks(home: Home, now: dt.datetime, heed: Heed) -> Checks:
     """All of them, by name."""
     found: Checks = [
         ("policy.toml", lambda: _policy(home)),
         ("keys are private", lambda: _keys(home)),
         ("certificates", lambda: _certificates(home, now)),
-        ("the ledger can be read", lambda: _ledger(home)),
+        ("the ledger can be read", lambda: _ledger(home, heed)),
         ("forms of the databases", lambda: _forms(home)),
         ("the port", lambda: _port(home)),
         ("the address for sites", lambda: _reached(home)),
@@ -176,21 +184,25 @@ def checks(home: Home, now: dt.datetime) -> Checks:
         ("the clock is kept right", machine.clock),
         ("SQLite", machine.sqlite),
         ("telemetry is off", machine.telemetry),
-        ("console.toml", lambda: _console(home)),
+        ("console.toml", lambda: console(home.root, home.keys, now)),
         ("the log's collector answers", lambda: _collector(home)),
     ]
     return found
 
 
-def findings(home: Home, now: dt.datetime) -> list[Finding]:
-    """What there is to say at this time, UTC; only that coordinator.toml is not in order where it is not."""
+def findings(home: Home, now: dt.datetime, heed: Heed = lambda _done, _all: None) -> list[Finding]:
+    """What there is to say at this time, UTC; only that coordinator.toml is not in order where it is not.
+
+    ``heed`` hears how many entries of the ledger are folded, and of how many.
+    """
     first = examine([("coordinator.toml", lambda: _settings(home))], EXPECTED)
-    return first + (examine(checks(home, now), (*EXPECTED, FileNotFoundError)) if healthy(first) else [])
+    return first + (examine(checks(home, now, heed), (*EXPECTED, FileNotFoundError)) if healthy(first) else [])
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Print what was found; exit 1 when something failed."""
-    found = findings(Home(arguments.home), dt.datetime.now(dt.UTC))
+    with progress() as heed:
+        found = findings(Home(arguments.home), dt.datetime.now(dt.UTC), heed)
     if arguments.json:
         sys.stdout.write(as_json(found) + "\n")
     else:

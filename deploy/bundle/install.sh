@@ -58,9 +58,11 @@ found=$(openssl pkey -pubin -in release.pub -outform DER 2>/dev/null | sha256sum
 openssl pkeyutl -verify -pubin -inkey release.pub -rawin -in SHA256SUMS -sigfile SHA256SUMS.sig >/dev/null 2>&1 ||
   refuse "the signature is not good: SHA256SUMS was changed"
 [ -z "$(find . ! -type d ! -type f)" ] || refuse "there is a link here, or something else that is no file: nobody signed that"
+# names that nothing below could read as more than a name: a line break in one would make two of it
+[ -z "$(LC_ALL=C find . -name '*[!A-Za-z0-9._+-]*')" ] || refuse "a name here has other characters than A-Z a-z 0-9 . _ + -: nobody signed that"
 sha256sum --check --strict --quiet SHA256SUMS >&2 || refuse "a file is not what was signed"
 listed=$(sed 's/^[0-9a-f]*  //' SHA256SUMS | LC_ALL=C sort)
-present=$(find . ! -type d | sed 's,^\./,,' | grep -v -x -e SHA256SUMS -e SHA256SUMS.sig | LC_ALL=C sort)
+present=$(find . ! -type d | sed 's,^\./,,' | grep -v -x -F -e SHA256SUMS -e SHA256SUMS.sig | LC_ALL=C sort)
 [ "$listed" = "$present" ] || refuse "there is a file here that nobody signed"
 
 field() { sed -n "s/^ *\"$1\": \"\(.*\)\",\{0,1\}\$/\1/p" bundle.json; }

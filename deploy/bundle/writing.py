@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ PACKAGES: Final = ("agent", "coordinator", "policies", "protos")
 # of the folder deploy; grafana's board and alerts are Prometheus' side of what both sides tell
 ALONG: Final = ("systemd", "containers", "compose", "helm", "grafana")
 _UNSIGNED: Final = frozenset({"SHA256SUMS", "SHA256SUMS.sig"})
+_NAME: Final = re.compile(r"[A-Za-z0-9._+/-]+")  # of a file: install.sh refuses every other
 _EPOCH: Final = 315_532_800  # 1980-01-01 UTC: as old as a zip archive can say
 
 
@@ -106,7 +108,7 @@ def write(contents: Contents, folder: Path) -> None:
     """Lay out a bundle in a folder that does not exist yet, and sign it.
 
     Raises:
-        BadBundle: a wheel says too little of itself.
+        BadBundle: a wheel says too little of itself, or a file has a name that no installation would take.
         OSError: it cannot be written.
     """
     (folder / "wheels").mkdir(parents=True)
@@ -127,6 +129,9 @@ def write(contents: Contents, folder: Path) -> None:
     (folder / "sbom.cdx.json").write_text(sbom(sorted(contents.wheels), canonicalize_name("lazaret"), when))
     (folder / "bundle.json").write_text(_facts(contents.side))
     (folder / "release.pub").write_bytes(public_pem(contents.key))
+    odd = [path.name for path in files(folder) if not _NAME.fullmatch(path.relative_to(folder).as_posix())]
+    if odd:
+        raise BadBundle(f"names of files have A-Z a-z 0-9 . _ + - alone: {', '.join(map(repr, odd))}")
     sums = "".join(f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files(folder))
     (folder / "SHA256SUMS").write_text(sums)
     (folder / "SHA256SUMS.sig").write_bytes(contents.key.sign(sums.encode()))

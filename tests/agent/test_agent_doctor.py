@@ -29,7 +29,8 @@ from tests.support.collector import Syslogd
 from tests.support.connect_proxy import ConnectProxy
 from tests.support.federation import Federation, Site
 from tests.support.older import older
-from tests.support.pacs import Pacs, free_port, orthanc
+from tests.support.pacs import Pacs, orthanc
+from tests.support.ports import free_port
 
 
 def found(home: Home) -> dict[str, Finding]:

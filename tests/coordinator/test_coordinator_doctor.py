@@ -14,12 +14,17 @@ import pytest
 from coordinator.edges import doctor
 from coordinator.edges import home as homes
 from coordinator.edges.home import Home
+from policies import governance
 from policies.forms import FORM
-from policies.policy import preset
+from policies.policy import parse, preset
+from policies.register import Register
+from policies.store import LedgerUnsound
+from protos.web.examined import CERTIFICATE, SECRET
 from tests.support.answering import answering
+from tests.support.books import Hospital, Person
 from tests.support.federation import Federation
 from tests.support.older import older
-from tests.support.pacs import free_port
+from tests.support.ports import free_port
 
 NOW = dt.datetime.now(dt.UTC)
 
@@ -89,6 +94,52 @@ def test_a_ledger_that_serve_would_refuse_is_a_fault_before_serve_is_started(hom
     home.ledger.unlink()
     (none,) = doctor._forms(home)
     assert (none.state, none.said) == ("note", "no ledger yet")
+
+
+def edit(home: Home, *statements: str) -> None:
+    """As somebody with the file would."""
+    with sqlite3.connect(home.ledger, isolation_level=None) as database:
+        for statement in ("DROP TRIGGER entry_is_fixed", "DROP TRIGGER entry_is_kept", *statements):
+            database.execute(statement)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE entry SET body = CAST(body || x'00' AS BLOB) WHERE seq = 0",
+        "DELETE FROM entry WHERE seq = 0",
+        "DELETE FROM entry WHERE seq = 1",
+    ],
+)
+def test_an_entry_that_was_changed_or_taken_is_a_fault_as_it_is_for_serve(change: str, home: Home) -> None:
+    with homes.open_ledger(home) as store:
+        for name, role in (("dpo-1", "compliance"), ("head-1", "hospital")):
+            governance.appoint(store, name, role, Person(name, role).public)
+        assert wrong(home) == {}, "also while it is held"
+    edit(home, change)
+    assert set(wrong(home)) == {"the ledger can be read"}
+    with pytest.raises(LedgerUnsound), homes.open_ledger(home):
+        pass
+
+
+def test_a_frozen_ledger_is_a_fault_that_names_who_is_awaited(home: Home) -> None:
+    with homes.open_ledger(home) as store:
+        hospital = Hospital("site-a")
+        statement, envelope = hospital.enrolment()
+        policy = parse(hospital.policy_text, "policy.toml")
+        Register(store, lambda _site: policy).enrol(statement, envelope, policy)
+        assert wrong(home) == {}
+        store.restore("n1")
+    said = wrong(home)
+    assert set(said) == {doctor._RECEIPTS}
+    assert said[doctor._RECEIPTS] == "frozen: 1 site awaited, and nothing is granted before: site-a"
+
+
+def test_the_certificate_and_the_secret_that_console_toml_names_are_looked_at(home: Home) -> None:
+    table = '[oidc]\nissuer = "https://x.org"\nclient_id = "a"\nclient_secret_file = "none"\npersons = {a = "b"}\n'
+    (home.root / "console.toml").write_text(f'certificate = "h.crt"\nkey = "h.key"\n{table}')
+    assert set(wrong(home)) == {CERTIFICATE, SECRET}
 
 
 def test_without_coordinator_toml_nothing_else_is_asked(home: Home) -> None:

@@ -10,7 +10,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -39,8 +38,10 @@ from deploy.bundle.writing import (
     write,
 )
 from tests.support.bundles import BARE, Bundle, borrowing, bundle, install
+from tests.support.ports import free_port
 from tests.test_no_network import isolation, needs_namespace
 
+pytestmark = pytest.mark.timeout(1500)  # what is built and installed here, on a machine that may be busy
 SYSTEMCTL = ROOT / "tests" / "support" / "systemctl.py"
 
 
@@ -53,12 +54,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def thin(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     place = tmp_path_factory.mktemp("thin")
     return bundle("agent", (wheel, borrowing(place)), place)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -147,6 +142,20 @@ def _other_file(folder: Path) -> None:
     (folder / "wheels" / "more-1.0-py3-none-any.whl").write_bytes(b"PK")
 
 
+def _name_like_the_signature(folder: Path) -> None:
+    """A dot in a pattern stands for any character; in a name it is a dot."""
+    (folder / "SHA256SUMSxsig").write_bytes(b"evil")
+
+
+def _name_of_two_lines(folder: Path) -> None:
+    """Line by line it is two names that are known."""
+    (folder / "SHA256SUMS\nSHA256SUMS.sig").write_bytes(b"evil")
+
+
+def _name_of_a_folder(folder: Path) -> None:
+    (folder / "docs" / "a b").mkdir()
+
+
 def _link(folder: Path) -> None:
     (folder / "docs" / "install.md").unlink()
     (folder / "docs" / "install.md").symlink_to("/etc/hostname")
@@ -190,6 +199,9 @@ def _missing(folder: Path) -> None:
     ("breaks", "why"),
     [
         (_other_file, "nobody signed"),
+        (_name_like_the_signature, "there is a file here that nobody signed"),
+        (_name_of_two_lines, "other characters"),
+        (_name_of_a_folder, "other characters"),
         (_link, "there is a link here"),
         (_link_to_the_same_bytes, "there is a link here"),
         (_pipe, "there is a link here"),
@@ -207,6 +219,16 @@ def test_a_bundle_that_is_not_what_was_signed_installs_nothing(
     assert (done.returncode, "refused: " in done.stderr, why in done.stderr) == (1, True, True), done.stderr
     assert not (tmp_path / "opt").exists()
     assert not (tmp_path / "var").exists()
+
+
+def test_no_bundle_is_made_with_a_name_that_no_installation_would_take(thin: Bundle, tmp_path: Path) -> None:
+    wheels = [*(thin.folder / "wheels").iterdir()]
+    odd = tmp_path / "more file-1.0-py3-none-any.whl"
+    shutil.copy(next(w for w in wheels if w.name.startswith("borrowed")), odd)
+    ours = next(w for w in wheels if w.name.startswith("lazaret"))
+    with pytest.raises(BadBundle, match="more file"):
+        write(Contents("agent", (ours, odd), thin.key), tmp_path / "bundle")
+    assert not (tmp_path / "bundle" / "SHA256SUMS").exists()
 
 
 def test_a_bundle_for_another_python_or_machine_installs_nothing(wheel: Path, thin: Bundle, tmp_path: Path) -> None:
@@ -330,7 +352,7 @@ def installed(thin: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
             capture_output=True,
             text=True,
             check=False,
-            timeout=240,
+            timeout=1000,
         )
     finally:
         operator.leave()
@@ -338,7 +360,7 @@ def installed(thin: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         serving.terminate()
         for pid in (place / "run").glob("*.pid"):
             os.kill(int(pid.read_text()), signal.SIGTERM)
-        serving.wait(60)
+        serving.wait(200)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return place, done.stdout
 
@@ -426,7 +448,7 @@ def test_the_page_is_one_page() -> None:
 
 
 @needs_namespace
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_coordinator_installs_from_its_bundle_where_there_is_no_network(wheel: Path, tmp_path: Path) -> None:
     made = _whole("coordinator", wheel, tmp_path)
     done = install(made.folder, made.fingerprint, tmp_path, *isolation())
