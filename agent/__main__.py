@@ -19,6 +19,7 @@ from rich.table import Table
 from agent import backup_commands, synthesis_parser
 from agent.edges import enrol as joining
 from agent.edges import home as homes
+from agent.edges import looking
 from agent.edges.faces import METHODS, PARTS
 from agent.edges.own_ledger import found
 from agent.nouns import Unreachable
@@ -152,8 +153,9 @@ def _open(arguments: argparse.Namespace) -> Store:
     disk, key = open_sqlite(arguments.home / "ledger.db"), home.sign_key()
     store = Store(disk, homes.origin(home.settings().site), key, lambda: int(time.time()))
     try:
+        looking.compare(home, store)  # in place of a lost ledger no other one is begun
         found(home, store)
-    except homes.BadSite:
+    except (homes.BadSite, BadKeyFile):
         store.close()
         raise
     return store
@@ -309,6 +311,7 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
     ksame.add_argument(
         "--reader", type=Path, help="seal it to this reader's public key: the coordinator sees no image"
     )
+    ksame.add_argument("--vetting", type=Path, help="TOML: the table [vetting]; else it refuses copies alone")
     ksame.add_argument("--json", action="store_true")
     synthesis_parser.add_release(release, add)
     send = add(release, "send", _with_patients("send"), "hand over a release that persons have approved")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from agent.grants import give_up
 from agent.pipeline import leave, parcel, still_in
-from agent.released import made_of, note_search, retire
+from agent.released import made_of, note_search, retire, shows_retired
 from agent.site import Parcel, Refused, Site
 from policies.claims import KAnonymous
 from policies.entries import Reserved
@@ -21,8 +21,8 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
     """A release that waited, with the approvals that persons gave it since.
 
     Raises:
-        Refused: it is not one that waits, a patient in it has opted out since, or an approval is missing; it waits
-            on. Or by the site's own review.
+        Refused: it is not one that waits, a patient in it has opted out since, a picture that it shows again was
+            retired since, or an approval is missing; it waits on. Or by the site's own review.
         Unreachable: no verdict yet.
     """
     pending = site.vault.note("pending") or {}
@@ -31,6 +31,9 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
     draft = parse(pending[release]["statement"].encode())
     assert isinstance(draft, Release)
     _still_in(site, release, pending[release].get("persons", ()))
+    if shows_retired(site, release):  # P5: found like somebody by a later vetting
+        told = "a picture of an earlier release in it was retired since, and is never shown again: withdraw it"
+        raise Refused("site", Verdict((Finding("retired", told),)))
     refused = site.books.store.state.proposals.get(refusal(release))
     if refused is not None and refused.approvals:
         raise Refused("site", Verdict((Finding("approval", "a person has refused it: withdraw it"),)))

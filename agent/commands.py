@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from agent.attacks.dp_audit import AuditFailed, gate
 from agent.desk import Desk, close_interrupted, greet, open_desk, start_anew
 from agent.desk import amend as put_in_force
 from agent.edges import home as homes
+from agent.edges import projects
 from agent.edges.ingestion import read_ingestion
 from agent.edges.link import Link, LinkConfig
 from agent.edges.log import open_log
@@ -37,15 +38,18 @@ from agent.edges.showing import show
 from agent.edges.vault import VaultError
 from agent.masked import Sum
 from agent.mechanisms.ksame import KSame
+from agent.nets.siamese import KnowsNobody
+from agent.nets.weights import BadWeights
 from agent.nouns import CohortTooSmall, Forked, Unreachable
 from agent.participant import Participant
 from agent.pipeline import Wrapping, release_synthetic
 from agent.released import TooManySearches
 from agent.site import Refused, Waiting
-from agent.stages.freeze import BadRecord
+from agent.stages.freeze import BadRecord, place_of
 from agent.stages.invert import BadBasis, Basis, load_basis
 from agent.stages.noise import SystemEntropy
 from agent.stages.vet import RepeatsAnInput
+from agent.vetted import Inspection
 from policies.claims import UnsupportedClaim
 from policies.review import Verdict
 from protos import hpke, quiet
@@ -64,7 +68,9 @@ EXPECTED = (
     BadBasis,
     BadConsole,
     BadRecord,
+    BadWeights,
     CohortTooSmall,
+    KnowsNobody,
     Refused,
     RepeatsAnInput,
     TooManySearches,
@@ -88,10 +94,11 @@ def release(arguments: argparse.Namespace) -> int:
     with open_desk(arguments.home, say, arguments.project) as desk:
         start_anew(desk)
         mechanism = KSame(arguments.k, arguments.l_diversity, _basis(arguments.basis, desk.settings))
+        looked = _inspection(arguments, desk, say)
         try:
             rng = np.random.default_rng(secrets.randbits(256))
             packed = wrapping(arguments, desk.home.root)
-            goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng, packed)
+            goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng, packed, looked)
             name = goods.release.release
         except Refused as refusal:
             name, verdict = "", refusal.verdict
@@ -100,6 +107,17 @@ def release(arguments: argparse.Namespace) -> int:
         desk.log.info("verdict", release=name, rules=[f.rule for f in verdict.findings])
         print_verdict(name, mechanism.name, verdict, arguments.json)
         return 0 if verdict.admitted else 1
+
+
+def _inspection(arguments: argparse.Namespace, desk: Desk, say: Callable[[str, str], None]) -> Inspection | None:
+    """Who vets, as a file of its own says; nobody where none is typed."""
+    if arguments.vetting is None:
+        return None
+    from agent.edges.synthesis import read_vetting  # noqa: PLC0415 - and matplotlib with the next: few need it
+    from agent.vetting_words import Telling, inspection  # noqa: PLC0415 - as above
+
+    vetting = read_vetting(arguments.vetting, desk.settings.public_components)
+    return inspection(vetting, Telling(KSame.name, say, arguments.json))
 
 
 def wrapping(arguments: argparse.Namespace, folder: Path, colour: bool = False) -> Wrapping:
@@ -166,7 +184,8 @@ def print_waiting(desk: Desk, waiting: Waiting, as_lines: bool) -> int:
 
 def send(arguments: argparse.Namespace) -> int:
     """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
-    with open_desk(arguments.home, lambda name, detail: tell(name, detail, arguments.json)) as desk:
+    say = lambda step, detail: tell(step, detail, arguments.json)  # noqa: E731 - one line of progress
+    with open_desk(arguments.home, say, project_of(arguments.home, arguments.release)) as desk:
         start_anew(desk)
         try:
             goods, verdict = hand_over(desk.site, arguments.release)
@@ -180,12 +199,23 @@ def send(arguments: argparse.Namespace) -> int:
 
 def withdraw_release(arguments: argparse.Namespace) -> int:
     """Give up a release that persons did not approve; its grant is spent."""
-    with open_desk(arguments.home, lambda name, detail: tell(name, detail, False)) as desk:
+    say = lambda step, detail: tell(step, detail, False)  # noqa: E731 - one line of progress
+    with open_desk(arguments.home, say, project_of(arguments.home, arguments.release)) as desk:
         start_anew(desk)
         withdraw(desk.site, arguments.release)
         desk.log.info("release_withdrawn", release=arguments.release)
         OUT.print(f"{arguments.release} is withdrawn, and its grant spent")
         return 0
+
+
+def project_of(root: Path, release: str) -> str:
+    """The project whose vault holds the pictures of a release's clusters; main, where none does."""
+    home = homes.Home(root)
+    for name in projects.names(home):
+        with closing(projects.open_vault(home, name)) as vault:
+            if vault.project_note(place_of(release, 0)) is not None:
+                return name
+    return homes.MAIN
 
 
 def tell(name: str, detail: str, silent: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +29,6 @@ from agent.nets.tail import TooFewPeople
 from agent.nouns import NotKept
 from agent.stages.distil import Course, NothingLeft, Output, Review
 from agent.stages.latent import LatentDiffusion
-from agent.stages.vet import Power
 from agent.synthesis_commands import OUT, BadOrder, Kind, Public, Trained, answered, train
 from agent.training.alignment import Labelled, TooFewPictures, train_aligner_of
 from agent.training.alignment import suited as suited_aligner
@@ -39,6 +37,7 @@ from agent.training.loop import write_whole
 from agent.training.near import near_duplicates
 from agent.training.verification import NearDuplicates, second_opinion, train_verifier
 from agent.training.verification import suited as suited_verifier
+from agent.vetting_words import finite, power_json
 
 EXPECTED: Final = (
     *(Collapsed, KnowsNothing, NotFinite, NotKept, NothingLeft, OtherConditions, TooFewPeople, TooFewPictures),
@@ -216,16 +215,19 @@ def refuse_wrapping(arguments: argparse.Namespace, output: Output) -> None:
         raise BadOrder('--form is of pictures: [output] release = "model" leaves as safetensors')
 
 
-def refuse_sheet(arguments: argparse.Namespace) -> None:
+def refuse_sheet(path: Path | None, out: Path | None = None) -> None:
     """A page is never written over, and a folder that is not there takes none.
+
+    Args:
+        path: of the page, if there is to be one.
+        out: another file that is to be written, if any.
 
     Raises:
         BadOrder: either.
     """
-    path = arguments.sheet
     if path is not None and (path.exists() or not path.parent.is_dir()):
         raise BadOrder(f"{path.name}: name a new file for the sheet, in a folder that is there")
-    if path is not None and path == arguments.out:
+    if path is not None and path == out:
         raise BadOrder("--sheet and --out name one file")
 
 
@@ -322,7 +324,8 @@ def in_words(review: Review) -> list[str]:
     lines += [f"planted near-duplicates that were caught, {name}: {text}" for name, text in caught(review.power)]
     lines.append(f"mean alignment of what leaves: {number(review.alignment, '.3f')}")
     for name, value in sorted(review.thresholds.items()):
-        chance = f"; {told} of samples like nobody reach it (95 %)" if (told := by_chance(review, name)) else ""
+        told = by_chance(review.intervals, name)
+        chance = f"; {told} of samples like nobody reach it (95 %)" if told else ""
         lines.append(f"threshold, {name}: {threshold(name, value)}{chance}")
     return lines
 
@@ -343,28 +346,14 @@ def as_json(review: Review) -> dict[str, Any]:
     return {
         "conditions": conditions,
         "reidentified": {"before": asdict(review.before), "after": asdict(review.after)},
-        "power": _power(review.power),
+        "power": power_json(review.power),
         "leaving": {
             "drawn": review.leaving.drawn,
             "kept": kept_of(review.leaving),
             "dropped": dict(review.leaving.dropped),
             "left": review.leaving.learned,
         },
-        "thresholds": {name: _finite(value) for name, value in review.thresholds.items()},
-        "intervals": {name: [_finite(end) for end in ends] for name, ends in review.intervals.items()},
-        "alignment": _finite(review.alignment),
+        "thresholds": {name: finite(value) for name, value in review.thresholds.items()},
+        "intervals": {name: [finite(end) for end in ends] for name, ends in review.intervals.items()},
+        "alignment": finite(review.alignment),
     }
-
-
-def _power(power: Power) -> dict[str, Any]:
-    return {
-        "caught": asdict(power.caught),
-        "verifier": asdict(power.verifier),
-        "unseen": asdict(power.unseen),
-        "kinds": {kind: asdict(share) for kind, share in power.kinds.items()},
-        "other_visits": asdict(power.other_visits) if power.other_visits else None,
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

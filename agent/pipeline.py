@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +21,26 @@ from agent.mechanisms import Mechanism, Remodel, Resumable, Synthesis
 from agent.mechanisms.bench import Bench
 from agent.mechanisms.remodel import Remodelled
 from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet, Unreachable, VolumeSet
-from agent.released import freeze, kept_clusters, remember, remember_persons, rule_of, searched, together
+from agent.released import (
+    freeze,
+    kept_clusters,
+    remember,
+    remember_persons,
+    retire_clusters,
+    rule_of,
+    searched,
+    together,
+)
 from agent.site import Parcel, Refused, Site, Waiting
 from agent.stages.average import majority
 from agent.stages.cluster import possible
 from agent.stages.deface import Examine
 from agent.stages.distil import Distilled, Review
 from agent.stages.noise import Entropy
+from agent.stages.vet import could_show
 from agent.training.loop import OtherRun
 from agent.unfinished import Unfinished, begin, end, going_on, place_of
+from agent.vetted import Examiner, Inspection, Passed, TooFewToVet, compared, down, stated, up
 from policies.accounting import epsilon_nano
 from policies.claims import Claim, Gaussian
 from policies.entries import InvalidEntry
@@ -36,6 +48,8 @@ from policies.review import TERMS, Finding, Verdict
 from policies.statement import Release, encode, release_id
 from protos.artifact import pack_images
 from protos.shards import Nifti, pack_shard
+
+_UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +164,18 @@ def release_synthetic(
     modality: str | Selection,
     rng: np.random.Generator,
     wrapping: Wrapping | None = None,
+    inspection: Inspection | None = None,
 ) -> tuple[Parcel, Verdict]:
     """A k-anonymous synthetic set, from price to verdict; as PNG in clear unless ``wrapping`` says otherwise.
 
     What an earlier release showed of a cluster is shown again as it was, or never again (:mod:`agent.stages.freeze`);
-    the mechanism sees only patients whom no release has shown.
+    the mechanism sees only patients whom no release has shown. With an ``inspection`` everything that would leave is
+    compared with whatever is comparable (:mod:`agent.vetted`), and the statement says what that left, and found.
 
     Raises:
         Refused: k is none of those that were searched, or the price was refused; nothing was read.
         CohortTooSmall: nothing was priced; or, where only the images show it, the grant is spent.
+        KnowsNobody: the vetting misses copies that were planted; the grant is spent.
         Unreachable: no verdict yet.
     """
     selection = Selection(modality, mechanism.shape) if isinstance(modality, str) else modality
@@ -169,23 +186,30 @@ def release_synthetic(
     labels = [majority(own) for own in site.vault.roster(selection, taken)]
     if not possible(labels, mechanism.k, mechanism.l_diversity):
         raise CohortTooSmall  # known from labels alone: nothing is priced, and nobody outside hears of it
+    wide = compared(selection)
+    if inspection and not could_show(len(site.vault.roster(wide))):
+        raise TooFewToVet  # known beforehand, too
     grant = price(site, mechanism, selection.modality)
     try:
         site.say("read", "the eligible patients, from the vault")
         everybody = site.vault.cohort(selection).patients
         cohort = Cohort(tuple(patient for patient in everybody if patient.pseudonym not in taken))
         others = tuple(patient for patient in everybody if patient.pseudonym in taken)
+        known = everybody if not inspection or wide == selection else site.vault.cohort(wide).patients
+        examiner = Examiner.of(known, inspection, rng) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
         made, clusters = mechanism.run(cohort, rng, others)
-        missing = len(cohort.patients) - sum(map(len, clusters.members))
-        if missing:  # said to the site's own operator, and to nobody else
-            site.say("make", f"{missing} patients are behind no picture: their clusters stayed at risk")
         fresh = freeze(made, clusters, mechanism, selection)
+        passed = examiner.examine(fresh, again, partial(retire_clusters, site)) if examiner else Passed(fresh, again)
+        missing = len(cohort.patients) - sum(len(cluster.members) for cluster in passed.fresh)
+        if missing:  # said to the site's own operator, and to nobody else
+            site.say("make", f"{missing} patients are behind no picture: their clusters were {_UNSHOWN}")
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
-        draft = replace(draft, menu=",".join(map(str, tried)))
-        goods = wrapped(site, draft, together([*fresh, *again], rng), wrapping or Wrapping())
-        remember(site, goods.release.release, fresh, again)
-        still_in(site, {person for cluster in (*fresh, *again) for person in cluster.members})
+        draft = passed.stated(replace(draft, menu=",".join(map(str, tried))))
+        leaving = [*passed.fresh, *passed.again]
+        goods = wrapped(site, draft, together(leaving, rng), wrapping or Wrapping())
+        remember(site, goods.release.release, passed.fresh, passed.again)
+        still_in(site, {person for cluster in leaving for person in cluster.members})
         return goods, depart(site, goods)
     except (Unreachable, Waiting):
         raise  # the outcome may be a yes: the next start asks for it; or persons decide
@@ -262,19 +286,10 @@ def release_resumable(
 def distilled(site: Site, draft: Release, made: Distilled, wrapping: Wrapping) -> Parcel:
     """Pictures of the student, or the student itself; with the figures on which a release of level C rests (P7)."""
     if draft.vetted_against == "private":  # of public references they would be no figures of the patients
-        found, known = made.review.after.high, made.review.power.caught.low
-        draft = replace(draft, reid_rate=_up(found), vetting_power=_down(known))
+        draft = stated(draft, made.review.after, made.review.power.caught)
     if isinstance(made.made, SyntheticSet):
         return wrapped(site, draft, made.made, wrapping)
     return enclosed(site, replace(draft, artifact_type="model"), made.made, wrapping)
-
-
-def _up(share: float) -> str:
-    return repr(math.ceil(share * 10_000) / 10_000)
-
-
-def _down(share: float) -> str:
-    return repr(math.floor(share * 20) / 20)  # coarse: an interval's width would tell how many patients there are
 
 
 def release_heads(
@@ -300,11 +315,8 @@ def release_heads(
         told = _told(site)
         made = mechanism.run(scans, examine, rng, lambda done, of: told("heads", done, of))
         shown(made)
-        draft = replace(
-            draft_of(site, mechanism, grant.grant, modality, mechanism.claim()),
-            reid_rate=_up(made.known.interval.high),
-            vetting_power=_down(made.power.interval.low),
-        )
+        draft = draft_of(site, mechanism, grant.grant, modality, mechanism.claim())
+        draft = replace(draft, reid_rate=up(made.known.interval.high), vetting_power=down(made.power.interval.low))
         goods = parcel(site, draft, pack_volumes(made.made))
         remember_persons(site, goods.release.release, made.persons)
         still_in(site, made.persons)

@@ -30,6 +30,7 @@ from agent.training.loop import write_whole
 from agent.unfinished import Unfinished, abandon
 from policies.accounting import NANO, epsilon_nano, tight_epsilon
 from policies.claims import Gaussian
+from policies.figures import never_less
 from policies.review import Verdict
 from protos import hpke
 from protos.shards import Dicom, Png, room
@@ -56,7 +57,7 @@ def release(arguments: argparse.Namespace) -> int:
     name = arguments.mechanism
     if arguments.out is not None and (arguments.out.exists() or not arguments.out.parent.is_dir()):
         raise BadOrder(f"{arguments.out.name}: name a new file, in a folder that is there")
-    distill_commands.refuse_sheet(arguments)
+    distill_commands.refuse_sheet(arguments.sheet, arguments.out)
 
     def say(step: str, detail: str) -> None:
         commands.tell(step, detail, arguments.json)
@@ -183,8 +184,8 @@ def _both(desk: Desk, mechanism: Resumable) -> str:
     opened = desk.site.books.account(desk.site.name, claim).opened
     charged = epsilon_nano(claim, float(opened.delta), opened.order) / NANO
     tight = tight_epsilon([claim], float(opened.delta))
-    told = f"epsilon {tight:.3g} by loss distributions; the ledger charges {charged:.3g} (order {opened.order})"
-    return f"{told}, both at its delta {opened.delta}"
+    told = f"epsilon {never_less(tight, 2)} by loss distributions; the ledger charges {never_less(charged, 2)}"
+    return f"{told} (order {opened.order}), both at its delta {opened.delta}"
 
 
 def _print(arguments: argparse.Namespace, name: str, goods: Parcel | None, verdict: Verdict) -> None:
@@ -203,6 +204,6 @@ def _print(arguments: argparse.Namespace, name: str, goods: Parcel | None, verdi
     commands.print_verdict(r.release, name, verdict, False)
     commands.OUT.print(
         f"epsilon {charged:.9f} at delta {r.delta} per {r.claim.unit}, as the ledger has it; "
-        f"the same claim by loss distributions: {tight:.4f}",
+        f"the same claim by loss distributions: {never_less(tight, 4)}",
         soft_wrap=True,
     )

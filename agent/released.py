@@ -118,6 +118,28 @@ def retire(site: Site, release: str) -> None:
                 site.vault.write_project_note(place_of(release, index), None)
 
 
+def retire_clusters(site: Site, gone: Sequence[Frozen]) -> None:
+    """The same of single clusters, whichever releases have shown them."""
+    members = {cluster.members for cluster in gone}
+    for one in site.vault.note(_RECORD) or []:
+        for index, behind in enumerate(one["clusters"]):
+            if tuple(sorted(behind)) in members:
+                site.vault.write_project_note(place_of(one["release"], index), None)
+
+
+def shows_retired(site: Site, release: str) -> bool:
+    """Whether a release that waits shows a cluster again that was retired since: its pictures are forgotten here."""
+    record = site.vault.note(_RECORD) or []
+    again = {tuple(sorted(own)) for one in record if one["release"] == release for own in one.get("again", [])}
+    kept = {
+        tuple(sorted(own))
+        for one in record
+        for index, own in enumerate(one["clusters"])
+        if site.vault.project_note(place_of(one["release"], index)) is not None
+    }
+    return not again <= kept
+
+
 def keep_only(site: Site, known: Set[str]) -> None:
     """Forget releases that never set out, pictures and all: their patients may take part again."""
     record = site.vault.note(_RECORD) or []

@@ -1,4 +1,4 @@
-"""The commands of synthesis: release by k-SALSA or AnonFACES, tune k, train networks."""
+"""The commands that train the networks of synthesis, and what all commands of synthesis have in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import json
 import math
-import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,25 +28,17 @@ from rich.progress import (
 from rich.table import Column
 
 from agent import commands
-from agent.desk import open_desk, start_anew
 from agent.edges.home import BadSite
-from agent.edges.page import write
 from agent.edges.pictures import BadPictures, read_identities, read_pictures
 from agent.edges.semantics import SemanticsOrder, in_words
-from agent.edges.synthesis import read_synthesis
-from agent.edges.tuning_page import render
-from agent.measures.tuning import Menu
 from agent.nets.features import RandomFeatures
 from agent.nets.official import load_official
 from agent.nets.siamese import KnowsNobody
 from agent.nets.stylegan import PRESETS, Architecture, Generator, generator_from
 from agent.nets.trunk import TrunkArchitecture
 from agent.nets.weights import BadWeights
-from agent.pipeline import release_synthetic
 from agent.reproduce.datasets import BadDataset
 from agent.reproduce.kept import BadCell, Busy
-from agent.searching import search
-from agent.site import Refused, Waiting
 from agent.stages.align import NotFinite
 from agent.stages.freeze import BadRecord
 from agent.stages.styled import NothingShown
@@ -73,53 +64,6 @@ EXPECTED: Final = (
 )
 _SMALL: Final = 64  # pixels: up to it, an encoder learns in thousands of steps, at a higher rate
 _BATCH: Final = 64  # pictures from which features are learned at once, if there are so many
-
-
-def release(arguments: argparse.Namespace) -> int:
-    """Make and submit a synthetic set; exit 1 when any review refuses it."""
-    name = arguments.mechanism
-    say = lambda step, detail: commands.tell(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_desk(arguments.home, say, arguments.project) as desk:
-        made = read_synthesis(arguments.config, name, desk.settings.public_components)
-        start_anew(desk)
-        rng = np.random.default_rng(secrets.randbits(256))
-        arguments.modality = made.selection.modality
-        try:
-            wrapping = commands.wrapping(arguments, desk.home.root, colour=len(made.selection.shape) == 3)
-            goods, verdict = release_synthetic(desk.site, made.mechanism, made.selection, rng, wrapping)
-            release = goods.release.release
-        except Refused as refusal:
-            release, verdict = "", refusal.verdict
-        except Waiting as waiting:
-            return commands.print_waiting(desk, waiting, arguments.json)
-        desk.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
-        commands.print_verdict(release, name, verdict, arguments.json)
-        return 0 if verdict.admitted else 1
-
-
-def tune(arguments: argparse.Namespace) -> int:
-    """Try every k of a menu on the cohort, and write a page for this site about what each would cost."""
-    if arguments.out.exists() or not arguments.out.parent.is_dir():  # a page is never written over
-        raise BadOrder(f"{arguments.out.name}: name a new file, in a folder that is there")
-    say = lambda step, detail: commands.tell(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_desk(arguments.home, say, arguments.project) as desk:
-        made = read_synthesis(arguments.config, "", desk.settings.public_components)
-        mechanism, policy = made.mechanism, desk.site.books.policy_of(desk.settings.site)
-        rng = np.random.default_rng(secrets.randbits(256))
-        try:
-            menu = Menu(arguments.menu, policy.k_min, mechanism.l_diversity, policy.max_reid_rate)
-        except ValueError as error:
-            raise BadOrder(f"{error}") from None
-        curves, shown = search(desk.site, mechanism, made.selection, menu, rng, next(iter(made.judges), None))
-        write(arguments.out, render(curves, shown))
-    told = {"page": arguments.out.name, "menu": list(menu.ks), "recommended": curves.recommended, "why": curves.why}
-    if arguments.json:
-        sys.stdout.write(json.dumps(told) + "\n")
-    else:
-        OUT.print(f"wrote {arguments.out.name}: made from patients, it stays at this site")
-        OUT.print(f"recommended: {curves.recommended or 'none'}; {curves.why}", markup=False)
-        OUT.print("every later release of this project and modality says which k were tried")
-    return 0
 
 
 @contextmanager
@@ -371,16 +315,9 @@ def shown(silent: bool) -> Progress:
     return Progress(*columns, console=ERR, disable=silent, expand=True)
 
 
-COMMANDS: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
-    "release": release,
-    "train": train,
-    "tune": tune,
-}
-
-
-def run(name: str, arguments: argparse.Namespace) -> int:
-    """Run one command of these."""
-    return answered(COMMANDS[name], arguments)
+def run(arguments: argparse.Namespace) -> int:
+    """Train one of these networks; what it expects to go wrong becomes a sentence."""
+    return answered(train, arguments)
 
 
 def answered(

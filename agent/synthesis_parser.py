@@ -30,14 +30,21 @@ PHANTOMS: Final = "phantoms"  # another: made-up radiographs
 
 
 def _act(name: str) -> Callable[[argparse.Namespace], int]:
-    """A command of :mod:`agent.synthesis_commands`, imported when it is typed: torch takes two seconds."""
+    """A command of :mod:`agent.cluster_commands`, imported when it is typed: torch takes two seconds."""
 
     def act(arguments: argparse.Namespace) -> int:
-        from agent import synthesis_commands  # noqa: PLC0415 - see above
+        from agent import cluster_commands  # noqa: PLC0415 - see above
 
-        return synthesis_commands.run(name, arguments)
+        return cluster_commands.run(name, arguments)
 
     return act
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    """As :func:`_act`, of :mod:`agent.synthesis_commands`."""
+    from agent import synthesis_commands  # noqa: PLC0415 - torch takes two seconds
+
+    return synthesis_commands.run(arguments)
 
 
 def _codebook(arguments: argparse.Namespace) -> int:
@@ -128,11 +135,12 @@ def add_release(release: Any, add: Add) -> None:
             command.add_argument("--anew", action="store_true", help=anew)
             command.add_argument("--out", type=Path, help="write what was admitted here too: a new file")
         command.set_defaults(sheet=None, blank=None)
-        if name.startswith("distill"):
+        if act is not _private or name.startswith("distill"):
             sheet = (
                 "write the reviewer's contact sheet here before anything leaves: a new HTML file, for this site only"
             )
             command.add_argument("--sheet", type=Path, help=sheet)
+        if name.startswith("distill"):
             blank = (
                 "release nothing: write the untrained model here, whose architecture the coordinator approves first"
             )
@@ -161,7 +169,7 @@ def add_commands(commands: Any, add: Add) -> None:
     )
     for name in NETWORKS:
         told = f"train the {name} on public pictures; again: go on where it stopped"
-        _add_training(add(train, name, _act("train"), told), name)
+        _add_training(add(train, name, _train, told), name)
     for name in DISTILLING:
         told = f"train the {name} of `release distill` on public pictures; again: go on where it stopped"
         _add_training(add(train, name, _distilling, told), name)

@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.edges.private import Prepared, PrivateFile, bounded, silent
-from agent.edges.synthesis import CohortTable, NetworksTable, Shelf, names_files, needed
+from agent.edges.synthesis import CohortTable, NetworksTable, Shelf, needed
+from agent.edges.tables import names_files
 from agent.mechanisms.centroids import Centroids, Forecast, margin_for, noises_for
 from agent.nets.weights import BadWeights
 from agent.stages.codebook import codebook_from, codec_digest, fitted
 from agent.stages.styled import StyledCodec
+from policies.figures import never_less
 
 FILE: Final = "codebook.safetensors"
 _TABLES: Final = ("mechanism", "cohort", "networks", "privacy", "cells")
@@ -122,8 +124,8 @@ def read_centroids(
     assert privacy
     assert cells
     with file.in_words(vouched) as shelf:
-        if privacy.epsilon is not None:
-            say("price", f"finding the noises for epsilon {privacy.epsilon:g} at delta {privacy.delta:g}")
+        if asked := _asked(privacy):
+            say("price", f"finding the noises for {asked}")
         mechanism = _mechanism(shelf, networks, privacy, cells)
         forecast = mechanism.forecast(cells.public_patients)
         forecast.demand()
@@ -161,9 +163,16 @@ def _tried(mechanism: Centroids) -> None:
     codec.encode(drawn.astype(np.float32) / np.float32(255))
 
 
+def _asked(privacy: PrivacyTable) -> str:
+    """The price that a release file names; "" where it names the noises."""
+    if privacy.epsilon is None or privacy.delta is None:
+        return ""
+    return f"epsilon {never_less(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+
+
 def _told(mechanism: Centroids, forecast: Forecast, privacy: PrivacyTable) -> tuple[str, ...]:
     codebook = mechanism.codebook
-    promised = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}, " if privacy.epsilon is not None else ""
+    promised = f"{asked}, " if (asked := _asked(privacy)) else ""
     return (
         f"{promised}noise {mechanism.count_noise:g} on counts, {mechanism.noise_multiplier:g} on sums",
         f"{codebook.cells} cells in {codebook.dims} dimensions; those of about {forecast.least:.0f} patients or more "

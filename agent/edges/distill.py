@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,8 +19,9 @@ import numpy as np
 from agent.edges.pictures import BadPictures, read_labels, read_pictures
 from agent.edges.private import Prepared, PrivateFile, silent
 from agent.edges.privimage import PrivacyTable
-from agent.edges.synthesis import CohortTable, Shelf, document, names_files, needed, no_device
-from agent.edges.tables import Tables
+from agent.edges.synthesis import CohortTable, Shelf, document, needed, no_device
+from agent.edges.tables import Tables, names_files
+from agent.edges.vetting import VOUCH, VettingTable, demand_digest, refuse_others
 from agent.mechanisms.distill import Distill, DistillDp
 from agent.mechanisms.privimage import PublicPictures
 from agent.nets.alignment import Aligner, OtherConditions, aligner_from
@@ -29,11 +29,11 @@ from agent.nets.autoencoder import Autoencoder, autoencoder_from
 from agent.nets.conditions import TEMPLATES, Conditions
 from agent.nets.latent_diffusion import PRESETS
 from agent.nets.verifier import Verifier, verifier_from
-from agent.nets.weights import BadWeights
 from agent.stages.distil import Course, Output, Sampling
 from agent.stages.latent import LatentConfig
 from agent.stages.vet import Vetting
 from policies.accounting import calibrate
+from policies.figures import never_less
 
 FOLDERS: Final = "folders"  # in the place of a list: a picture's folder names its condition
 _BOTH: Final = ("mechanism", "conditions", "templates", "cohort", "networks", "teacher", "student")
@@ -41,8 +41,6 @@ _TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     Distill.name: (*_BOTH, "vetting", "sampling", "output"),
     DistillDp.name: (*_BOTH, "vetting", "sampling", "output", "privacy", "public"),
 }
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_VOUCH: Final = "if no patient is on them, put their SHA-256 into site.toml's public_components"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,7 @@ class NetworksTable:
         """Refuse what names no file or no digest, and one file as two opinions."""
         for key in PARTS:
             names_files(**{key: getattr(self, key)})
-            if not _DIGEST.fullmatch(self.pinned(key)):
-                told = f"as `train {_TRAINED[key]}` printed it, and sha256sum does"
-                raise ValueError(f"{key}_sha256: the file's SHA-256, 64 hexadecimal digits in lower case, {told}")
+            demand_digest(key, self.pinned(key), _TRAINED[key])
         if self.verifier_sha256 == self.unseen_sha256:
             raise ValueError("verifier and unseen are one file: what measures must not be what chose")
 
@@ -75,19 +71,6 @@ class NetworksTable:
 
 PARTS: Final = ("autoencoder", "verifier", "unseen", "aligner")
 _TRAINED: Final = {**{part: part for part in PARTS}, "unseen": "verifier --second"}
-
-
-@dataclass(frozen=True, slots=True)
-class VettingTable:
-    """``[vetting]``: whom a sample is compared with closely, and how often an innocent one may be dropped."""
-
-    top: int = 10  # the nearest patients whose pictures the verifier compares it with
-    false_matches: float = 0.01  # the chance that a sample like nobody is dropped, by all checks together
-
-    def __post_init__(self) -> None:
-        """Refuse what compares with nobody, or drops by no rule."""
-        if not (1 <= self.top <= 1000 and 0.0 < self.false_matches <= 0.5):
-            raise ValueError("top: 1 to 1000 patients; false_matches: a share above 0, and at most a half")
 
 
 _NO_PRESET: Final = f"preset: one of {', '.join(PRESETS)}"
@@ -324,32 +307,10 @@ def _networks(shelf: Shelf, table: NetworksTable, conditions: Conditions) -> _Ne
     return nets
 
 
-def refuse_others(table: NetworksTable, found: Mapping[str, str]) -> None:
-    """Refuse a network whose file is not the pinned one, before a byte of it is made into a network.
-
-    Args:
-        table: what is pinned.
-        found: the SHA-256 of each part's file.
-    Raises:
-        BadWeights: one is another file, or several are: all of them.
-    """
-    wrong = [
-        f"{getattr(table, part)} is not the pinned {part}: its SHA-256 is {digest}, and {part}_sha256 is "
-        f"{table.pinned(part)}"
-        for part, digest in found.items()
-        if digest != table.pinned(part)
-    ]
-    if wrong:
-        raise BadWeights(
-            f"{'; '.join(wrong)}. Compare with what `lazaret-agent train` printed when the file was made; "
-            "write down another one only if you know who made it"
-        )
-
-
 def _unvouched(table: NetworksTable, nets: _Networks) -> tuple[str, ...]:
     """For people: the files that count as private, since nobody vouches for them."""
     gone = [getattr(table, part) for part in PARTS if getattr(nets, part).origin.component != "public"]
-    return (f"nobody vouches for {', '.join(gone)} yet: {_VOUCH}",) if gone else ()
+    return (f"nobody vouches for {', '.join(gone)} yet: {VOUCH}",) if gone else ()
 
 
 def _noise(privacy: PrivacyTable, say: Callable[[str, str], None]) -> tuple[float, tuple[str, ...]]:
@@ -362,7 +323,7 @@ def _noise(privacy: PrivacyTable, say: Callable[[str, str], None]) -> tuple[floa
         return privacy.noise_multiplier, ()
     assert privacy.epsilon is not None
     assert privacy.delta is not None
-    asked = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
+    asked = f"epsilon {never_less(privacy.epsilon)} at delta {never_less(privacy.delta)}"
     say("price", f"finding the noise for {asked}")
     job = calibrate(privacy.epsilon, privacy.delta, privacy.sampling_rate, privacy.steps)
     return job.noise_multiplier, (f"noise multiplier {job.noise_multiplier:g} for {asked} (loss distributions)",)
@@ -386,5 +347,5 @@ def _public(shelf: Shelf, table: PublicTable, course: Course) -> tuple[PublicPic
     if without:
         lines.append(f"no public picture shows {', '.join(without)}: the teacher knows it from noisy steps alone")
     if public.component != "public":
-        lines += [f"nobody vouches for the public pictures yet: {_VOUCH}", public.sha256]
+        lines += [f"nobody vouches for the public pictures yet: {VOUCH}", public.sha256]
     return public, tuple(lines)

@@ -17,8 +17,8 @@ import numpy as np
 
 from agent.edges.pictures import BadPictures, read_labels, read_pictures
 from agent.edges.private import Prepared, PrivateFile, bounded, silent
-from agent.edges.synthesis import CohortTable, Shelf, names_files, needed, no_device
-from agent.edges.tables import Tables
+from agent.edges.synthesis import CohortTable, Shelf, needed, no_device
+from agent.edges.tables import Tables, names_files
 from agent.mechanisms.privimage import PrivImage, PublicPictures, Synthetic
 from agent.nets import adversarial, diffusion
 from agent.nets.semantics import Semantics, semantics_from
@@ -27,6 +27,7 @@ from agent.stages.diffusion import DiffusionConfig
 from agent.stages.finetune import PrivateSgd
 from agent.stages.select import SHARE, Query
 from policies.accounting import calibrate, tight_epsilon
+from policies.figures import never_less
 
 _VOUCH: Final = "if no patient is on them, put their SHA-256 into site.toml's public_components"
 # The loss distribution of a step is composed with itself so many times, once for each noise that is tried: a minute
@@ -269,13 +270,14 @@ def _noise(privacy: PrivacyTable, query: Query, say: Callable[[str, str], None])
     claim = query.claim()
     alone = tight_epsilon([claim], privacy.delta)
     if 0.0 < privacy.epsilon < alone:
-        told = f"the histogram alone takes epsilon {alone:.4g} of {privacy.epsilon:g}"
+        told = f"the histogram alone takes epsilon {never_less(alone)} of {never_less(privacy.epsilon)}"
         raise ValueError(f"{told}: a larger [semantics] noise, or a larger [privacy] epsilon")
-    say("price", f"finding the noise for epsilon {privacy.epsilon:g} at delta {privacy.delta:g}")
+    asked = f"epsilon {never_less(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+    say("price", f"finding the noise for {asked}")
     job = calibrate(privacy.epsilon, privacy.delta, privacy.sampling_rate, privacy.steps, also=(claim,))
     return job.noise_multiplier, (
-        f"noise multiplier {job.noise_multiplier:g} for epsilon {privacy.epsilon:g} at delta {privacy.delta:g} "
-        f"(loss distributions); the histogram alone {alone:.3g}",
+        f"noise multiplier {job.noise_multiplier:g} for {asked} (loss distributions); "
+        f"the histogram alone {never_less(alone)}",
     )
 
 

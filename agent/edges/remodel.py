@@ -12,7 +12,8 @@ from typing import Final
 from agent.edges import atlas as atlases
 from agent.edges.faces import PARTS
 from agent.edges.home import BadSite
-from agent.edges.synthesis import Shelf, document, names_files, needed
+from agent.edges.synthesis import Shelf, document, needed
+from agent.edges.tables import names_files
 from agent.heads.region import Region
 from agent.mechanisms.remodel import LEAST, Remodel
 from agent.nets.volume_gan import remodeller_from

@@ -10,7 +10,7 @@ import base64
 import html
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import matplotlib as mpl
@@ -37,7 +37,7 @@ _WHY: Final = {  # of agent.stages.vet.REASONS
     "not a number": "not judged",
 }
 _LOG_ODDS: Final = ("verifier", "unseen")  # thresholds; the others are correlations
-_STYLE: Final = """
+STYLE: Final = """
 .bar{display:block;width:180px;height:14px}.bar .kept{fill:#0b6b73}.bar .dropped{fill:#a32638}
 .exhibits{display:grid;gap:18px 26px;grid-template-columns:repeat(auto-fit,minmax(min(100%,900px),1fr))}
 .exhibits.small{grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}
@@ -77,7 +77,7 @@ def render(review: Review, told: str, patients: bool = True) -> bytes:
         block("How much the samples are like somebody", *_likeness(review, other)),
         *_exhibits(review.exhibits, other),
     ]
-    return whole("What was made, beside what it is most like", PATIENTS if patients else PUBLIC, parts, _STYLE)
+    return whole("What was made, beside what it is most like", PATIENTS if patients else PUBLIC, parts, STYLE)
 
 
 def kept_of(tally: Tally) -> int:
@@ -118,7 +118,7 @@ def _figures(review: Review, patients: bool) -> str:
 def _thresholds(review: Review) -> str:
     """Where each check says no, and how often it says so of nobody, where that is known with an interval."""
     rows = [
-        [f"Threshold: {name}", threshold(name, value), by_chance(review, name) or "-"]
+        [f"Threshold: {name}", threshold(name, value), by_chance(review.intervals, name) or "-"]
         for name, value in sorted(review.thresholds.items())
     ]
     rows.append(["Mean alignment of what leaves", number(review.alignment, ".3f"), "-"])
@@ -131,11 +131,11 @@ def _thresholds(review: Review) -> str:
     return _table("Thresholds, and alignment", head, lines) + f"<p>{html.escape(note)}</p>"
 
 
-def by_chance(review: Review, name: str) -> str:
+def by_chance(intervals: Mapping[str, tuple[float, float]], name: str) -> str:
     """The 95 % interval of the probability of a false match at a verifier's threshold; "" where there is none."""
-    if name not in review.intervals:
+    if name not in intervals:
         return ""
-    low, high = review.intervals[name]
+    low, high = intervals[name]
     return f"{number(low, '.3%')} to {number(high, '.3%')}"
 
 
@@ -290,11 +290,12 @@ def _exhibits(exhibits: tuple[Exhibit, ...], other: str) -> Iterator[str]:
         "These are samples of the last teacher, which nobody learned and which do not leave; where a model leaves, "
         "pictures that it draws itself are among them, and nothing holds those back."
     )
-    yield _shown(look, leave, "Nothing was kept.", kept, other)
-    yield _shown("Dropped, and why", gone, "Nothing was dropped.", dropped, other)
+    yield beside(look, leave, "Nothing was kept.", kept, other)
+    yield beside("Dropped, and why", gone, "Nothing was dropped.", dropped, other)
 
 
-def _shown(title: str, whose: str, nothing: str, exhibits: Sequence[Exhibit], other: str) -> str:
+def beside(title: str, whose: str, nothing: str, exhibits: Sequence[Exhibit], other: str) -> str:
+    """Exhibits as a part of a page: what they are, ``whose`` they are, and each beside what it is most like."""
     head = f"<section class='ahead'><h2>{html.escape(title)}</h2>"
     if not exhibits:
         return f"{head}<p>{html.escape(nothing)}</p></section>"
@@ -314,7 +315,8 @@ def _exhibit(one: Exhibit, other: str) -> str:
     heat = overlay(one.made, one.heat)
     words = f"Where the sample made for {one.condition} is like the {other}: the brighter, the more"
     third = "<div class='none'>no map</div>" if heat is None else _image(heat, words)
-    found = f"probability {number(one.probability, '.4f')}, alignment {number(one.alignment, '.3f')}"
+    found = f"probability {number(one.probability, '.4f')}"
+    found += "" if one.alignment is None else f", alignment {number(one.alignment, '.3f')}"
     fate = f"dropped, {html.escape(why(one.reason))}" if one.reason else "kept"
     return (
         f"<figure class='exhibit {'dropped' if one.reason else 'kept'}'><div class='three'>"

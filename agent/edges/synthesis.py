@@ -20,27 +20,29 @@ import torch
 from torch import nn
 
 from agent.edges.home import BadSite
-from agent.edges.tables import Tables, converter
+from agent.edges.tables import Tables, converter, names_files
+from agent.edges.vetting import UNVETTED, JudgesTable, vetting_of
 from agent.mechanisms.anonfaces import AnonFaces
 from agent.mechanisms.ksalsa import KSalsa
 from agent.nets.feature_net import FeatureNet, Frozen
 from agent.nets.features import RandomFeatures, features_from
 from agent.nets.official import OFFICIAL, Restyle, load_official
 from agent.nets.restyle import PASSES
-from agent.nets.siamese import Recogniser, recogniser_from
+from agent.nets.siamese import KnowsNobody, Recogniser, recogniser_from
 from agent.nets.stylegan import Generator
 from agent.nets.weights import BadWeights, Origin, Provenance
 from agent.nouns import Selection, Split
 from agent.stages.align import Alignment, Networks, align
 from agent.stages.augment import Views
 from agent.stages.mix import Mixing
+from agent.stages.reference import Vetting
 from agent.stages.styled import StyledCodec, codec_from, fitted
 from policies.claims import KAnonymous
 
 RANDOM: Final = "random"  # in the place of a file: the fixed-seed network, which needs none
 GENERATORS: Final = ("restyle", "stylegan2-ada")  # published files; the first holds its encoder too
 EXTRACTORS: Final = tuple(sorted(frozenset(OFFICIAL) - frozenset(GENERATORS)))
-_TABLES: Final = ("mechanism", "cohort", "clusters", "networks", "alignment", "views", "mixing")
+_TABLES: Final = ("mechanism", "cohort", "clusters", "networks", "alignment", "views", "mixing", "vetting")
 _SHARE: Final = re.compile(r"([^:]+):([1-9][0-9]{0,6})")
 _DEVICE: Final = re.compile(r"cpu|cuda(?::[0-9]{1,2})?")
 _MOST_BYTES: Final = 1 << 31  # of one network file
@@ -149,6 +151,7 @@ class Synthesised:
     mechanism: KSalsa | AnonFaces
     selection: Selection
     judges: tuple[Recogniser, ...] = ()  # whom a search for k asks; of AnonFACES, its own
+    vetting: Vetting | None = None  # of what a release makes; None: it refuses copies and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,7 @@ def read_synthesis(path: Path, name: str, vouched: frozenset[str]) -> Synthesise
     networks = needed(tables, "networks", NetworksTable)
     clusters = tables.table("clusters", ClustersTable) or ClustersTable()
     made = _options(tables, clusters, str(raw.get("mechanism")))
+    vetting = tables.table("vetting", JudgesTable)
     if tables.problems or cohort is None or networks is None:
         raise BadSite(f"{path.name}: " + "; ".join(tables.problems))
     build = _ksalsa if raw["mechanism"] == KSalsa.name else _anonfaces
@@ -259,7 +263,8 @@ def read_synthesis(path: Path, name: str, vouched: frozenset[str]) -> Synthesise
         judges = tuple(shelf.recogniser(one) for one in networks.recognisers)
         for judge in judges:
             judge.calibration.demand()
-        return Synthesised(mechanism, cohort.selection(mechanism.shape), judges)
+        looked = vetting_of(vetting, shelf, networks.device) if vetting else None
+        return Synthesised(mechanism, cohort.selection(mechanism.shape), judges, looked)
     except BadWeights:
         raise
     except ValueError as error:
@@ -288,19 +293,6 @@ def _options(tables: Tables, clusters: ClustersTable, name: str) -> dict[str, An
     return {"mixing": tables.made(mixing, Mixing, "mixing")}
 
 
-def names_files(**names: str) -> None:
-    """Refuse what names no file, by its key.
-
-    Raises:
-        ValueError: it does not.
-    """
-    for key, name in names.items():
-        if not (name and name.isprintable()):
-            raise ValueError(
-                f"{key}: must name a file or a folder, relative to this one, in characters that are printed"
-            )
-
-
 def document(path: Path, known: Container[str]) -> Tables:
     """A TOML file as tables, those that are not ``known`` among the problems.
 
@@ -316,8 +308,28 @@ def document(path: Path, known: Container[str]) -> Tables:
     except tomllib.TOMLDecodeError as error:
         raise BadSite(f"{path.name}: not TOML: {error}") from None
     tables = Tables(raw, converter(path.resolve().parent))
-    tables.problems += [f"unknown table: {key}" for key in raw if key not in known]
+    why = UNVETTED.get(str(raw.get("mechanism")), "")
+    for key in raw:
+        if key not in known:
+            tables.problems.append(f"vetting: {why}" if why and key == "vetting" else f"unknown table: {key}")
     return tables
+
+
+def read_vetting(path: Path, vouched: frozenset[str]) -> Vetting:
+    """A file with the table ``[vetting]`` alone, for a release that is typed and has no other.
+
+    Raises:
+        BadSite: not TOML, or with missing, unknown or senseless keys; all problems at once.
+        BadWeights: a verifier cannot be read, is not the pinned one, or nobody vouches for it.
+    """
+    tables = document(path, ("vetting",))
+    table = needed(tables, "vetting", JudgesTable)
+    if tables.problems or table is None:
+        raise BadSite(f"{path.name}: " + "; ".join(tables.problems))
+    try:
+        return vetting_of(table, Shelf(path.resolve().parent, vouched), "cpu")
+    except KnowsNobody as error:
+        raise BadSite(f"{path.name}: {error}") from None
 
 
 def needed(tables: Tables, name: str, kind: type[T]) -> T | None:

@@ -82,6 +82,19 @@ def converter(root: Path) -> cattrs.Converter:
     return made
 
 
+def names_files(**names: str) -> None:
+    """Refuse what names no file, by its key.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for key, name in names.items():
+        if not (name and name.isprintable()):
+            raise ValueError(
+                f"{key}: must name a file or a folder, relative to this one, in characters that are printed"
+            )
+
+
 def _day(value: Any, _kind: Any) -> dt.date:
     """A local date of TOML, or the same in quotes; a date with a time is none."""
     if type(value) is dt.date:

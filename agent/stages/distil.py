@@ -310,7 +310,7 @@ def _leaving(
         intervals=reference.intervals,
         scores=first.scores,
         alignment=float(left.alignments.mean()),
-        exhibits=exhibits(course.conditions, course.vetting, left.most(last.shown.dropped()), reference),
+        exhibits=exhibits(course.conditions.names, course.vetting, left.most(last.shown.dropped()), reference),
     )
     return Distilled(made, review, student, (last.images, last.labels))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final
 
@@ -39,7 +39,7 @@ class Exhibit:
     made: Pictures  # (s, s[, 3])
     nearest: Pictures  # the same: of a patient; of ``distill-dp`` a public picture
     probability: float  # that both are of one person, as the verifier says
-    alignment: float  # of the sample with its condition
+    alignment: float | None  # of the sample with its condition; None: nobody asked for one
     condition: str
     reason: str  # why it was dropped; "": it was kept
     heat: NDArray[np.float32] | None  # (h, w) in [0, 1]: where the two are alike
@@ -111,8 +111,8 @@ def tallies(conditions: Conditions, last: Drawn) -> tuple[Tally, ...]:
     return tuple(out)
 
 
-def exhibits(conditions: Conditions, vetting: Vetting, shown: Shown, reference: Reference) -> tuple[Exhibit, ...]:
-    """Each sample beside the picture that it is most like, and where."""
+def exhibits(names: Sequence[str], vetting: Vetting, shown: Shown, reference: Reference) -> tuple[Exhibit, ...]:
+    """Each sample beside the picture that it is most like, and where; ``names`` are those of the labels."""
     out, judge = [], vetting.verifier
     for number, made in enumerate(shown.images):
         nearest = reference.picture(int(shown.nearest[number]))
@@ -124,7 +124,7 @@ def exhibits(conditions: Conditions, vetting: Vetting, shown: Shown, reference: 
                 nearest,
                 float(expit(score)),
                 float(shown.alignments[number]),
-                conditions.names[shown.labels[number]],
+                names[shown.labels[number]],
                 reason,
                 heat(judge, unit[0], unit[1]) if isinstance(judge, Verifier) else None,
             )

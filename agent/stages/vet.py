@@ -40,6 +40,7 @@ __all__ = [
     "RepeatsAnInput",
     "Vetted",
     "Vetting",
+    "could_show",
     "measured",
     "power",
     "reference_of",
@@ -132,6 +133,12 @@ class Power:
                 f"{KNOWN:g} by each verifier alone, for sure with so many patients. Found were {found}: train the "
                 "verifiers longer, or on pictures more like these"
             )
+
+
+def could_show(patients: int) -> bool:
+    """Whether so many patients suffice for :meth:`Power.demand`, if the vetting finds all that is planted of them."""
+    planted = min(patients, PLANTED)
+    return planted >= 1 and bounds(planted, planted)[0] >= CAUGHT
 
 
 def vet(images: Pictures, reference: Reference, vetting: Vetting, say: Say = lambda _done, _of: None) -> Vetted:

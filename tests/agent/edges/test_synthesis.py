@@ -41,6 +41,7 @@ from tests.agent.test_official import (
     torch_bytes,
 )
 from tests.agent.test_pipeline import stage
+from tests.support.distilling import verifier_file
 from tests.support.networks import files, recogniser_file
 
 torch.set_num_threads(1)
@@ -136,8 +137,12 @@ def test_what_the_example_leaves_out_can_be_put_in(tmp_path: Path, name: str) ->
     """Every line that is a comment there is a key that exists, but for a device that this machine may not have."""
     text = re.sub(r"^# (?=\[|\w+ = )", "", (DOCS / f"{name}.example.toml").read_text(), flags=re.MULTILINE)
     digests = beside(tmp_path)
+    for place, part in enumerate(("verifier", "unseen")):
+        (tmp_path / f"{part}-0.safetensors").write_bytes(raw := verifier_file(place))
+        text, digests = text.replace(f"{place + 2:064}", sha(raw)), digests | {sha(raw)}
     (tmp_path / "release.toml").write_text(text.replace('device = "cuda"', 'device = "cpu"'))
     made = read_synthesis(tmp_path / "release.toml", name, digests)
+    assert made.vetting is not None
     if name == "ksalsa":
         assert made.selection.split == Split("study-1", {"release": 4, "held-out": 1})
         assert (made.selection.part, made.selection.body_part) == ("release", "EYE")

@@ -1,0 +1,64 @@
+"""The reviewer's page of a vetting of representatives: those that are most like a patient, beside that patient.
+
+It is the contact sheet of a distillation (:mod:`agent.edges.sheet_page`) without what only a distillation has. It
+shows patients, so it is for this site only, and says so; it holds no pseudonym, and names no cluster. The patients
+are those whose pictures are comparable (:func:`agent.vetted.compared`), not everybody of whom there is a picture.
+"""
+
+from __future__ import annotations
+
+import html
+
+from agent.edges.page import table, whole
+from agent.edges.sheet_page import PATIENTS, STYLE, beside, by_chance, caught, span, threshold, why
+from agent.vetted import Sifted
+
+_LEAVE = "They leave, as they are."
+_NEITHER = "They do not leave either, since no new picture passed."
+_GONE = "They do not leave, and neither does any other picture of their cluster."
+
+
+def labels(found: Sifted) -> str:
+    """Labels of which no cluster is left, in words."""
+    return ", ".join(name or "no label" for name in found.lost)
+
+
+def render(found: Sifted, mechanism: str) -> bytes:
+    """The whole page, UTF-8.
+
+    Args:
+        found: of :meth:`agent.vetted.Examiner.examine`.
+        mechanism: what made the pictures.
+    """
+    gone = "".join(f", {count} {why(reason)}" for reason, count in sorted(found.dropped.items()))
+    told = (
+        f"{mechanism}: {found.pictures} pictures of {found.clusters} clusters were compared with every comparable "
+        f"picture{gone}. {found.left} clusters leave."
+    )
+    if found.lost:
+        told += f" Of these labels no cluster is left: {labels(found)}."
+    figures = [
+        ("Clusters re-identified before: of what would leave", span(found.before)),
+        ("Clusters re-identified after: of what leaves", span(found.after) if found.after else "nothing leaves"),
+        *((f"Planted near-duplicates of the patients, caught: {name}", text) for name, text in caught(found.power)),
+    ]
+    reached = [
+        (f"Threshold: {name}", threshold(name, value), by_chance(found.intervals, name) or "-")
+        for name, value in sorted(found.thresholds.items())
+    ]
+    kept = [one for one in found.exhibits if not one.reason]
+    dropped = [one for one in found.exhibits if one.reason]
+    parts = [
+        f"<p class='choice'>{html.escape(told)}</p>",
+        table("Figures, by the second verifier", ["", "(95 %)"], figures),
+        table("Thresholds", ["", "", "reached by chance (95 %)"], reached),
+        beside(
+            "Passed: does any of these show the patient beside it?",
+            _LEAVE if found.left else _NEITHER,
+            "Nothing passed.",
+            kept,
+            "patient",
+        ),
+        beside("Dropped, and why", _GONE, "Nothing was dropped.", dropped, "patient"),
+    ]
+    return whole("Representatives, beside whom they are most like", PATIENTS, parts, STYLE)

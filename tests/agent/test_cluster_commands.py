@@ -1,0 +1,142 @@
+"""Releases behind which stand k patients, vetted as they are typed: the figures come first, and may refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agent.commands import project_of
+from agent.edges import projects
+from agent.stages.freeze import place_of
+from agent.stages.invert import fit_basis, save_basis
+from policies.policy import preset
+from tests.agent.edges.test_synthesis import sha, toml
+from tests.agent.edges.test_vault import record
+from tests.agent.test_synthesis_commands import Typed, at, typed
+from tests.support import federation
+from tests.support.demo_networks import KEPT
+from tests.support.federation import Federation, Site
+from tests.support.networks import files
+from tests.support.verifiers import chests
+
+__all__ = ["typed"]  # a fixture
+torch.set_num_threads(1)
+PATIENTS, SIDE = 44, 32
+
+
+@pytest.fixture(params=["as it is shipped"])
+def chest_clinic(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """An enrolled site with patients' chests; a generator that nobody trained, and verifiers that know chests."""
+    if request.param != "as it is shipped":
+        text = preset("internal")
+        monkeypatch.setattr(federation, "preset", lambda _: re.sub(r"(?m)^max_reid_rate = \S+", request.param, text))
+    named = dict(zip(("generator", "encoder"), files(1), strict=True))
+    named |= {name: (KEPT / f"{name}.safetensors").read_bytes() for name in ("verifier", "unseen")}
+    pictures = (chests(PATIENTS + 60, 5, side=SIDE, visits=1)[0] / 255).astype(np.float32)
+    named["basis"] = save_basis(fit_basis(pictures[PATIENTS:], 8, "public"))
+    for name, raw in named.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(raw)
+    judges = {part: f"{part}.safetensors" for part in ("verifier", "unseen")}
+    table = {**judges, **{f"{part}_sha256": sha(named[part]) for part in judges}}
+    ksalsa = {
+        "mechanism": "ksalsa",
+        "cohort": {"modality": "OT"},
+        "clusters": {"k": 5, "l_diversity": 2},
+        "networks": {"generator": "generator.safetensors", "encoder": "encoder.safetensors", "passes": 2},
+        "alignment": {"steps": 2},
+    }
+    (tmp_path / "plain.toml").write_text(toml(ksalsa))
+    (tmp_path / "ksalsa.toml").write_text(toml({**ksalsa, "vetting": table}))
+    (tmp_path / "vetting.toml").write_text(toml({"vetting": table}))
+    (tmp_path / "other.toml").write_text(toml({"vetting": {**table, "verifier_sha256": "0" * 64}}))
+    with Federation(tmp_path) as joined:
+        site = joined.join("site-a")
+        with closing(projects.open_vault(site.home, "main")) as vault:
+            vault.keep_all(
+                [replace(record(n, n, "ab"[n % 2]), pixels=one) for n, one in enumerate(pictures[:PATIENTS])]
+            )
+        settings = site.home.root / "site.toml"
+        vouched = json.dumps([sha(raw) for raw in named.values()])
+        settings.write_text(settings.read_text().replace("public_components = []", f"public_components = {vouched}"))
+        yield site
+
+
+@pytest.mark.parametrize("chest_clinic", ["max_reid_rate = 0.6"], indirect=True)
+def test_a_vetted_release_shows_the_reviewer_everything_before_it_leaves(
+    typed: Typed, chest_clinic: Site, tmp_path: Path
+) -> None:
+    sheet = tmp_path / "sheet.html"
+    order = (*at(chest_clinic), "release", "ksalsa", "--config", tmp_path / "ksalsa.toml", "--sheet", sheet, "--json")
+    said = typed(*order)
+    assert said.status == 0, said.out + said.err
+    review, verdict = map(json.loads, said.out.splitlines())
+    assert (verdict["admitted"], verdict["level"]) == (True, "B")
+    assert review["mechanism"] == "ksalsa"
+    assert 1 <= review["review"]["left"] <= review["review"]["clusters"]
+    assert review["review"]["power"]["caught"]["low"] >= 0.9
+    assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
+    page = sheet.read_text()
+    assert "This page shows pictures of patients" in page
+    with closing(projects.open_vault(chest_clinic.home, "main")) as vault:
+        names = {head.person for head in vault.heads()}
+    log = (chest_clinic.home.root / "agent.log").read_text()
+    assert len(names) == PATIENTS
+    assert not [name for name in names if name in page + said.out + said.err + log]
+
+
+def test_of_a_few_pictures_no_vetting_can_say_that_few_are_like_somebody(
+    typed: Typed, chest_clinic: Site, tmp_path: Path
+) -> None:
+    """The upper end of an interval over eight pictures is more than any preset admits: that is heard, and kept."""
+    before = chest_clinic.federation.store.state.size
+    base = ("--basis", tmp_path / "basis.safetensors", "--modality", "OT", "--k", 5)
+    for config, more, told in (
+        ("ksame", (*base, "--vetting", tmp_path / "other.toml"), "verifier.safetensors is not the pinned verifier"),
+        ("ksalsa", ("--config", tmp_path / "plain.toml", "--sheet", tmp_path / "s.html"), "has no [vetting]"),
+        ("ksalsa", ("--config", tmp_path / "ksalsa.toml", "--sheet", tmp_path / "plain.toml"), "name a new file"),
+    ):
+        said = typed(*at(chest_clinic), "release", config, *more)
+        assert (said.status, told in said.out + said.err) == (1, True), said.out + said.err
+    assert chest_clinic.federation.store.state.size == before, "nothing was priced"
+    said = typed(*at(chest_clinic), "release", "ksame", *base, "--vetting", tmp_path / "vetting.toml")
+    told = " ".join(said.out.split())
+    assert said.status == 1
+    assert "pictures of 8 clusters compared with every comparable picture" in told
+    assert "planted near-duplicates that were caught, all: " in told
+    assert "reid_rate: the rate must be measured, and at most 0.1" in told
+
+
+def test_tune_says_that_it_looks_at_no_vetting(typed: Typed, chest_clinic: Site, tmp_path: Path) -> None:
+    for config, told in (("ksalsa", True), ("plain", False)):
+        order = (
+            "tune",
+            "--config",
+            tmp_path / f"{config}.toml",
+            "--menu",
+            "5,9",
+            "--out",
+            tmp_path / f"{config}.html",
+        )
+        said = typed(*at(chest_clinic), *order)
+        assert (said.status, "a search does not use [vetting]" in said.out) == (0, told), said.out + said.err
+
+
+def test_a_release_is_sent_and_withdrawn_in_the_project_that_made_it(typed: Typed, chest_clinic: Site) -> None:
+    """Its pictures lie there: in another project every picture of it would look as if it were retired."""
+    projects.create(chest_clinic.home, "lung")
+    with closing(projects.open_vault(chest_clinic.home, "lung")) as vault:
+        vault.write_project_note(place_of("one", 0), {})
+    root = chest_clinic.home.root
+    assert (project_of(root, "one"), project_of(root, "another")) == ("lung", "main")
+    for order in ("send", "withdraw"):
+        said = typed(*at(chest_clinic), "release", order, "one")
+        assert (said.status, "no release of that name waits for approval" in said.out + said.err) == (1, True)
