@@ -19,6 +19,7 @@ from typing import Final
 
 from policies.claims import UNIT, Claim, Gaussian, KAnonymous, NoClaim, UnsupportedClaim
 from policies.entries import Admitted, Enrolled, Record, RoundClosed
+from policies.figures import never_less
 from policies.ledger import State
 from policies.rdp import NANO, epsilon_nano, epsilon_of
 from policies.statement import PAYLOAD_TYPE, MalformedStatement, Release, claim_from, load_json, parse
@@ -221,9 +222,12 @@ def _out_of_bounds(source: Source, wanted: Wanted) -> tuple[str, str] | None:
     if source.kind == "k" and wanted.k is not None:
         enough = source.k is not None and source.k >= wanted.k
         return None if enough else ("k", f"k is {source.k}, less than {wanted.k}")
-    if source.kind == "rdp" and wanted.epsilon is not None:
-        little = source.epsilon is not None and source.epsilon <= wanted.epsilon
-        return None if little else ("epsilon", f"epsilon is {source.epsilon:g}, more than {wanted.epsilon:g}")
+    if source.kind == "rdp" and wanted.epsilon is not None and source.epsilon is not None:
+        if source.epsilon <= wanted.epsilon:
+            return None
+        if not math.isfinite(source.epsilon):
+            return "epsilon", "its epsilon is no finite number"
+        return "epsilon", f"epsilon is {never_less(source.epsilon)}, more than {never_less(wanted.epsilon)}"
     return "kind", "it has no figure that the bound is about"
 
 

@@ -32,6 +32,7 @@ from coordinator.wording import (
     STAGES,
     count,
     explain,
+    never_less,
     rounded_up,
     stated,
     told,
@@ -426,6 +427,7 @@ def render(ledger: _JsonMap, releases: Sequence[ReleaseView], measured: Mapping[
         undefined=jinja2.StrictUndefined,
         finalize=_printable,
     )
+    environment.filters["never_less"] = never_less
     accuracy = _part(measured, "accuracy")
     epsilon = _part(measured, "epsilon")
     return environment.get_template("report.html").render(

@@ -7,10 +7,13 @@ own agent, which may decline by itself); a test finds each of them in the source
 from __future__ import annotations
 
 import datetime as dt
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
+
+from policies import figures
+
+rounded_up, rounded_down, never_less = figures.rounded_up, figures.rounded_down, figures.never_less
 
 # What to do, by who has to do it.
 _POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
@@ -136,6 +139,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "opted_out": (
             "A patient behind this release has opted out since it was made.",
             "Withdraw it; a new one is made without that patient.",
+        ),
+        "retired": (
+            "It shows a picture of an earlier release that a later vetting found to be like a patient.",
+            "Withdraw it; a new one is made without that picture.",
         ),
         "level": ("The policy asks for a stronger claim level than this release can show.", _POLICY),
         # the call
@@ -333,16 +340,6 @@ def explain(rule: str) -> tuple[str, str]:
     return RULES.get(rule, (f"The reason is recorded as “{rule}”.", "Ask the coordinator's operator what it means."))
 
 
-def rounded_up(value: float, places: int) -> float:
-    """Rounded up, so that nothing spent looks smaller than it is; 1e-6 of the last place is float noise."""
-    return math.ceil(value * 10.0**places - 1e-6) / 10.0**places
-
-
-def rounded_down(value: float, places: int) -> float:
-    """Rounded down, so that nothing promised looks larger than it is."""
-    return math.floor(value * 10.0**places + 1e-6) / 10.0**places
-
-
 def count(number: int, one: str, many: str = "") -> str:
     """A number with its noun."""
     return f"{number:,} {one if number == 1 else many or one + 's'}".replace(",", " ")
@@ -363,7 +360,10 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
         by = f", approved as {e['serial']}" if e["serial"] else ""
         return site, f"signing key {e['sign_key'][:12]}…, own policy {e['policy'][:12]}…{by}"
     if kind == "opened" and e["order"]:
-        return site, f"epsilon {float(e['epsilon']):g} at delta {float(e['delta']):g} per patient, order {e['order']}"
+        return (
+            site,
+            f"epsilon {never_less(e['epsilon'])} at delta {never_less(e['delta'])} per patient, order {e['order']}",
+        )
     if kind == "opened":
         return site, f"{count(e['limit'], 'release')} without an epsilon per patient, ever"
     if kind == "refused":
@@ -402,8 +402,8 @@ _TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyTyp
 def stated(epsilon: float, account: Mapping[str, Any], ledger: Mapping[str, Any]) -> str:
     """An epsilon with all that it means nothing without (P1)."""
     relation = RELATIONS.get(ledger["relation"], ledger["relation"])
-    where = f"delta {float(account['delta']):g} per {ledger['unit']}, {relation}"
-    return f"epsilon {epsilon:g} at {where}; Rényi filter of order {account['order']}"
+    where = f"delta {never_less(account['delta'])} per {ledger['unit']}, {relation}"
+    return f"epsilon {never_less(epsilon)} at {where}; Rényi filter of order {account['order']}"
 
 
 def utc(at: int) -> str:

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +28,12 @@ from policies.merkle import CompactRange, leaf_hash
 from policies.store import Disk, LedgerUnsound
 
 BATCH: Final = 2_000  # entries in one transaction
-NEAR: Final = 20_000  # so many new ones are read one by one; for more, the whole ledger is walked
+NEAR, FAR = 64, 400  # new entries that are read one by one: so many, or one in so many of all; else all are walked
 PATIENCE: Final = 0.5  # seconds that a page waits while another thread indexes
 COUNTED: Final = 10_000  # of more hits it is said that there are more
 MOST_WORDS, MOST_TERMS = 12, 2_000  # of a query; that a beginning may stand for
 LEAST_STEM: Final = 3  # letters before a star
+_LARGEST: Final = 1 << 62  # SQLite's integers have 64 bits, and one is added to some
 
 
 class TooWide(ValueError):
@@ -52,9 +54,11 @@ class Query:
     most: int = 50
 
     def __post_init__(self) -> None:
-        """One direction, and a page of a size that can be shown."""
+        """One direction, numbers that SQLite can compare, and a page of a size that can be shown."""
         if self.before is not None and self.after is not None:
             raise ValueError("a page lies before an entry or after one")
+        if any(abs(n) > _LARGEST for n in (self.since, self.until, self.before, self.after) if n is not None):
+            raise ValueError("no entry has such a number, and no record such a time")
         if not 0 < self.most <= 1000:
             raise ValueError("a page has 1 to 1000 entries")
 
@@ -107,6 +111,7 @@ class Index:
             look: opens the ledger to read, also while another thread or process writes it.
         """
         self._path, self._disk = path, look()
+        self._ahead: Iterator[bytes] | None = None  # a walk through the ledger that goes on from batch to batch
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._open()
 
@@ -190,10 +195,10 @@ class Index:
         size, root = (head.size, head.root) if head else (0, CompactRange().root())
         if self._broken or size < self.size:
             self._again()
-        self._take(size if most is None else min(size, self.size + most))
+        self._take(size if most is None else min(size, self.size + most), size)
         if self.size == size and self._range.root() != root:  # a history that agreed in its length alone
             self._again()
-            self._take(size if most is None else min(size, most))
+            self._take(size if most is None else min(size, most), size)
             if self.size == size and self._range.root() != root:
                 raise LedgerUnsound("the entries are not the ones of the last commit")
         return self.size == size
@@ -205,39 +210,41 @@ class Index:
 
     def _again(self) -> None:
         """The ledger is another one than was indexed, or was brought back from a backup: begin anew."""
+        self._ahead = None
         with self._reading:
             self._discard()
             self._open()
 
-    def _take(self, end: int) -> None:
-        """Index up to ``end``, a batch in a transaction."""
-        new = self._bodies(end)
+    def _take(self, end: int, size: int) -> None:
+        """Index up to ``end`` of ``size``, a batch in a transaction."""
+        new = self._bodies(size)
         while self.size < end:
-            size, peaks, today = self.size, list(self._range.peaks), self._today
+            before, peaks, today = self.size, list(self._range.peaks), self._today
             flow = Flow(self._purses, self._holding, self._open_of, today)
             try:
-                for seq in range(size, min(end, size + BATCH)):
+                for seq in range(before, min(end, before + BATCH)):
                     body = next(new)
                     flow.take(seq, decode(body))
                     self._range.append(leaf_hash(body))
                 tables.keep(self._db, flow, self._range, self._purses)
             except BaseException:
-                self._range = CompactRange(size, peaks)
+                self._ahead = None
+                self._range = CompactRange(before, peaks)
                 self._purses = self._balanced()
                 raise
             self._today = flow.today
+        self._ahead = self._ahead if self.size < size else None
 
-    def _bodies(self, end: int) -> Iterator[bytes]:
-        start = self.size
-        if end - start > NEAR:
-            for seq, body in enumerate(self._disk.bodies(end)):
-                if seq >= start:
-                    yield body
-            return
-        for seq in range(start, end):
-            one = self._disk.body(seq)
+    def _bodies(self, size: int) -> Iterator[bytes]:
+        """The entries from here on: few by their number, each a call; for many the whole ledger is walked."""
+        if self._ahead is None and size - self.size > max(NEAR, size // FAR):
+            self._ahead = islice(self._disk.bodies(size), self.size, None)
+        while True:
+            one = next(self._ahead, None) if self._ahead is not None else None
+            if one is None:  # the walk ends where the ledger ended when it began
+                self._ahead, one = None, self._disk.body(self.size)
             if one is None:
-                raise LedgerUnsound(f"entry {seq} is missing")
+                raise LedgerUnsound(f"entry {self.size} is missing")
             yield one
 
     def _balanced(self) -> dict[str, Purse]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -18,6 +19,7 @@ from agent.edges.credentials import Credentials
 from agent.edges.home import BadSite
 from policies.accounts import Account
 from policies.entries import Entry, kind_of
+from policies.figures import rounded_up
 from policies.ledger import State
 from policies.proof import check
 from policies.rdp import epsilon_of
@@ -30,6 +32,8 @@ from protos.web.logins import Logins
 from protos.web.pages import Asked, Pages, Refusal
 
 PAGE: Final = 50
+GRANTS: Final = 100  # that the budget's page shows
+NEW: Final = 1_000  # entries that a page takes into the index itself
 _LEGEND: Final = (("spent", "spent"), ("held", "held for releases under way"), ("left", "left"))
 _YEAR_S: Final = 365 * 86_400
 _DAY_S: Final = 86_400
@@ -113,31 +117,40 @@ def _budget(pages: Pages, desk: Desk) -> None:
     @pages.get("/budget", READERS)
     def budget(asked: Asked) -> Response:
         with said():
-            state = desk.books.read().state
-            curves = tuple(_curves(desk, state))
-        grants = [
-            (name, g.reserved.mechanism, _share(state, g.reserved.account, g.used or g.reserved.amount), g.state)
-            for name, g in state.grants.items()
-        ]
+            store, (index, behind) = desk.books.read(), followed(desk)
+            state = store.state
+            curves = () if behind else tuple(_curves(desk, state, index))
+            with store.exclusive():  # nothing is granted while these are picked
+                granted, of = _granted(state), len(state.grants)
         return asked.page(
             "budget.html",
             accounts=[words.budget(a) for n, a in sorted(state.accounts.items()) if n.startswith(f"{desk.site}/")],
             chart=chart(state, desk.site),
             curves=curves,
-            grants=[(n, words.MECHANISMS.get(m, m), s, how) for n, m, s, how in reversed(grants[-100:])],
-            of=len(grants),
+            grants=granted,
+            of=of,
+            behind=behind,
         )
+
+
+def _granted(state: State) -> list[tuple[str, str, str, str]]:
+    """The newest grants: name, method, how much of its account, and how it stands."""
+    rows = []
+    for name, grant in islice(reversed(state.grants.items()), GRANTS):
+        said = grant.reserved
+        share = _share(state, said.account, grant.used or said.amount)
+        rows.append((name, words.MECHANISMS.get(said.mechanism, said.mechanism), share, grant.state))
+    return rows
 
 
 def _share(state: State, account: str, amount: int) -> str:
     limit = state.accounts[account].limit
-    return f"{words.up(100 * amount / limit, 1):g} %" if limit else "all"
+    return f"{rounded_up(100 * amount / limit, 1):g} %" if limit else "all"
 
 
-def _curves(desk: Desk, state: State) -> Iterator[Any]:
+def _curves(desk: Desk, state: State, index: Index) -> Iterator[Any]:
     """What was gone of each account, day by day, in the last year."""
     now = desk.now().timestamp()
-    index = followed(desk)
     for name, account in sorted(state.accounts.items()):
         if name.rpartition("/")[0] != desk.site:
             continue
@@ -153,15 +166,20 @@ def _curves(desk: Desk, state: State) -> Iterator[Any]:
 
 def _gone(account: Account, amount: int) -> float:
     opened = account.opened
-    return words.up(epsilon_of(amount, float(opened.delta), opened.order), 4) if opened.order else float(amount)
+    return rounded_up(epsilon_of(amount, float(opened.delta), opened.order), 4) if opened.order else float(amount)
 
 
-def followed(desk: Desk) -> Index:
-    """The index, with whatever the ledger has got since."""
+def followed(desk: Desk) -> tuple[Index, str]:
+    """The index, with what little the ledger has got since; what to say where it is behind.
+
+    A page takes a few entries in by itself. Many are taken in the background, see :mod:`policies.follower`.
+    """
     if desk.index is None:
         raise Refusal(503, "The ledger's index is not open.")
-    desk.index.follow()
-    return desk.index
+    if desk.index.follow(NEW):
+        return desk.index, ""
+    held = f"{desk.index.size:,}".replace(",", " ")
+    return desk.index, f"The search is still being prepared: it holds the first {held} entries. Look again soon."
 
 
 def _ledger(pages: Pages, desk: Desk) -> None:
@@ -173,12 +191,12 @@ def _ledger(pages: Pages, desk: Desk) -> None:
         except ValueError:
             raise Refusal(400, "Ask for the entries before a number, or after one.") from None
         with said():
-            store, index = desk.books.read(), followed(desk)
+            store, (index, behind) = desk.books.read(), followed(desk)
             try:
                 found = index.find(query)
             except TooWide as wide:
                 raise Refusal(400, f"{wide}.") from None
-            lines = [store.line(seq) for seq in found.seqs]
+            lines = desk.books.lines(found.seqs)
         kept = {"text": text[:200], "kind": kind}
         ends = (found.seqs[0], found.seqs[-1]) if found.seqs else (0, 0)
         return asked.page(
@@ -190,6 +208,7 @@ def _ledger(pages: Pages, desk: Desk) -> None:
             newer="/ledger?" + urlencode({**kept, "after": str(ends[0])}) if found.newer else "",
             older="/ledger?" + urlencode({**kept, "before": str(ends[1])}) if found.older else "",
             size=store.state.size,
+            behind=behind,
         )
 
     @pages.get("/ledger/{seq}", READERS)

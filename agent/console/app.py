@@ -14,6 +14,7 @@ from agent.console.desk import Desk
 from agent.edges.home import Home
 from agent.edges.reception import Reception
 from policies import governance
+from policies.follower import Follower
 from policies.search import Index
 from protos.web import settings as console_settings
 from protos.web.login_command import FOLDER
@@ -72,6 +73,7 @@ def beside(home: Home, books: Books, log: Any, reception: Reception | None = Non
         return
     with ExitStack() as stack:
         index = stack.enter_context(Index(home.root / INDEX, books.disk))
+        stack.enter_context(Follower(index))
         logins = Logins(home.root / FOLDER)
         desk = Desk(home, books, log, lambda: dt.datetime.now(dt.UTC), reception, index=index)
         serving = stack.enter_context(Serving(pages(desk, settings, logins).guarded(), settings, logins, home.root))

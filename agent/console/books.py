@@ -11,19 +11,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from agent.edges import home as homes
-from agent.edges import projects
+from agent.edges import looking, projects
 from agent.edges.own_ledger import site_policy
+from policies.entries import decode
+from policies.merkle import leaf_hash
 from policies.policy import Policy
 from policies.register import Register
 from policies.sqlite import Sqlite, look, open_sqlite
-from policies.store import Batch, Disk, Head, LedgerStopped, LedgerUnsound, Store
+from policies.store import Batch, Disk, Head, LedgerStopped, LedgerUnsound, Line, Store
 
 if TYPE_CHECKING:
     from agent.desk import Desk as Opened  # torch: two seconds that no page needs
@@ -40,6 +44,9 @@ class Books(Protocol):
 
     def read(self) -> Store:
         """The ledger as of now, to look at. Append nothing to it."""
+
+    def lines(self, seqs: Sequence[int]) -> list[Line]:
+        """Some entries, all at once."""
 
     def disk(self) -> Disk:
         """The ledger's file, to look at: for an index beside it."""
@@ -69,6 +76,10 @@ class Held:
     def read(self) -> Store:
         """The store itself: it may be read from any thread."""
         return self._desk.site.books.store
+
+    def lines(self, seqs: Sequence[int]) -> list[Line]:
+        """Through the connection that is open anyway."""
+        return [self.read().line(seq) for seq in seqs]
 
     def disk(self) -> Disk:
         """The ledger's file, to look at beside the one that this process holds."""
@@ -128,8 +139,12 @@ class _Looking:
 
     def body(self, seq: int) -> bytes | None:
         """One entry."""
+        return self.some((seq,))[0]
+
+    def some(self, seqs: Sequence[int]) -> list[bytes | None]:
+        """Several entries; the file is opened once for all of them."""
         with self._open() as disk:
-            return disk.body(seq)
+            return [disk.body(seq) for seq in seqs]
 
     def envelope(self, digest: bytes) -> bytes | None:
         """The envelope with that SHA-256."""
@@ -150,6 +165,40 @@ class _Looking:
         """Nothing is open."""
 
 
+class _Fold(Store):
+    """The fold of a file that other processes write: what they append is folded behind the rest."""
+
+    def __init__(self, disk: _Looking, origin: str, key: Ed25519PrivateKey) -> None:
+        """Fold all of it. Appends are refused by the disk."""
+        super().__init__(disk, origin, key, _now)
+        self._looking = disk
+        self.at = self._head() if self.state.size else None  # the head that was folded
+
+    def grown(self, head: Head | None) -> bool:
+        """Take what was appended up to ``head``; False: it is not known to go on from here, so fold anew.
+
+        A size tells nothing of what is in a file: another ledger in its place may be just as long. The new entries
+        count only where the tree over the folded ones and them has the root of the head, under this key's seal.
+        """
+        if head is None or self.at is None or head.size < self.at.size:
+            return False
+        bodies = self._looking.some(range(self.at.size, head.size))
+        if None in bodies:
+            return False
+        with self._books:  # no page reads between two entries of a commit
+            for body in bodies:
+                self._tree.append(leaf_hash(body or b""))
+            if self._head() != head:
+                return False
+            try:
+                for body in bodies:
+                    self.state.apply(decode(body or b""))
+            except ValueError:
+                return False
+            self._durable, self.at = head.size, head
+        return True
+
+
 class Lent:
     """The ledger's file, opened to write for as long as one act takes."""
 
@@ -158,14 +207,25 @@ class Lent:
         self._home, self._one, self._opening = home, threading.RLock(), threading.Lock()
         self._disk = _Looking(home.root / "ledger.db", self._opening)
         self._folding = threading.Lock()
-        self._store: Store | None = None
+        self._store: _Fold | None = None
 
     def disk(self) -> Disk:
         """The file, to look at: for an index beside it."""
         return self._disk
 
+    def lines(self, seqs: Sequence[int]) -> list[Line]:
+        """Through one look at the file.
+
+        Raises:
+            LedgerUnsound: an entry is missing.
+        """
+        bodies = dict(zip(seqs, self._disk.some(seqs), strict=True))
+        if missing := [seq for seq, body in bodies.items() if body is None]:
+            raise LedgerUnsound(f"entry {missing[0]} is missing")
+        return [Line(seq, decode(body)) for seq, body in bodies.items() if body is not None]
+
     def read(self) -> Store:
-        """The fold of what is in the file now; folded again when somebody has written.
+        """The fold of what is in the file now: what somebody has appended is added, another history folded anew.
 
         Raises:
             NoLedger: the site has not begun one.
@@ -173,11 +233,12 @@ class Lent:
         """
         with self._folding:
             for attempt in range(_LOOKS):
-                head = self._disk.head()
-                if self._store is not None and head is not None and head.size == self._store.state.size:
-                    return self._store
+                head, known = self._disk.head(), self._store
+                if known is not None and head is not None and (head == known.at or known.grown(head)):
+                    return known
+                self._store = None
                 try:
-                    self._store = Store(self._disk, self._origin(), self._home.sign_key(), _now)
+                    self._store = _Fold(self._disk, self._origin(), self._home.sign_key())
                 except LedgerUnsound:  # perhaps it looked between two parts of somebody's commit
                     if attempt == _LOOKS - 1:
                         raise
@@ -195,11 +256,13 @@ class Lent:
 
         Raises:
             LedgerBusy: another command has; it is said again later.
+            BadSite: it is not the one that the site's vault knows.
         """
         with self._one:
             with self._opening:
                 disk = open_sqlite(self._home.root / "ledger.db")
             with Store(disk, self._origin(), self._home.sign_key(), _now) as store:
+                looking.compare(self._home, store)  # in place of a lost ledger no other one is begun
                 yield store
 
     @contextlib.contextmanager

@@ -91,7 +91,7 @@ def consequences(
         out=tuple(name for name in names if name in left and not persons.isdisjoint(behind[name])),
         retired=len(hit),
         beside=len({who for members in hit for who in members} - persons),
-        unrecorded=sum(name not in behind for name in books.state.releases),
+        unrecorded=sum(name not in behind for name in tuple(books.state.releases)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from starlette.responses import Response
 
@@ -21,6 +22,7 @@ from policies.statement import Approval
 from protos.web.pages import Asked, Pages, Refusal
 
 REFUSE = "refuse"  # what persons sign: refuse RELEASE "SHA-256 REASON"
+DECIDED = 50  # releases that set out, of which the page tells
 _SENDING = "handing the release over"
 _PICTURES = frozenset({"made", "near", "heat"})
 
@@ -47,14 +49,16 @@ def _look(pages: Pages, desk: Desk) -> None:
     def releases(asked: Asked) -> Response:
         with said():
             waiting = desk.waiting()
-            state = desk.books.read().state
+            store = desk.books.read()
             refused = {one.release.release: refusals(desk, one) for one in waiting}
+            with store.exclusive() as state:  # nothing sets out while these are picked
+                decided = tuple(islice(_decided(state), DECIDED))
         return asked.page(
             "releases.html",
             waiting=[(one, refused[one.release.release]) for one in waiting],
             made=words.MECHANISMS,
             errand=desk.errand.told(),
-            decided=tuple(_decided(state))[-50:][::-1],
+            decided=decided,
         )
 
     @pages.get("/releases/{release}", LOOKERS)
@@ -299,8 +303,8 @@ class Decided:
 
 
 def _decided(state: State) -> Iterator[Decided]:
-    """Releases of one site alone that set out, in the order in which they did."""
-    for sent in state.sent.values():
+    """Releases of one site alone that set out, the newest first."""
+    for sent in reversed(state.sent.values()):
         if sent.run:
             continue
         known = state.releases.get(sent.release)

@@ -9,6 +9,7 @@ from typing import Final
 
 from policies.accounts import Account
 from policies.claims import RELATION, UNIT, Claim, Composed, Gaussian, KAnonymous, NoClaim, assumption
+from policies.figures import never_less, rounded_up
 from policies.rdp import epsilon_of
 from policies.review import level_of
 from policies.statement import Release, decimal
@@ -123,17 +124,11 @@ def loss(release: Release) -> str:
 
 def stated(epsilon: float, delta: str) -> str:
     """An epsilon as it may be printed: rounded up, per unit, relation, delta (P1)."""
-    return f"ε = {up(epsilon, 2):g} at δ = {delta}, per {UNIT} ({_relation()})"
+    return f"ε = {never_less(epsilon, 2)} at δ = {delta}, per {UNIT} ({_relation()})"
 
 
 def _relation() -> str:
     return str(RELATION).replace("-", " ").replace("_", " ")
-
-
-def up(number: float, digits: int) -> float:
-    """Rounded up."""
-    scale = 10.0**digits
-    return math.ceil(number * scale - 1e-9) / scale
 
 
 def attacks(release: Release) -> tuple[tuple[str, str, str], ...]:
@@ -214,5 +209,5 @@ def share(account: Account) -> dict[str, float]:
     """Percent of the limit."""
     if not account.limit:
         return {"spent": 100.0, "held": 0.0, "left": 0.0}
-    spent, held = (up(100 * part / account.limit, 1) for part in (account.spent, account.held))
+    spent, held = (rounded_up(100 * part / account.limit, 1) for part in (account.spent, account.held))
     return {"spent": spent, "held": held, "left": max(0.0, math.floor(1000 - 10 * spent - 10 * held) / 10)}

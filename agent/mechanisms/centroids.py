@@ -37,6 +37,7 @@ from policies.claims import (
     SubsampledGaussian,
     UnsupportedClaim,
 )
+from policies.figures import never_less
 
 MISSED: Final = 0.01  # chance, at most, that any cell of fewer than k patients is behind a picture
 FAINT: Final = 0.5  # of R: more noise than that on an average cell's mean, and its picture shows noise
@@ -273,7 +274,9 @@ def noises_for(epsilon: float, delta: float, count_share: float) -> tuple[float,
         claims = GaussianQuery(counts, 1, 1), SubsampledGaussian(1.0, sums, 1)
         if tight_epsilon(claims, delta) <= epsilon:
             return counts, sums
-    raise Unreachable(f"the accountant of record confirms no noise for epsilon {epsilon:g}: take another count_share")
+    raise Unreachable(
+        f"the accountant of record confirms no noise for epsilon {never_less(epsilon)}: take another count_share"
+    )
 
 
 def _least_noise(epsilon: float, delta: float) -> float:
@@ -284,7 +287,7 @@ def _least_noise(epsilon: float, delta: float) -> float:
 
     low, high = LEAST_NOISE, MOST_NOISE
     if not spends(high) <= delta:
-        raise Unreachable(f"no noise up to {MOST_NOISE:g} keeps to epsilon {epsilon:g}")
+        raise Unreachable(f"no noise up to {MOST_NOISE:g} keeps to epsilon {never_less(epsilon)}")
     while high > low * (1.0 + 1e-12):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spends(middle) <= delta else (middle, high)

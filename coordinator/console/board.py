@@ -13,7 +13,7 @@ from typing import Final
 
 from coordinator.edges.feed import ENDS, Event
 from coordinator.plan import Job
-from coordinator.wording import RULES, explain, rounded_up
+from coordinator.wording import RULES, explain, never_less
 from policies.ledger import State
 from policies.rdp import epsilon_of
 
@@ -78,7 +78,7 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "by an operator": ("It was stopped by a person.", "Resume it when it shall go on."),
         "not_granted": (
             "The coordinator's ledger holds no budget of this hospital for the run.",
-            "See its refusals.",
+            "If it was refused, whoever may read refusals finds the rule there.",
         ),
         "stopped": ("The coordinator was stopped.", "The run goes on when it is started again."),
         "resume it with `round resume`": ("It was stopped.", "Resume it when it shall go on."),
@@ -287,4 +287,4 @@ def _spent(used: int, delta: str, order: int) -> str:
     """What a part of a grant's amount means, rounded up."""
     if not used or not order:
         return ""
-    return f"epsilon {rounded_up(epsilon_of(used, float(delta), order), 3):g} at delta {float(delta):g}"
+    return f"epsilon {never_less(epsilon_of(used, float(delta), order), 3)} at delta {never_less(delta)}"

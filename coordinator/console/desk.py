@@ -23,6 +23,7 @@ COMPLIANCE: Final = "compliance"
 HOSPITAL: Final = "hospital"
 AUDITOR: Final = "auditor"
 READERS: Final = frozenset({OPERATOR, RESEARCHER, COMPLIANCE, HOSPITAL, AUDITOR})
+INFORMED: Final = READERS - {RESEARCHER}  # who sees what was refused to any hospital
 
 
 @dataclass(frozen=True, slots=True)

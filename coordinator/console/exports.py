@@ -7,7 +7,7 @@ from typing import Final
 
 from starlette.responses import Response
 
-from coordinator.console.desk import READERS, Desk
+from coordinator.console.desk import INFORMED, READERS, Desk
 from coordinator.edges.reports import REPORTS, Report, make
 from coordinator.reports.document import NoReport
 from policies.ledger import State
@@ -16,6 +16,7 @@ from policies.store import LedgerUnsound
 from protos.web.pages import Asked, Pages, Refusal
 
 _NEWEST: Final = 200  # releases that the page offers; others by their name
+_REFUSALS: Final = frozenset({"denied", "bundle"})  # the bundle holds the whole ledger
 _WORDS: Final = {
     "html": "page",
     "pdf": "PDF",
@@ -40,7 +41,7 @@ def add(pages: Pages, desk: Desk) -> None:
             raise Refusal(404, "The ledger has admitted no release of that name, and no run of it has a model.")
         return asked.page(
             "exports.html",
-            whole=[r for r in REPORTS.values() if not r.about],
+            whole=[r for r in REPORTS.values() if not r.about and _may(asked, r.name)],
             each=offered,
             names=names[:_NEWEST],
             total=len(names),
@@ -52,6 +53,8 @@ def add(pages: Pages, desk: Desk) -> None:
     def download(asked: Asked, name: str, form: str, release: str = "") -> Response:
         if release and not ID.fullmatch(release):
             raise Refusal(404, "That is not the name of a release or run.")
+        if not _may(asked, name):
+            raise Refusal(403, "What was refused is in it, and that is not shown to researchers.")
         if not turn.acquire(timeout=30.0):
             raise Refusal(503, "Another report is being made. Try again in a minute.")
         try:
@@ -63,6 +66,11 @@ def add(pages: Pages, desk: Desk) -> None:
         finally:
             turn.release()
         return asked.download(made.name, made.body, made.media)
+
+
+def _may(asked: Asked, name: str) -> bool:
+    """Whether the person may take a report: what was refused is in some."""
+    return asked.person.role in INFORMED or name not in _REFUSALS
 
 
 def offers(state: State, release: str) -> list[Report]:

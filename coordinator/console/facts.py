@@ -187,20 +187,21 @@ class Model:
     strategy: str
 
 
-def model_of(state: State, run: str, model: bytes, strategy: str) -> Model | None:
+def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: str) -> Model | None:
     """A run's model in words; None while the ledger counts no update for it.
 
     It is no better than the dearest of the updates in it, and than the weakest level among them.
 
     Args:
         state: the fold, under its lock.
-        run: its name.
+        updates: of the run, all that were admitted.
         model: SHA-256, of the last closed round.
         strategy: the job's, as JSON.
     """
-    mine = [a for a in state.releases.values() if a.run == run and (a.run, a.round, a.site) in state.aggregated]
+    mine = [a for a in updates if (a.run, a.round, a.site) in state.aggregated]
     if not mine:
         return None
+    run = mine[0].run
     weakest = max(a.level for a in mine)  # A < A* < B < C
     last: dict[str, dict[str, Admitted]] = {}  # site -> grant -> last update; of several grants in old ledgers alone
     for a in sorted(mine, key=lambda a: a.round):
@@ -248,16 +249,3 @@ def _sum(state: State, last: Sequence[Admitted]) -> float:
 def _opened(state: State, entry: Admitted) -> Opened:
     """The account that paid for a release."""
     return state.accounts[state.grants[entry.grant].reserved.account].opened
-
-
-def matches(entry: Admitted, wanted: Mapping[str, str]) -> bool:
-    """Whether a release was asked for: its site, level and method exactly, and a part of its name."""
-    if not all(wanted.get(name, "") in ("", getattr(entry, name)) for name in ("site", "level", "mechanism")):
-        return False
-    return wanted.get("text", "").strip().lower() in entry.release
-
-
-def choices(entries: Sequence[Admitted]) -> dict[str, list[str]]:
-    """What can be chosen from, as far as there are releases of it."""
-    names = ("site", "level", "mechanism")
-    return {name: sorted({str(getattr(entry, name)) for entry in entries}) for name in names}

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from coordinator.plan import FEDAVG, KEYS, MASKED, PLAIN, BadJob, Decision, Job, SiteCost
 from coordinator.strictjson import json_object
-from coordinator.wording import rounded_down, rounded_up
+from coordinator.wording import never_less, rounded_down, rounded_up
 from policies.claims import RELATION, UNIT
 from policies.statement import canonical
 
@@ -198,11 +198,11 @@ def _real(text: str) -> float:
 
 def _list(text: str) -> list[Any]:
     try:
-        values = json_object(f'{{"list": {text or "null"}}}')
+        read = json_object(f'{{"list": {text or "null"}}}')
     except ValueError:
-        values = {}
-    found = values.get("list")
-    if len(values) != 1 or not isinstance(found, list):
+        read = {}
+    found = read.get("list")
+    if len(read) != 1 or not isinstance(found, list):
         raise ValueError("a JSON list, such as [8, 8]")
     return found
 
@@ -238,8 +238,8 @@ def costs_of(costs: Sequence[SiteCost]) -> list[Cost]:
         Cost(
             c.site,
             c.fits,
-            f"{rounded_up(float(c.epsilon), 3):g}" if c.epsilon else "",
-            f"{float(c.delta):g}" if c.delta else "",
+            never_less(c.epsilon, 3) if c.epsilon else "",
+            never_less(c.delta) if c.delta else "",
             f"{rounded_down(float(c.left_epsilon), 3):g}" if c.left_epsilon else "",
             rounded_up(100 * c.amount / c.left, 1) if c.left > 0 else None,
             c.reason,

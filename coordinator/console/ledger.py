@@ -13,10 +13,10 @@ from urllib.parse import urlencode
 from starlette.responses import Response
 
 from coordinator.console import narrative
-from coordinator.console.desk import READERS, Desk
+from coordinator.console.desk import INFORMED, READERS, Desk
 from coordinator.console.signed import signed
 from coordinator.wording import KINDS, count, explain
-from policies.entries import decode
+from policies.entries import decode, kind_of
 from policies.proof import Proof, check
 from policies.search import COUNTED, Found, Query, Refusals, TooWide
 from policies.store import LedgerUnsound
@@ -25,13 +25,17 @@ from protos.web.pages import Asked, Pages, Refusal
 DAY: Final = 86_400
 NEW: Final = 1_000  # entries that a page takes into the index itself
 PERIODS: Final = (7, 30, 90, 365)
+_LARGEST: Final = 10**15  # of an entry's number; beyond 2^63 SQLite has none
+_REFUSED: Final = "refused"
+_NOT_YOURS: Final = "What was refused is not shown to researchers. A run's page says who is not in it, and why."
+_NO_ENTRY: Final = "There is no such entry, or it is not durable yet."
 _NUMBER: Final = re.compile(r"#?([0-9]{1,15})")
 
 
 def add(pages: Pages, desk: Desk) -> None:
     """The ledger, one entry of it, and the refusals."""
     pages.menu("Ledger", "/ledger", READERS)
-    pages.menu("Refusals", "/refusals", READERS)
+    pages.menu("Refusals", "/refusals", INFORMED)
 
     @pages.get("/ledger", READERS)
     def ledger(  # noqa: PLR0913 - a filter has that many fields
@@ -47,31 +51,31 @@ def add(pages: Pages, desk: Desk) -> None:
     ) -> Response:
         chosen = {"kind": kind, "site": site, "since": since, "until": until, "text": text.strip()}
         with searching():
-            return asked.page("ledger.html", **listing(desk, chosen, before, after))
+            return asked.page("ledger.html", **listing(desk, chosen, _kinds(asked, kind), before, after))
 
     @pages.get("/ledger/{seq}", READERS)
     def entry(asked: Asked, seq: int) -> Response:
         with searching():
-            return asked.page("entry.html", **one(desk, seq))
+            return asked.page("entry.html", **one(desk, seq, _proof(asked, desk, seq)))
 
     @pages.get("/ledger/{seq}/proof.json", READERS)
     def proof(asked: Asked, seq: int) -> Response:
-        return asked.download(f"entry-{seq}-proof.json", proof_of(desk, seq).to_json(), "application/json")
+        return asked.download(f"entry-{seq}-proof.json", _proof(asked, desk, seq).to_json(), "application/json")
 
     @pages.get("/ledger/{seq}/checkpoint", READERS)
     def checkpoint(asked: Asked, seq: int) -> Response:
-        note = proof_of(desk, seq).checkpoint.encode()
+        note = _proof(asked, desk, seq).checkpoint.encode()
         return asked.download("ledger.checkpoint", note, "text/plain; charset=utf-8")
 
     @pages.get("/ledger/{seq}/statement.json", READERS)
     def statement(asked: Asked, seq: int) -> Response:
-        digest = getattr(decode(_shown(desk, seq)).entry, "envelope", b"")
+        digest = getattr(decode(_proof(asked, desk, seq).entry).entry, "envelope", b"")
         raw = desk.store.envelope(digest) if digest else None
         if raw is None:
             raise Refusal(404, f"Entry {seq} rests on no signed statement that is kept here.")
         return asked.download(f"entry-{seq}-statement.json", raw, "application/json")
 
-    @pages.get("/refusals", READERS)
+    @pages.get("/refusals", INFORMED)
     def refusals(asked: Asked, days: int = 7, site: str = "") -> Response:
         with searching():
             return asked.page("refusals.html", **refused(desk, days, site))
@@ -98,10 +102,20 @@ def searching() -> Iterator[None]:
         raise Refusal(503, f"{str(error).capitalize()}. The ledger itself is not touched: look again soon.") from None
 
 
-def listing(desk: Desk, chosen: Mapping[str, str], before: int | None, after: int | None) -> dict[str, Any]:
-    """A page of entries, and what the filter is."""
+def listing(
+    desk: Desk, chosen: Mapping[str, str], kinds: Sequence[str], before: int | None, after: int | None
+) -> dict[str, Any]:
+    """A page of entries, and what the filter is.
+
+    Args:
+        desk: the coordinator's.
+        chosen: the filter's fields.
+        kinds: that may be chosen by the person who looks.
+        before: entries before this number.
+        after: or after this one.
+    """
     behind = follow(desk)
-    query = _query(chosen, before, after)
+    query = _query(chosen, kinds, before, after)
     try:
         found, total = desk.index.find(query), desk.index.count(query)
         problem = ""
@@ -110,18 +124,21 @@ def listing(desk: Desk, chosen: Mapping[str, str], before: int | None, after: in
     with desk.store.exclusive() as state:
         rows = [narrative.row(seq, desk.store.line(seq).record, state) for seq in found.seqs]
         sites, size = sorted(state.sites), state.size
+        jump = _jump(chosen["text"], size)
+        if jump is not None and _REFUSED not in kinds and kind_of(desk.store.line(jump).record.entry) == _REFUSED:
+            jump = None  # as if there were none
     given = {name: value for name, value in chosen.items() if value}
     return {
         "rows": rows,
         "chosen": chosen,
         "filtered": bool(given),
-        "kinds": [("", "everything"), *sorted(KINDS.items(), key=lambda pair: pair[1])],
+        "kinds": [("", "everything"), *sorted(((k, KINDS[k]) for k in kinds), key=lambda pair: pair[1])],
         "sites": [("", "all"), *((name, name) for name in sites)],
         "size": size,
         "total": _total(total),
         "problem": problem,
         "behind": behind,
-        "jump": _jump(chosen["text"], size),
+        "jump": jump,
         "newer": _link(given, after=found.seqs[0]) if found.newer and found.seqs else "",
         "older": _link(given, before=found.seqs[-1]) if found.older and found.seqs else "",
         "newest": _link(given) if before is not None or after is not None else "",
@@ -143,7 +160,20 @@ def _jump(text: str, size: int) -> int | None:
     return int(match[1]) if match and int(match[1]) < size else None
 
 
-def _query(chosen: Mapping[str, str], before: int | None, after: int | None) -> Query:
+def _kinds(asked: Asked, kind: str) -> tuple[str, ...]:
+    """The kinds of entries that a person may choose from: refusals are for those who are told of them.
+
+    Raises:
+        Refusal: the person chose another kind.
+    """
+    if asked.person.role in INFORMED:
+        return tuple(KINDS)
+    if kind == _REFUSED:
+        raise Refusal(403, _NOT_YOURS)
+    return tuple(name for name in KINDS if name != _REFUSED)
+
+
+def _query(chosen: Mapping[str, str], kinds: Sequence[str], before: int | None, after: int | None) -> Query:
     """What the filter asks for.
 
     Raises:
@@ -152,12 +182,13 @@ def _query(chosen: Mapping[str, str], before: int | None, after: int | None) -> 
     kind = chosen["kind"]
     if kind and kind not in KINDS:
         raise Refusal(400, "There is no such kind of entry.")
+    if any(abs(number) > _LARGEST for number in (before, after) if number is not None):
+        raise Refusal(400, "No entry has that number.")
     until = _day(chosen["until"])
     ends = None if until is None else until + DAY
+    wanted = (kind,) if kind else tuple(kinds) if len(kinds) < len(KINDS) else ()
     try:
-        return Query(
-            (kind,) if kind else (), chosen["site"], _day(chosen["since"]), ends, chosen["text"], before, after
-        )
+        return Query(wanted, chosen["site"], _day(chosen["since"]), ends, chosen["text"], before, after)
     except ValueError as error:
         raise Refusal(400, f"The page cannot be found: {error}.") from None
 
@@ -172,13 +203,16 @@ def _day(text: str) -> int | None:
         raise Refusal(400, "A date is written as in 2026-01-31.") from None
 
 
-def _shown(desk: Desk, seq: int) -> bytes:
-    """An entry's bytes, as the ledger shows them.
+def _proof(asked: Asked, desk: Desk, seq: int) -> Proof:
+    """One entry with its proof, for a person.
 
     Raises:
-        Refusal: there is no such entry.
+        Refusal: there is no such entry; for a person who is told of no refusal, one is answered in the same way.
     """
-    return proof_of(desk, seq).entry
+    proof = proof_of(desk, seq)
+    if asked.person.role not in INFORMED and kind_of(decode(proof.entry).entry) == _REFUSED:
+        raise Refusal(404, _NO_ENTRY)
+    return proof
 
 
 def proof_of(desk: Desk, seq: int) -> Proof:
@@ -189,14 +223,13 @@ def proof_of(desk: Desk, seq: int) -> Proof:
     """
     shown = desk.store.prove(0, seq) if 0 <= seq < 1 << 62 else None
     if shown is None or not shown.entry:
-        raise Refusal(404, "There is no such entry, or it is not durable yet.")
+        raise Refusal(404, _NO_ENTRY)
     return check(seq, shown.entry, shown.included, shown.checkpoint, (desk.store.origin, desk.store.public))
 
 
-def one(desk: Desk, seq: int) -> dict[str, Any]:
+def one(desk: Desk, seq: int, proof: Proof) -> dict[str, Any]:
     """One entry in words, its signed statement and its proof."""
     behind = follow(desk)
-    proof = proof_of(desk, seq)
     record = decode(proof.entry)
     with desk.store.exclusive() as state:
         line = narrative.row(seq, record, state)

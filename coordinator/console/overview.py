@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from coordinator.console import alarms, budgets
 from coordinator.console.alarms import DAY, Head
-from coordinator.console.desk import READERS, Desk
+from coordinator.console.desk import INFORMED, READERS, Desk
 from coordinator.console.keys import keys_of
 from coordinator.console.ledger import NEW, rules_of, searching
-from coordinator.console.proposals import Proposal, proposal_of
+from coordinator.console.proposals import proposals_of
 from coordinator.edges.witnesses import Witnesses
 from policies.ledger import State
 from policies.merkle import cosigners
@@ -46,21 +46,27 @@ def add(pages: Pages, desk: Desk) -> None:
     @pages.get("/", READERS)
     def overview(asked: Asked) -> Response:
         with searching():
-            return asked.page("overview.html", **facts(desk, asked.person.name))
+            return asked.page("overview.html", **facts(desk, asked.person.name, asked.person.role in INFORMED))
 
     budgets.add(pages, desk)
 
 
-def facts(desk: Desk, me: str) -> dict[str, Any]:
-    """Everything that the page shows."""
+def facts(desk: Desk, me: str, told: bool) -> dict[str, Any]:
+    """Everything that the page shows.
+
+    Args:
+        desk: the coordinator's.
+        me: who looks.
+        told: whether that person sees what was refused.
+    """
     now = int(desk.now().timestamp())
     level = _level(desk)
     since = (now // DAY - RECENT_DAYS + 1) * DAY
-    refusals = desk.index.refusals(since, now + DAY)
+    refusals = desk.index.refusals(since, now + DAY) if told else []
     with desk.store.exclusive() as state:
         accounts = budgets.budgets_of(state)
         sites, heads = _sites(desk, state)
-        waiting = _waiting(desk, state, me)
+        open_ones = proposals_of(state, desk.store.envelope, me, (LISTED, 0))
         found = [
             *alarms.of_ledger(state, desk.store.stopped),
             *alarms.of_certificates(
@@ -85,10 +91,11 @@ def facts(desk: Desk, me: str) -> dict[str, Any]:
         "sites": sites,
         "online": sum(row.state == "online" for row in sites),
         "members": sum(row.state != "revoked" for row in sites),
-        "waiting": waiting[:LISTED],
-        "open": len(waiting),
+        "waiting": open_ones.waiting,
+        "open": len(open_ones.waiting) + open_ones.more,
         "rules": rules_of(refusals, first)[:LISTED],
-        "refused": _refused(desk, since),
+        "refused": _refused(desk, since) if told else 0,
+        "told": told,
         "recent_days": RECENT_DAYS,
         "size": size,
         "at": now,
@@ -159,10 +166,3 @@ def _cosigned(desk: Desk, state: State) -> dict[str, int]:
         for site in cosigners(note, {name: keys[name] for name in names & keys.keys()}):
             found[site] = max(found.get(site, 0), int(lines[1]))
     return found
-
-
-def _waiting(desk: Desk, state: State, me: str) -> list[Proposal]:
-    """Proposals that are not carried out, the newest first."""
-    serials = list(dict.fromkeys([*state.asked, *state.proposals]))
-    wanted = [s for s in reversed(serials) if s not in state.proposals or not state.proposals[s].used]
-    return [p for s in wanted if (p := proposal_of(state, desk.store.envelope, me, s)) is not None]

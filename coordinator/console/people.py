@@ -29,7 +29,7 @@ from coordinator.console.proposals import (
 )
 from policies import governance
 from policies.entries import InvalidEntry
-from policies.ledger import KeyReused
+from policies.ledger import KeyReused, waiver
 from policies.office import APPROVING, ASKING
 from policies.statement import ID
 from protos.web.pages import Asked, Pages, Refusal
@@ -37,6 +37,7 @@ from protos.web.pages import Asked, Pages, Refusal
 _Out = TypeVar("_Out")
 APPROVERS: Final = frozenset({COMPLIANCE, HOSPITAL})
 DOERS: Final = frozenset({OPERATOR, COMPLIANCE, HOSPITAL})  # what was approved may be carried out by any of these
+MOST_OPEN: Final = 100  # open proposals that are shown
 MOST_DONE: Final = 20  # closed proposals that are shown
 
 
@@ -56,7 +57,7 @@ def _look(pages: Pages, desk: Desk) -> None:
     def people(asked: Asked) -> Response:
         with desk.store.exclusive() as state:
             persons = persons_of(state, _pinned(desk))
-            proposals = proposals_of(state, desk.store.envelope, asked.person.name, MOST_DONE)
+            proposals = proposals_of(state, desk.store.envelope, asked.person.name, (MOST_OPEN, MOST_DONE))
             office = sorted(state.office())
         return asked.page(
             "people.html",
@@ -64,8 +65,9 @@ def _look(pages: Pages, desk: Desk) -> None:
             roles=ROLES,
             office=office,
             lacking=sorted(APPROVING - set(office)),
-            waiting=[p for p in proposals if not p.done],
-            done=[p for p in proposals if p.done],
+            waiting=proposals.waiting,
+            more=proposals.more,
+            done=proposals.done,
             enrolments=desk.authority.enrolments(),
             sites=sites_of(desk.store, desk.now()),
             keys=keys_of(desk.home, desk.store),
@@ -118,12 +120,13 @@ def _ask(pages: Pages, desk: Desk) -> None:
 
     @pages.post("/people/first", {OPERATOR})
     def first(asked: Asked) -> Response:
-        role, _, key = asked.form["value"].partition(" ")
+        name, (role, _, key) = asked.form["subject"], asked.form["value"].partition(" ")
         if not _first(desk, role):
             raise Refusal(409, "There is somebody in that role: ask for it, and let others approve.")
-        _refusing(lambda: governance.appoint(desk.store, asked.form["subject"], role, _raw(key)))
+        _refusing(lambda: _appointing(desk, name, {"role": role, "key": key}))  # nobody approves a name that is none
+        _refusing(lambda: governance.appoint(desk.store, name, role, _raw(key)))
         desk.log.warning("appointed_first", state=role)
-        return asked.go("/people", f"{asked.form['subject']} is the first {role}; the ledger says so to everybody.")
+        return asked.go("/people", f"{name} is the first {role}; the ledger says so to everybody.")
 
 
 def _decide(pages: Pages, desk: Desk) -> None:
@@ -277,7 +280,7 @@ def _words_of(desk: Desk, action: str, values: Mapping[str, str]) -> tuple[str, 
         return subject, waiting[subject]
     if subject not in state.waiting:
         raise InvalidEntry("nothing is awaited from that hospital")
-    return subject, str(state.epoch)
+    return subject, waiver(state.epoch, state.nonce)
 
 
 def _appointing(desk: Desk, subject: str, values: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from coordinator.console.bindings import Change, Row, Version, changes, compare
 from coordinator.console.desk import READERS, Desk
 from policies.audit import open_envelope
 from policies.entries import Amended, Enrolled
+from policies.figures import never_less
 from policies.policy import Policy, PolicyError, parse, strictest
 from policies.search import Query
 from policies.statement import Amendment, Enrolment
@@ -155,8 +156,13 @@ def _purses(desk: Desk, site: str, both: Policy) -> list[Purse]:
                 continue
             if account.opened.order:
                 bound = float(account.epsilon) > both.epsilon
-                delta = f"at delta {float(account.opened.delta):g}"
-                row = Purse(name, f"epsilon {float(account.epsilon):g} {delta}", f"epsilon {both.epsilon:g}", bound)
+                delta = f"at delta {never_less(account.opened.delta)}"
+                row = Purse(
+                    name,
+                    f"epsilon {never_less(account.epsilon)} {delta}",
+                    f"epsilon {never_less(both.epsilon)}",
+                    bound,
+                )
             else:
                 most = both.max_releases_per_patient
                 row = Purse(name, f"{account.limit} per patient", f"{most} per patient", account.limit > most)

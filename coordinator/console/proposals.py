@@ -7,13 +7,14 @@ the roles (:mod:`policies.office`), and whatever a page offers is refused there 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from policies import governance
 from policies.entries import InvalidEntry
+from policies.figures import never_less
 from policies.ledger import State
 from policies.office import APPROVING, ASKING
 from policies.statement import Approval, Request
@@ -103,24 +104,36 @@ def persons_of(state: State, pinned: frozenset[str]) -> list[PersonRow]:
     return sorted(out, key=lambda row: (not row.in_office, row.role, row.name))
 
 
-def proposals_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, most_done: int) -> list[Proposal]:
-    """The proposals, the newest first: all that wait, and so many that are done.
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The newest proposals, and how many there are beside them."""
+
+    waiting: tuple[Proposal, ...]
+    more: int  # that wait too; anybody who may ask can add to them, and none is withdrawn
+    done: tuple[Proposal, ...]
+
+
+def proposals_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, most: tuple[int, int]) -> Listing:
+    """The proposals, the newest first.
 
     Args:
         state: the fold, under its lock.
         envelope: the sealed statement of a digest.
         me: who looks.
-        most_done: so many of those that are closed.
+        most: so many that wait, and so many that are closed.
     """
-    out, left = list[Proposal](), most_done
-    for serial in reversed(list(dict.fromkeys([*state.asked, *state.proposals]))):
-        kept = state.proposals.get(serial)
-        done = kept is not None and kept.used
-        left -= done
-        found = proposal_of(state, envelope, me, serial) if not done or left >= 0 else None
-        if found is not None:
-            out.append(found)
-    return out
+    serials = list(dict.fromkeys([*state.asked, *state.proposals]))[::-1]
+    closed = {serial for serial, kept in state.proposals.items() if kept.used}
+    waiting, done = ([s for s in serials if (s in closed) is over] for over in (False, True))
+    shown = [_readable(state, envelope, me, some) for some in (waiting[: most[0]], done[: most[1]])]
+    return Listing(shown[0], max(0, len(waiting) - most[0]), shown[1])
+
+
+def _readable(
+    state: State, envelope: Callable[[bytes], bytes | None], me: str, serials: Sequence[str]
+) -> tuple[Proposal, ...]:
+    """Those whose words can be read."""
+    return tuple(p for s in serials if (p := proposal_of(state, envelope, me, s)) is not None)
 
 
 def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, serial: str) -> Proposal | None:
@@ -233,7 +246,7 @@ def _limit(account: str, value: str, state: State) -> str:
         )
     return (
         f"the lifetime budget of {site} becomes epsilon {value} per patient (add or remove one patient, delta "
-        f"{float(opened.delta):g}); today it is epsilon {known.epsilon}"
+        f"{never_less(opened.delta)}); today it is epsilon {known.epsilon}"
     )
 
 

@@ -12,8 +12,9 @@ from starlette.responses import Response, StreamingResponse
 
 from coordinator.console.bindings import size_of
 from coordinator.console.desk import READERS, Desk
-from coordinator.console.facts import Attack, Facts, Model, choices, facts_of, matches, model_of
+from coordinator.console.facts import Attack, Facts, Model, facts_of, model_of
 from coordinator.console.goods import Goods, NotVouched, Place, pieces
+from coordinator.console.listed import Listed
 from coordinator.plan import Job
 from coordinator.promises import release_in
 from policies.entries import Admitted, RoundClosed
@@ -42,14 +43,14 @@ class Shown:
 
 def add(pages: Pages, desk: Desk) -> None:
     """The pages."""
-    goods = Goods(desk.shelf.root)
+    goods, listed = Goods(desk.shelf.root), Listed()
     pages.menu("Releases", "/releases", READERS)
-    _listed(pages, desk)
-    _one(pages, desk, goods)
-    _files(pages, desk, goods)
+    _listed(pages, desk, listed)
+    _one(pages, desk, goods, listed)
+    _files(pages, desk, goods, listed)
 
 
-def _listed(pages: Pages, desk: Desk) -> None:
+def _listed(pages: Pages, desk: Desk, listed: Listed) -> None:
     """All of them, newest first."""
 
     @pages.get("/releases", READERS)
@@ -58,31 +59,27 @@ def _listed(pages: Pages, desk: Desk) -> None:
     ) -> Response:
         wanted = {"site": site, "level": level, "mechanism": mechanism, "text": text}
         with desk.store.exclusive() as state:
-            alone = [entry for entry in state.releases.values() if not entry.run]
-            found = [entry for entry in reversed(alone) if matches(entry, wanted)]
-            last = max(1, -(-len(found) // PER_PAGE))
-            page = min(max(1, page), last)
-            cut = found[(page - 1) * PER_PAGE : page * PER_PAGE]
-            shown = [_facts(desk, state, entry) for entry in cut]
+            sheet = listed.sheet(state, wanted, page, PER_PAGE)
+            shown = [_facts(desk, state, entry) for entry in sheet.entries]
         return asked.page(
             "releases.html",
             releases=shown,
             wanted=wanted,
-            choices=choices(alone),
-            total=len(found),
-            every=len(alone),
-            page=page,
-            last=last,
-            models=_models(desk) if page == 1 and not any(wanted.values()) else [],
+            choices=sheet.choices,
+            total=sheet.total,
+            every=sheet.every,
+            page=sheet.page,
+            last=sheet.last,
+            models=_models(desk, listed) if sheet.page == 1 and not any(wanted.values()) else [],
         )
 
 
-def _one(pages: Pages, desk: Desk, goods: Goods) -> None:
+def _one(pages: Pages, desk: Desk, goods: Goods, listed: Listed) -> None:
     """One release, or a run's model."""
 
     @pages.get("/releases/{release}", READERS)
     def release(asked: Asked, release: str, sheet: int = 1) -> Response:
-        found = _find(desk, release)
+        found = _find(desk, listed, release)
         if isinstance(found, Model):
             there = goods.there(release, found.facts.file)
             rows = [(part.site, part.rounds, part.level, part.epsilon or "none") for part in found.parts]
@@ -105,7 +102,7 @@ def _one(pages: Pages, desk: Desk, goods: Goods) -> None:
 
     @pages.get("/releases/{release}/pictures/{index}", READERS)
     def picture(asked: Asked, release: str, index: int) -> Response:
-        facts = _find(desk, release)
+        facts = _find(desk, listed, release)
         if not isinstance(facts, Facts) or not facts.pictures or facts.run:
             raise Refusal(404, _GONE)
         try:
@@ -114,12 +111,12 @@ def _one(pages: Pages, desk: Desk, goods: Goods) -> None:
             raise Refusal(404, f"{str(refusal).capitalize()}.") from None
 
 
-def _files(pages: Pages, desk: Desk, goods: Goods) -> None:
+def _files(pages: Pages, desk: Desk, goods: Goods, listed: Listed) -> None:
     """What can be taken away."""
 
     @pages.get("/releases/{release}/artifact", READERS)
     def artifact(asked: Asked, release: str) -> Response:
-        found = _find(desk, release)
+        found = _find(desk, listed, release)
         facts = found.facts if isinstance(found, Model) else found
         if facts.run and not isinstance(found, Model):
             raise Refusal(404, "An update of a run is not kept by itself: take the run's model.")
@@ -134,7 +131,7 @@ def _files(pages: Pages, desk: Desk, goods: Goods) -> None:
 
     @pages.get("/releases/{release}/statement", READERS)
     def statement(asked: Asked, release: str) -> Response:
-        facts = _find(desk, release)
+        facts = _find(desk, listed, release)
         body = None if isinstance(facts, Model) else desk.store.envelope(bytes.fromhex(facts.statement))
         if body is None:
             raise Refusal(404, _GONE)
@@ -146,7 +143,7 @@ def _bar(test: Attack) -> Bar:
     return Bar(test.name, (Part(test.kind, test.value),), 100.0, f"{test.says}; {test.wanted}")
 
 
-def _find(desk: Desk, name: str) -> Facts | Model:
+def _find(desk: Desk, listed: Listed, name: str) -> Facts | Model:
     """A release, or a finished run's model, of that name.
 
     Raises:
@@ -156,7 +153,7 @@ def _find(desk: Desk, name: str) -> Facts | Model:
         entry = state.releases.get(name)
         if entry is not None:
             return _facts(desk, state, entry)
-    found = _model_of(desk, name) if ID.fullmatch(name) else None
+    found = _model_of(desk, listed, name) if ID.fullmatch(name) else None
     if found is None:
         raise Refusal(404, _GONE)
     return found
@@ -172,26 +169,26 @@ def _facts(desk: Desk, state: State, entry: Admitted) -> Facts:
     return facts_of(entry, opened, said)
 
 
-def _models(desk: Desk) -> list[Model]:
+def _models(desk: Desk, listed: Listed) -> list[Model]:
     """The models of finished runs, by name."""
     jobs = [job for job, state in desk.runs.known() if state == "finished"]
-    return [model for job in jobs if (model := _model(desk, job)) is not None]
+    return [model for job in jobs if (model := _model(desk, listed, job)) is not None]
 
 
-def _model_of(desk: Desk, run: str) -> Model | None:
+def _model_of(desk: Desk, listed: Listed, run: str) -> Model | None:
     """The model of the finished run of that name; None if there is none."""
     jobs = [job for job, state in desk.runs.known() if job.run == run and state == "finished"]
-    return _model(desk, jobs[0]) if jobs else None
+    return _model(desk, listed, jobs[0]) if jobs else None
 
 
-def _model(desk: Desk, job: Job) -> Model | None:
+def _model(desk: Desk, listed: Listed, job: Job) -> Model | None:
     """A finished run's model: the one of its last closed round, by the ledger's entry; None if there is none."""
     lines = desk.store.answer(f"round-{job.run}-{job.rounds}")
     entry = lines[0].record.entry if lines else None
     if not isinstance(entry, RoundClosed):
         return None
     with desk.store.exclusive() as books:
-        return model_of(books, job.run, entry.model, job.strategy)
+        return model_of(books, listed.of_run(books, job.run), entry.model, job.strategy)
 
 
 def _sheet(goods: Goods, facts: Facts, page: int) -> Shown:

@@ -1,8 +1,8 @@
 """Every report and certificate from a coordinator's directory: what there is, in which forms, and how it is made.
 
 The ledger is read as ``ledger export`` reads it, also while the coordinator serves, and everything is made from that
-one snapshot under one signed checkpoint. For the command line and for the console alike: :data:`REPORTS`,
-:func:`snapshot`, :func:`make`.
+one snapshot under one signed checkpoint: every entry is read again, and none taken from the search index, which
+nobody signed. For the command line and for the console alike: :data:`REPORTS`, :func:`snapshot`, :func:`make`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,13 @@ def snapshot(home: Home, now: dt.datetime) -> tuple[bytes, Books]:
     return raw, books_of(raw, home.policy_text(), now, filled)
 
 
-def make(home: Home, name: str, form: str, release: str, now: dt.datetime) -> Made:
+def _unheard(_what: str) -> None:
+    """Nobody watches."""
+
+
+def make(
+    home: Home, name: str, form: str, release: str, now: dt.datetime, *, step: Callable[[str], None] = _unheard
+) -> Made:
     """One report in one form.
 
     Args:
@@ -170,6 +176,7 @@ def make(home: Home, name: str, form: str, release: str, now: dt.datetime) -> Ma
         form: one of the report's.
         release: which release or run it is about, where it is about one.
         now: stands in it.
+        step: is told what is done next, before each part that takes long where the ledger is long.
     Raises:
         NoReport: no such report, form or release; the text says what there is.
         BadKeyFile, LedgerUnsound: the ledger's key or the ledger cannot be used.
@@ -183,7 +190,9 @@ def make(home: Home, name: str, form: str, release: str, now: dt.datetime) -> Ma
         raise NoReport(f"{known.name} is about {'one release: name it' if known.about else 'the whole ledger'}")
     if release and not ID.fullmatch(release):
         raise NoReport("that is not the name of a release or run")
+    step("reading the ledger")
     raw, books = snapshot(home, now)
+    step(f"making {name} of {books.source.size} entries")
     stem = f"{name}-{release}" if release else name
     return Made(f"{stem}.{form}", _body(home, raw, books, (name, form, release)), _MEDIA[form])
 

@@ -1,4 +1,4 @@
-"""What every report is made from: one export of the ledger, folded once, and what only the controller can know. Pure.
+"""What every report is made from: one export of the ledger, and what only the controller can know. Pure.
 
 The facts of a release are those of its certificate: derived from its entries and the site's sealed statement by
 :func:`policies.attest.derive`, which recomputes every epsilon (P11). A report is made of nothing else.
@@ -10,25 +10,26 @@ import datetime as dt
 import hashlib
 import re
 import tomllib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from coordinator.promises import evidence, promise
 from coordinator.reports.document import NoReport, Source
-from coordinator.wording import LEVELS, MECHANISMS, RELATIONS, rounded_up, utc
+from coordinator.reports.told import Placed, Told
+from coordinator.wording import LEVELS, MECHANISMS, RELATIONS, never_less, utc
 from policies.attest import derive, resting
 from policies.audit import open_envelope
-from policies.entries import Admitted, Amended, Enrolled, Opened, Record, Recovered, Reserved, RoundClosed, decode
+from policies.claims import RELATION, UNIT
+from policies.entries import Admitted, InvalidEntry, Record, RoundClosed, decode
 from policies.export import Export, Unsound
 from policies.ledger import State
 from policies.merkle import open_checkpoint
 from policies.policy import Policy, PolicyError
 from policies.policy import parse as parse_policy
 from policies.statement import Amendment, Enrolment, parse
-from policies.view import as_json
 
+UNIT_OF: Final[Mapping[str, str]] = {"unit": UNIT, "relation": RELATION}  # of every epsilon of a ledger
 _LONGEST: Final = 2_000
 _KINDS: Final = frozenset({"", "Government", "Industry", "Nonprofit"})  # those of the deployments registry's schema
 _DAY: Final = re.compile(r"(\d{4}-\d{2}-\d{2})?")
@@ -172,8 +173,8 @@ def stated(epsilon: Mapping[str, Any] | None) -> str:
     """An epsilon of a certificate, rounded up, with unit, relation, delta and order; "" without one."""
     if not epsilon:
         return ""
-    where = f"delta {float(epsilon['delta']):g} {per(epsilon)}"
-    said = f"epsilon {rounded_up(float(epsilon['value']), 2):g} at {where}; Rényi filter of order {epsilon['order']}"
+    where = f"delta {never_less(epsilon['delta'])} {per(epsilon)}"
+    said = f"epsilon {never_less(epsilon['value'], 2)} at {where}; Rényi filter of order {epsilon['order']}"
     return said + together(epsilon)
 
 
@@ -203,14 +204,29 @@ class Books:
     """One ledger as of one signed head."""
 
     export: Export
-    records: tuple[Record, ...]
-    state: State
-    ledger: Mapping[str, Any]  # as policies.view gives it
+    told: Told  # what its entries say; each part is worked out when a report asks for it
     source: Source
     made: dt.datetime
     federation: Policy | None
     policies: Mapping[str, Policy]  # each site's own, of today
     particulars: Particulars = field(default_factory=Particulars)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Every entry, decoded."""
+        return self.told.records
+
+    @property
+    def state(self) -> State:
+        """The fold of every entry.
+
+        Raises:
+            NoReport: they do not fold.
+        """
+        try:
+            return self.told.fold.state
+        except InvalidEntry as error:
+            raise NoReport(f"the ledger does not fold: {error}") from None
 
     def items(self) -> Iterator[Item]:
         """Every admitted release and every run's model, oldest first.
@@ -219,60 +235,46 @@ class Books:
             NoReport: the ledger holds one that its own statement contradicts.
         """
         seen: set[str] = set()
-        places = self._places()
         for record in self.records:
             entry = record.entry
             name = entry.run if isinstance(entry, RoundClosed) else ""
             name = entry.release if isinstance(entry, Admitted) and not entry.run else name
             if name and name not in seen:
                 seen.add(name)
-                yield self._item(name, places)
+                yield self._item(name, self._placed(name))
 
     def item(self, name: str) -> Item:
-        """One of them.
+        """One of them, without a look at what has nothing to do with it.
 
         Raises:
             NoReport: the ledger has admitted nothing of that name.
         """
-        return self._item(name, self._places())
+        return self._item(name, self.told.about(name))
 
-    def _item(self, name: str, places: Mapping[str, set[int]]) -> Item:
+    def _placed(self, name: str) -> list[Placed]:
+        places = self.told.places
         seqs = set(places[f"name {name}"])
         for seq in places[f"name {name}"]:
             entry = self.records[seq].entry
             if isinstance(entry, Admitted):
                 seqs |= places[f"grant {entry.grant}"] | places[f"site {entry.site}"]
+        return [(seq, self.records[seq]) for seq in sorted(seqs)]
+
+    def _item(self, name: str, near: Sequence[Placed]) -> Item:
         try:
-            wanted = resting(name, [(seq, self.records[seq]) for seq in sorted(seqs)])
+            wanted = resting(name, near)
             return Item(name, derive(name, wanted, self.behind(wanted)))
         except Unsound as error:
             raise NoReport(f"{name}: {error}") from None
 
-    def behind(self, wanted: Sequence[tuple[int, Record]]) -> list[bytes]:
+    def behind(self, wanted: Sequence[Placed]) -> list[bytes]:
         """The sealed statements that entries of this kind rest on, in the order of their digests."""
         digests = {r.entry.envelope for _, r in wanted if isinstance(r.entry, Admitted)}
-        return [raw for raw in self.export.envelopes if hashlib.sha256(raw).digest() in digests]
-
-    def _places(self) -> defaultdict[str, set[int]]:
-        """Where the entries are that releases rest on: by the release or run, the grant, the site."""
-        places: defaultdict[str, set[int]] = defaultdict(set)
-        for seq, record in enumerate(self.records):
-            entry = record.entry
-            if isinstance(entry, Admitted):
-                places[f"name {entry.run or entry.release}"].add(seq)
-            elif isinstance(entry, RoundClosed):
-                places[f"name {entry.run}"].add(seq)
-            elif isinstance(entry, Reserved | Recovered):
-                places[f"grant {entry.grant}"].add(seq)
-            elif isinstance(entry, Enrolled):
-                places[f"site {entry.site}"].add(seq)
-            elif isinstance(entry, Opened):
-                places[f"site {entry.account.rpartition('/')[0]}"].add(seq)
-        return places
+        return [self.told.envelopes[digest] for digest in sorted(digests) if digest in self.told.envelopes]
 
 
 def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Particulars | None = None) -> Books:
-    """Fold an export.
+    """The books of an export; nothing is folded before a report asks for it.
 
     Args:
         raw: the export, whose checkpoint is verified under its own key.
@@ -280,36 +282,25 @@ def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Partic
         made: when, for the report's foot.
         particulars: what the controller filled in.
     Raises:
-        Unsound, NoReport: the export is not one, or its entries do not fold.
+        Unsound, NoReport: the export is not one, or a policy in it is none.
     """
     export = Export.parse(raw)
     head = open_checkpoint(export.checkpoint, export.public)
-    records = tuple(decode(body) for body in export.entries)
-    state = State()
-    for record in records:
-        state.apply(record)
-    until = utc(records[-1].at) if records else ""
+    told = Told(export.entries, export.envelopes)
+    until = utc(decode(export.entries[-1]).at) if export.entries else ""
     key = hashlib.sha256(export.public).hexdigest()
     source = Source(head.origin, head.size, head.root.hex(), key, until, f"{made:%Y-%m-%d %H:%M}")
     policy = parse_policy(federation, "policy.toml") if federation else None
-    ledger = as_json(head.origin, records)
-    own = _policies(export, records)
-    return Books(export, records, state, ledger, source, made, policy, own, particulars or Particulars())
+    return Books(export, told, source, made, policy, _policies(told), particulars or Particulars())
 
 
-def _policies(export: Export, records: Sequence[Record]) -> dict[str, Policy]:
+def _policies(told: Told) -> dict[str, Policy]:
     """Each site's policy of today, as it signed it."""
-    newest: dict[str, bytes] = {}
-    for record in records:
-        if isinstance(record.entry, Enrolled | Amended):
-            newest[record.entry.site] = record.entry.envelope
-    wanted = {digest: site for site, digest in newest.items()}
     found: dict[str, Policy] = {}
-    for raw in export.envelopes:
-        site = wanted.get(hashlib.sha256(raw).digest())
-        if site is None:
+    for site, digest in sorted(told.policies().items(), key=lambda pair: pair[1]):
+        if digest not in told.envelopes:
             continue
-        said = parse(open_envelope(raw, None))  # its signature was verified when it was appended
+        said = parse(open_envelope(told.envelopes[digest], None))  # its signature was verified when it was appended
         try:
             if isinstance(said, Enrolment | Amendment):
                 found[site] = parse_policy(said.policy, f"policy of {site}")

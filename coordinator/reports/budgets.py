@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.reports.books import Books, per
+from coordinator.reports.books import UNIT_OF, Books, per
 from coordinator.reports.document import Block, Curve, Document, Facts, Line, Section, Table, Text
-from coordinator.wording import MECHANISMS, count, rounded_down, rounded_up, utc
-from policies.entries import Entry, Waived
-from policies.ledger import State
+from coordinator.wording import MECHANISMS, count, never_less, rounded_down, rounded_up, utc
 from policies.rdp import epsilon_of
 
 _WHOLE = (
@@ -25,42 +22,20 @@ _WHOLE = (
 
 def burn_down(books: Books) -> Document:
     """Each account's way from full to empty."""
-    history, accounts = _history(books), books.ledger["accounts"]
+    count_of, accounts = len(books.state.sites), books.told.accounts
+    history = books.told.fold.history
     sections = [Section("How to read this", (Text(_WHOLE),))]
     sections += [_account(books, account, history[account["account"]]) for account in accounts]
     if not accounts:
         sections.append(Section("Accounts", (Text("No hospital has a budget yet."),)))
     told = [{**a, "history": [_moment(*m) for m in history[a["account"]]]} for a in accounts]
-    data = {"unit": books.ledger["unit"], "relation": books.ledger["relation"], "accounts": told}
-    summary = f"{count(len(accounts), 'account')} of {count(len(books.state.sites), 'hospital')}."
+    data = {**UNIT_OF, "accounts": told}
+    summary = f"{count(len(accounts), 'account')} of {count(count_of, 'hospital')}."
     return Document("burn-down", "How the privacy budgets were used", summary, tuple(sections), books.source, data)
 
 
 def _moment(at: int, spent: int, held: int, limit: int) -> dict[str, int]:
     return {"at": at, "spent": spent, "held": held, "limit": limit}
-
-
-def _history(books: Books) -> defaultdict[str, list[tuple[int, int, int, int]]]:
-    """Account -> (time, spent, held, limit) whenever one of them changed."""
-    out: defaultdict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
-    state = State()
-    for record in books.records:
-        state.apply(record)
-        for name in _touched(record.entry, state):
-            account = state.accounts[name]
-            now = (account.spent, account.held, account.limit)
-            if not out[name] or out[name][-1][1:] != now:
-                out[name].append((record.at, *now))
-    return out
-
-
-def _touched(entry: Entry, state: State) -> list[str]:
-    """The accounts that an entry may change."""
-    if isinstance(entry, Waived):
-        return [name for name in state.accounts if name.rpartition("/")[0] == entry.site]
-    grant = state.grants.get(getattr(entry, "grant", ""))
-    name = getattr(entry, "account", "") or (grant.reserved.account if grant else "")
-    return [name] if name in state.accounts else []
 
 
 def _share(part: int, limit: int) -> float:
@@ -80,7 +55,7 @@ def _account(books: Books, account: Mapping[str, Any], history: list[tuple[int, 
         rows += [("Spent", str(spent)), ("Held", str(held)), ("Left", str(limit - spent - held))]
     blocks: list[Block] = [Facts(tuple(rows))]
     if len(history) > 1:
-        history = [*history, (books.records[-1].at, *history[-1][1:])]  # drawn until the ledger's last entry
+        history = [*history, (books.told.records[-1].at, *history[-1][1:])]  # drawn until the ledger's last entry
         used = tuple((at, 100 * (s + h) / most if most else 0.0) for at, s, h, most in history)
         closed = tuple((at, 100 * s / most if most else 0.0) for at, s, _, most in history)
         top = max(100.0, *(value for _, value in used))
@@ -94,39 +69,30 @@ def _account(books: Books, account: Mapping[str, Any], history: list[tuple[int, 
 def _stated(books: Books, account: Mapping[str, Any]) -> str:
     if account["kind"] != "rdp":
         return f"a patient may be in {count(account['limit'], 'release')} without an epsilon, ever"
-    where = f"delta {float(account['delta']):g} {per(books.ledger)}"
-    return f"epsilon {float(account['epsilon']):g} at {where}; Rényi filter of order {account['order']}"
+    where = f"delta {never_less(account['delta'])} {per(UNIT_OF)}"
+    return f"epsilon {never_less(account['epsilon'])} at {where}; Rényi filter of order {account['order']}"
 
 
 def _worth(books: Books, account: Mapping[str, Any], amount: int) -> str:
     if not amount:
         return ""
     epsilon = epsilon_of(amount, float(account["delta"]), account["order"])
-    where = f"delta {float(account['delta']):g} {per(books.ledger)}"
+    where = f"delta {never_less(account['delta'])} {per(UNIT_OF)}"
     return f": epsilon {rounded_up(epsilon, 2):.2f} at {where}, so far"
 
 
 def _uses(books: Books, account: Mapping[str, Any]) -> Table:
     """What the account paid for, grant by grant."""
-    at = {r.entry.grant: r.at for r in books.records if hasattr(r.entry, "grant") and hasattr(r.entry, "amount")}
     words = {"held": "held", "spent": "spent", "freed": "given back: nothing was read or released"}
     rows = []
-    for g in books.ledger["grants"]:
-        if g["account"] != account["account"]:
-            continue
+    for at, grant in books.told.grants.get(account["account"], ()):
+        g = grant.reserved
         if account["kind"] == "rdp":
-            price = f"{_share(g['amount'], account['limit']):g} %"
+            price = f"{_share(g.amount, account['limit']):g} %"
         else:
-            price = count(g["amount"], "release")
-        rows.append(
-            (
-                utc(at[g["grant"]]),
-                g["run"] or "one release",
-                MECHANISMS.get(g["mechanism"], g["mechanism"]),
-                price,
-                words[g["state"]],
-            )
-        )
+            price = count(g.amount, "release")
+        method = MECHANISMS.get(g.mechanism, g.mechanism)
+        rows.append((utc(at), g.run or "one release", method, price, words[grant.state]))
     head = ("Asked for (UTC)", "Run", "Method", "Price", "Now")
     return Table(
         "What it was used for", head, tuple(rows), frozenset({3}), (17, 14, 35, 12, 22), "nothing was asked for"

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from coordinator.promises import BRAIN
 from coordinator.reports.books import Books, Item, bound, level_words, together
-from coordinator.reports.certificates import admitted
+from coordinator.reports.certificates import admitted, revocations
 from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
-from coordinator.wording import rounded_up
+from coordinator.wording import never_less
 
 _NOT_FOR: Final = (
     "Diagnosis or treatment of a patient: nobody has tested it for that.",
@@ -65,7 +65,7 @@ def _promise(item: Item) -> tuple[Block, ...]:
     rows.append(("Strength", item.strength.removesuffix(f"; {given}")))
     rows += [("Assumption", given)] if given else []
     rows += [("Tested", item.tested)] if item.tested else []
-    return (Text(item.meaning, "claim"), Facts(tuple(rows)))
+    return (Text(item.meaning, "claim"), *revocations(item), Facts(tuple(rows)))
 
 
 def _details(books: Books, item: Item) -> Facts:
@@ -91,8 +91,8 @@ def _parts(item: Item) -> Table:
             p["site"],
             p["modality"],
             p["level"],
-            "" if not p["epsilon"] else f"{rounded_up(float(p['epsilon']['value']), 2):g}{together(p['epsilon'])}",
-            "" if not p["epsilon"] else f"{float(p['epsilon']['delta']):g}",
+            "" if not p["epsilon"] else f"{never_less(p['epsilon']['value'], 2)}{together(p['epsilon'])}",
+            "" if not p["epsilon"] else never_less(p["epsilon"]["delta"]),
             ", ".join(f"{name}: {origin}" for name, origin in sorted(p["components"].items())),
         )
         for p in item.parts

@@ -9,8 +9,8 @@ from typing import Any
 
 from coordinator.reports.books import Books, Item, bound, level_words, together
 from coordinator.reports.document import Block, Document, Facts, Section, Table, Text
-from coordinator.wording import rounded_up, utc
-from policies.attest import resting
+from coordinator.wording import never_less, utc
+from policies.attest import resting, revoked_words
 from policies.certificate import Certificate, Shown
 from policies.merkle import Tree, leaf_hash
 
@@ -20,7 +20,7 @@ def certificate(books: Books, item: Item) -> Certificate:
     tree = Tree()
     for entry in books.export.entries:
         tree.append(leaf_hash(entry))
-    wanted = resting(item.name, list(enumerate(books.records)))
+    wanted = resting(item.name, books.told.about(item.name))
     shown = tuple(
         Shown(seq, books.export.entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted
     )
@@ -43,8 +43,15 @@ def words(item: Item) -> dict[str, str]:
         "strength": item.strength,
         "tested": item.tested,
         "assumption": str(item.facts["assumption"]),
+        "revoked": "; ".join(revoked_words(one) for one in item.facts["revoked"]),
     }
     return {name: text for name, text in said.items() if text}
+
+
+def revocations(item: Item) -> tuple[Text, ...]:
+    """What was revoked of the sites behind it, each as a warning."""
+    told = map(revoked_words, item.facts["revoked"])
+    return tuple(Text(f"{text[0].upper()}{text[1:]}.", "warn") for text in told)
 
 
 def as_document(books: Books, item: Item) -> Document:
@@ -63,6 +70,7 @@ def as_document(books: Books, item: Item) -> Document:
             "What is certified",
             (
                 Text(item.meaning, "claim"),
+                *revocations(item),
                 Facts(tuple(promised)),
                 Text(
                     "Nothing stronger may be said of it, and no finding is made that it is not personal data.", "note"
@@ -117,7 +125,7 @@ def admitted(item: Item) -> str:
 
 
 def _epsilon(epsilon: Any) -> str:
-    return f"{rounded_up(float(epsilon['value']), 2):g} at delta {float(epsilon['delta']):g}{together(epsilon)}"
+    return f"{never_less(epsilon['value'], 2)} at delta {never_less(epsilon['delta'])}{together(epsilon)}"
 
 
 def _how(books: Books, item: Item) -> tuple[Block, ...]:

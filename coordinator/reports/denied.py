@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.reports.books import Books
@@ -20,7 +20,7 @@ _WORDS = (
 
 def denied(books: Books) -> Document:
     """Every refusal, with the reasons and what to do."""
-    entries = [e for e in books.ledger["entries"] if e["type"] == "refused"]
+    entries = books.told.refused
     refused = [e for e in entries if e["stage"] != "expired"]
     given_up = [e for e in entries if e["stage"] == "expired"]
     by_rule = Counter(rule for e in refused for rule in e["findings"])
@@ -65,7 +65,7 @@ def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in names}
 
 
-def _table(caption: str, entries: list[Mapping[str, Any]]) -> Table:
+def _table(caption: str, entries: Sequence[Mapping[str, Any]]) -> Table:
     rows = tuple(
         (
             str(e["seq"]),

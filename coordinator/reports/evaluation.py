@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from coordinator.reports.books import Books, Item
+from coordinator.reports.books import UNIT_OF, Books, Item
 from coordinator.reports.document import OPEN, Document, Section, Table, Text
-from coordinator.wording import RELATIONS, count
+from coordinator.wording import RELATIONS, count, never_less
 
 LEDGER, SOFTWARE, DEPLOYER = "shown by the ledger", "by the software", "for the deployer"
 _COVERS: Final = (
@@ -142,8 +142,8 @@ def _rows(caption: str, rows: tuple[tuple[str, str, str], ...]) -> Table:
 
 
 def _unit(books: Books) -> tuple[tuple[str, str, str], ...]:
-    relation = RELATIONS.get(books.ledger["relation"], books.ledger["relation"])
-    unit = books.ledger["unit"]
+    relation = RELATIONS.get(UNIT_OF["relation"], UNIT_OF["relation"])
+    unit = UNIT_OF["unit"]
     return (
         ("Unit", f"one {unit} at a hospital, with all of their images", LEDGER),
         ("Neighbouring data sets", relation, LEDGER),
@@ -153,12 +153,12 @@ def _unit(books: Books) -> tuple[tuple[str, str, str], ...]:
 
 def _budgets(books: Books) -> Table:
     rows = tuple(
-        (a["site"], f"{float(a['epsilon']):g}", f"{float(a['delta']):g}", str(a["order"]))
-        for a in books.ledger["accounts"]
+        (a["site"], never_less(a["epsilon"]), never_less(a["delta"]), str(a["order"]))
+        for a in books.told.accounts
         if a["kind"] == "rdp"
     )
-    relation = RELATIONS.get(books.ledger["relation"], books.ledger["relation"])
-    caption = f"The whole budget of each hospital, per {books.ledger['unit']}: {relation}"
+    relation = RELATIONS.get(UNIT_OF["relation"], UNIT_OF["relation"])
+    caption = f"The whole budget of each hospital, per {UNIT_OF['unit']}: {relation}"
     return Table(
         caption, ("Hospital", "Epsilon", "Delta", "Rényi order"), rows, frozenset({1, 2, 3}), (40, 20, 20, 20)
     )

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Final
 
 from coordinator.promises import BRAIN
-from coordinator.reports.books import Books, Item, level_words
+from coordinator.reports.books import UNIT_OF, Books, Item, level_words
 from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
 from coordinator.wording import MECHANISMS, count
 
@@ -176,7 +176,7 @@ def _description(books: Books, items: list[Item]) -> Facts:
         (
             ("Hospitals", ", ".join(sorted(books.state.sites)) or "none yet"),
             ("Methods", "; ".join(said) or "nothing was released"),
-            ("Unit of privacy", f"one {books.ledger['unit']} at a hospital"),
+            ("Unit of privacy", f"one {UNIT_OF['unit']} at a hospital"),
             ("Who decides", "the hospital's own ledger and policy, then the coordinator's; the stricter wins"),
         )
     )

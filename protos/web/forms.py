@@ -51,7 +51,7 @@ async def _parsed(headers: Headers, body: bytes) -> tuple[Form, dict[str, bytes]
             data = await FormParser(headers, _stream(body), max_fields=_MOST_FIELDS).parse()
         else:
             raise Refusal(415, "That is not a form of this console.")
-    except (MultiPartException, UnicodeDecodeError):
+    except (MultiPartException, ValueError):  # of a header too long, an encoding, a boundary that is none
         raise Refusal(400, "The form is malformed, or has too much in it.") from None
     for name, value in data.multi_items():
         if isinstance(value, UploadFile):

@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks NAME [--json]``; ``ledger --entries N`` for a ledger of N entries."""
+"""``python -m tests.benchmarks NAME [--json]``; ``ledger`` and ``console`` take ``--entries N``: how large."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "vetting": vetting.main,
     "volume_gan": volume_gan.main,
 }
+SIZED: Final[dict[str, Callable[[int], Report]]] = {"console": console.main, "ledger": ledger.large}
 
 
 def main() -> int:
@@ -58,11 +59,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("name", choices=sorted(BENCHMARKS), metavar="NAME", help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--entries", type=int, metavar="N", help="ledger: build, reopen and verify one of N entries")
+    told = "ledger: build, reopen and verify one of N entries; console: so many instead of a million"
+    parser.add_argument("--entries", type=int, metavar="N", help=told)
     arguments = parser.parse_args()
-    if arguments.entries is not None and (arguments.name != "ledger" or arguments.entries < 100):
-        parser.error("--entries is for ledger, and at least 100")
-    report = BENCHMARKS[arguments.name]() if arguments.entries is None else ledger.large(arguments.entries)
+    if arguments.entries is not None and (arguments.name not in SIZED or arguments.entries < 1000):
+        parser.error(f"--entries is for {' and '.join(SIZED)}, and at least 1000")
+    entries = arguments.entries
+    report = BENCHMARKS[arguments.name]() if entries is None else SIZED[arguments.name](entries)
     print((as_json if arguments.json else as_table)(arguments.name, report))
     return 0
 

@@ -443,6 +443,18 @@ def test_every_ledger_line_is_a_row(world: World) -> None:
     assert sum(r[2] == "✕ Refused" for r in rows) == 4
 
 
+def test_no_limit_and_no_delta_on_the_page_is_smaller_than_it_is(world: World) -> None:
+    ledger = world.ledger()
+    measured = {**MEASURED, "epsilon": {**MEASURED["epsilon"], "delta": 1.2345644e-06}}
+    text = report._plot(measured, 4.0000004)
+    assert text is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_plot", lambda *_: text)
+        page = Page(render(ledger, (), measured))
+    assert "budget 4.00001" in page.text
+    assert page.text.count("at delta 1.23457e-06") == 2
+
+
 def test_what_was_measured_is_plotted_and_told(world: World) -> None:
     page = Page(render(world.ledger(), (), MEASURED))
     rows = page.table("accuracy")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,3 +96,21 @@ def test_a_reports_name_without_a_file_is_refused_with_what_to_type(world: Stage
         typed(world, "burn-down")
     for out in ("./burn-down", "burn-down.html", "everything"):
         assert [asked.out for asked in typed(world, out)[1]] == [Path(out)]
+
+
+def test_a_terminal_shows_what_is_being_done_and_a_file_gets_nothing_of_it(
+    world: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A ledger of a million entries takes a minute."""
+    typed(world, "denied", tmp_path / "quiet.json")
+    assert capfd.readouterr().err == ""
+    shown, terminal = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(terminal, "w") as screen, os.fdopen(shown, "rb", buffering=0) as reader:
+        monkeypatch.setattr(sys, "stderr", screen)
+        typed(world, "denied", tmp_path / "watched.json")
+        screen.flush()
+        text = reader.read(65_536).decode()
+    assert "reading the ledger" in text
+    assert f"making denied of {world.store.state.size} entries" in text
+    assert (tmp_path / "watched.json").read_bytes().startswith(b"{")

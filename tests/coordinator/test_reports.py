@@ -23,9 +23,12 @@ from coordinator import promises, wording
 from coordinator.edges.reports import REPORTS, Made, make, snapshot
 from coordinator.reports import cards, disclosure, evaluation, processing, registry
 from coordinator.reports.books import Books, Item, Particulars, books_of, particulars_from
+from coordinator.reports.certificates import revocations
 from coordinator.reports.document import OPEN, Curve, Document, Line, NoReport, Points, Table, Text, as_markdown
 from coordinator.reports.page import as_html, drawn
 from coordinator.reports.paper import as_pdf
+from coordinator.reports.told import Told
+from policies.entries import encode
 from tests.support.reported import LAX, NOW, Stage, stage
 
 EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}'\u202e`|*"
@@ -453,7 +456,7 @@ def test_a_table_with_a_cell_too_few_cannot_be_built() -> None:
 def test_a_changed_export_makes_no_report(world: Stage) -> None:
     raw, _ = snapshot(world.home, NOW)
     with pytest.raises(ValueError, match=r"checkpoint|form|export"):
-        books_of(raw[:-20] + b"A" + raw[-19:], LAX, NOW)
+        books_of(raw[:-20] + (b"B" if raw[-20:-19] == b"A" else b"A") + raw[-19:], LAX, NOW)
 
 
 # -- what was released decides what is said
@@ -498,7 +501,7 @@ def test_bare_figures_in_a_table_are_bound_by_its_caption(world: Stage) -> None:
 def before(books: Books, world: Stage) -> Books:
     """The same ledger until the heads left."""
     kept = [r for r in books.records if getattr(r.entry, "grant", "") != "g-heads"]
-    return dataclasses.replace(books, records=tuple(kept))
+    return dataclasses.replace(books, told=Told([encode(r) for r in kept], books.export.envelopes))
 
 
 def test_patients_own_heads_are_never_told_as_images_that_stay_or_as_synthetic(world: Stage, books: Books) -> None:
@@ -532,6 +535,21 @@ def test_a_card_warns_of_what_its_own_promise_lacks_and_of_no_other(world: Stage
     assert not any(words in text for words in noise for text in (crowd, tested))
 
 
+def test_a_card_says_what_was_revoked_of_the_hospitals_behind_it(world: Stage, books: Books) -> None:
+    gone = {"site": "north", "number": "", "why": "stolen", "entry": 9, "at": 1_772_366_400}
+    for subject, what in ((world.run, "Model card"), (world.names["eleven"], "Datasheet")):
+        whole = books.item(subject)
+        (told,) = revocations(Item(subject, {**whole.facts, "revoked": [gone]}))
+        assert told.tone == "warn"
+        assert told.text.startswith("The site north was revoked on ")
+        make_card = cards._model_card if cards.is_model(whole) else cards._datasheet
+        assert what in (before := as_markdown(make_card(books, whole)))
+        assert "was revoked" not in before
+        assert "The site north was revoked on " in as_markdown(
+            make_card(books, Item(subject, {**whole.facts, "revoked": [gone]}))
+        )
+
+
 def test_only_methods_that_were_used_are_methods_in_use(world: Stage, books: Books) -> None:
     def told(shown: Books) -> list[str]:
         (section,) = (s for s in disclosure.annex(shown).sections if s.title == "Methods in use")
@@ -540,7 +558,7 @@ def test_only_methods_that_were_used_are_methods_in_use(world: Stage, books: Boo
     noise, crowd = ["Differential privacy", "Differential privacy with shared noise"], "k-anonymous averaging"
     assert told(books) == [*noise, crowd, "Tested only", "Tested only"]
     assert told(before(books, world)) == [*noise, crowd, "Tested only"]
-    nothing = dataclasses.replace(books, records=())
+    nothing = dataclasses.replace(books, told=Told((), ()))
     assert told(nothing) == []
     assert "No set and no model was released yet." in Page(as_html(disclosure.annex(nothing))).text
     assert "no set and no model was released yet" in Page(as_html(processing.processing(nothing))).text

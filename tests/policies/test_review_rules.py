@@ -281,7 +281,9 @@ def text(reservation: Reservation, account: Account, policy: Policy = POLICY) ->
 
 def test_a_shortage_is_told_in_epsilon_and_in_what_is_left() -> None:
     dear = replace(ASKED_DP, claim=SubsampledGaussian(0.25, 1.8, 600))
-    wanted = f"{epsilon_nano(dear.claim, 4e-6, ORDER) / 1e9:.2f}"
+    nano = epsilon_nano(dear.claim, 4e-6, ORDER)
+    assert nano % 10**7 < 10**7 // 2, "the nearest lies below it"
+    wanted = f"{(nano // 10**7 + 1) / 100:.2f}"
     start = f"the claim alone is epsilon {wanted} at delta 4e-06 (order 4); the budget is epsilon 8.0 per patient, "
     assert text(dear, purse(1000)) == start + "100 % of it left"
     assert text(dear, purse(1000, held=300, spent=100)) == start + "60 % of it left"

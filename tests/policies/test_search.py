@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_what_is_spent_by_a_waiver_is_spent_in_the_index_too(tmp_path: Path, bef
     with make(tmp_path / "ledger.db", 3) as store, open_index(tmp_path) as index:
         index.follow(before)  # grants that end by it were taken earlier, or with it
         store.restore("ab" * 16)
-        approve(store, "w1", "waive", "site-b", "2")
+        approve(store, "w1", "waive", "site-b", f"2-{'ab' * 16}")
         governance.waive(store, "site-b", "w1")
         assert index.follow()
         assert any(g.reserved.site == "site-b" and g.used == 0 for g in store.state.grants.values())
@@ -307,6 +308,20 @@ def test_a_query_that_makes_no_sense_cannot_be_built(wrong: dict[str, int]) -> N
         Query(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["before", "after", "since", "until"])
+def test_a_number_that_sqlite_cannot_hold_is_no_query_and_the_largest_one_is(
+    made: tuple[Path, Index], name: str
+) -> None:
+    for far in (9999999999999999999, 1 << 63, -(1 << 63), (1 << 62) + 1):
+        with pytest.raises(ValueError, match="no entry has such a number"):
+            Query(**{name: far})  # type: ignore[arg-type]
+    for far in (1 << 62, -(1 << 62)):
+        for text in ("", "min_k"):
+            query = Query(text=text, **{name: far})  # type: ignore[arg-type]
+            made[1].find(query)
+            made[1].count(query)
+
+
 def test_another_ledger_of_the_same_length_is_indexed_anew(tmp_path: Path) -> None:
     make(tmp_path / "ledger.db", 5).close()
     with open_index(tmp_path) as index:
@@ -361,22 +376,71 @@ def test_a_ledger_whose_entries_are_not_those_of_its_commit_is_not_indexed_as_if
         index.follow()
 
 
-def test_a_batch_that_breaks_off_is_taken_again_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Readings:
+    """How often the ledger was read, and after how many entries the disk goes away, once."""
+
+    one_by_one: int = 0
+    walks: int = 0
+    left: int = -1
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        body, bodies = Sqlite.body, Sqlite.bodies
+
+        def one(disk: Sqlite, seq: int) -> bytes | None:
+            self.one_by_one += 1
+            self._take()
+            return body(disk, seq)
+
+        def walk(disk: Sqlite, upto: int | None = None) -> Iterator[bytes]:
+            self.walks += 1
+            for raw in bodies(disk, upto):
+                self._take()
+                yield raw
+
+        monkeypatch.setattr(Sqlite, "body", one)
+        monkeypatch.setattr(Sqlite, "bodies", walk)
+
+    def _take(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise OSError("the disk went away")
+
+
+@pytest.mark.parametrize("near", [search.NEAR, 10_000])
+def test_a_batch_that_breaks_off_is_taken_again_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, near: int
+) -> None:
+    """In the middle of a walk, and where entries are read one by one."""
+    monkeypatch.setattr(search, "NEAR", near)
     with make(tmp_path / "ledger.db", 11) as store, open_index(tmp_path) as index:
+        readings = Readings(left=70)
+        readings.watch(monkeypatch)
         index.follow(40)
-        read, left = Sqlite.body, [30]
-
-        def failing(disk: Sqlite, seq: int) -> bytes | None:
-            left[0] -= 1
-            if not left[0]:
-                raise OSError("the disk went away")
-            return read(disk, seq)
-
-        monkeypatch.setattr(Sqlite, "body", failing)
         with pytest.raises(OSError, match="went away"):
             index.follow()
         assert index.size == 40
+        assert readings.walks == (0 if near == 10_000 else 1)
         assert index.follow()
+        agrees(index, store.state)
+
+
+def test_many_entries_are_read_in_one_walk_however_small_the_batches_and_few_by_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call has its price: a journey to a database, or a file to open."""
+    with make(tmp_path / "ledger.db", 12) as store, open_index(tmp_path) as index:
+        readings, first = Readings(), store.state.size
+        readings.watch(monkeypatch)
+        assert not index.follow(7)
+        fill(store, random.Random(5), 20, 2000)
+        new = store.state.size - first
+        while not index.follow(7):
+            pass
+        assert (readings.walks, readings.one_by_one) == (1, new), "what came after the walk began is read by itself"
+        fill(store, random.Random(6), 10, 3000)
+        assert index.follow()
+        assert (readings.walks, readings.one_by_one) == (1, store.state.size - first)
         agrees(index, store.state)
 
 

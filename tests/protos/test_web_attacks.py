@@ -434,6 +434,14 @@ def test_a_form_with_very_many_fields_or_of_another_kind_is_refused(served: Cons
         assert client.post("/told", content=b"{}", headers=kind).status_code == 415
 
 
+def test_a_field_or_a_file_with_a_name_without_an_end_is_malformed(served: Console) -> None:
+    with served.client("ada") as client:
+        for data, name in (({"f" * 9000: "x"}, "a"), ({}, "a" * 9000)):
+            files = {"file": (name, b"x")}
+            assert client.post("/kept", data=data, files=files, headers=served.own).status_code == 400
+    assert not [event for event, _ in served.log.lines if event == "console_incident"]
+
+
 def test_a_page_leads_to_its_own_console_and_shows_pngs(served: Console) -> None:
     asked = Asked(None, "/", Form(()), {}, lambda *_: "")
     for path in ("https://evil.example", "//evil.example", "evil"):

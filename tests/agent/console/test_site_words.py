@@ -18,6 +18,7 @@ from policies import amendments
 from policies.accounts import Account
 from policies.claims import NoClaim
 from policies.entries import InvalidEntry, Opened
+from policies.figures import rounded_up
 from policies.policy import parse, preset
 from policies.store import LedgerBusy, LedgerStopped
 from policies.terms import TERMS
@@ -122,7 +123,7 @@ def test_what_is_left_is_rounded_down_and_what_is_gone_up() -> None:
     assert words.share(odd)["spent"] + words.share(odd)["held"] + words.share(odd)["left"] <= 100
     assert words.share(Account(Opened("site-a/k", 0, 0, "", "")))["left"] == 0
     assert words.share(Account(Opened("site-a/k", 1, 0, "", ""), spent=3))["left"] == 0
-    assert math.isclose(words.up(1.2300000000001, 2), 1.23)
+    assert math.isclose(rounded_up(1.2300000000001, 2), 1.23)
 
 
 # -- a draft of a policy

@@ -107,4 +107,5 @@ def test_every_code_of_a_round_has_its_sentence() -> None:
         assert why, code
         assert "recorded as" not in why, code
         assert todo, code
+        assert "See its refusals" not in todo, f"{code}: a researcher reads this page too, and no refusal"
     assert board.why("a_new_code")[0] == "The reason is recorded as “a_new_code”."

@@ -6,11 +6,13 @@ import html
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from agent.edges import home as agent_home
 from coordinator.console import people, rounds
+from coordinator.console.proposals import proposals_of
 from policies import governance
 from policies.policy import preset
 from protos import identity
@@ -251,3 +253,37 @@ def test_only_the_first_of_a_role_needs_nobody(served: Served) -> None:
         value = f"compliance {eve.public.hex()}"
         assert operator.post("/people/first", subject="eve", value=value).status_code == 409
     assert "eve" not in served.hub.store.state.persons
+
+
+def test_not_even_the_first_of_a_role_has_a_name_that_is_none(served: Served) -> None:
+    with pytest.MonkeyPatch.context() as patch, served.as_("olga") as operator:
+        patch.setattr(people, "_first", lambda *_: True)  # as where the office is empty
+        value = f"compliance {Person('eve', 'compliance').public.hex()}"
+        for name in ("<script>alert(1)</script>", "../eve", "", "a\nb"):
+            assert "short and opaque" in words_of(operator.post("/people/first", subject=name, value=value))
+    assert not [name for name in served.hub.store.state.persons if "eve" in name or "<" in name]
+
+
+def test_of_very_many_requests_the_newest_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    """Whoever may ask can ask without an end, and nothing is withdrawn: a page shows so many and no more."""
+    with pytest.MonkeyPatch.context() as patch, serving(tmp_path, patch, (rounds.add, people.add)) as made:
+        hub, most = made.hub, people.MOST_OPEN
+        for n in range(most + 3):
+            governance.request(hub.store, hub.request("rita", f"many-{n:03d}", *LIMIT, f"{9 + n / 1000:.3f}"))
+        read = list[bytes]()
+
+        def envelope(digest: bytes) -> bytes | None:
+            read.append(digest)
+            return hub.store.envelope(digest)
+
+        with hub.store.exclusive() as state:
+            listed = proposals_of(state, envelope, "dora", (most, 20))
+        assert [p.serial for p in listed.waiting] == [f"many-{n:03d}" for n in reversed(range(3, most + 3))]
+        assert (listed.more, listed.done) == (3, ())
+        assert len(read) == most, "no statement of the others was opened"
+        with made.as_("dora") as dora:
+            page = dora.text("/people")
+            assert "many-002" in dora.text("/people/proposals/many-002"), "by its serial each is there"
+        assert page.count("your word is asked for") == most
+        assert "3 older proposals wait too" in page
+        assert "/people/proposals/many-002" not in page

@@ -249,7 +249,7 @@ def test_the_dearest_part_of_a_model_is_the_one_of_the_largest_epsilon_whatever_
         state.releases[name] = entry
         state.aggregated.add(("r", 1, site))
     state.rounds["r"] = 1
-    model = model_of(state, "r", bytes(32), '{"strategy":"fedavg"}')
+    model = model_of(state, list(state.releases.values()), bytes(32), '{"strategy":"fedavg"}')
     assert model is not None
     south = next(part.epsilon for part in model.parts if part.site == "south")
     assert model.facts.epsilon.startswith(south.partition(" at ")[0])

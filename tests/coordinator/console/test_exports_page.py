@@ -36,9 +36,19 @@ def test_every_role_that_reads_is_offered_every_report(served: Served, release: 
             for report in REPORTS.values():
                 for form in report.forms:
                     offered = f"/exports/{report.name}.{form}" in page
-                    assert offered is (report.name != "registry-entry"), (
-                        "a release without an epsilon is in no registry"
+                    untold = {"denied", "bundle"} if ROLES[name] == "researcher" else set()
+                    assert offered is (report.name not in untold | {"registry-entry"}), (
+                        "a release without an epsilon is in no registry, and researchers see no refusals"
                     )
+
+
+def test_a_researcher_takes_no_report_that_holds_refusals(served: Served, release: str) -> None:
+    with served.as_("rita") as rita:
+        for path in ("denied.json", "bundle.zip"):
+            answer = rita.get(f"/exports/{path}")
+            assert answer.status_code == 403
+            assert "not shown to researchers" in words_of(answer)
+        assert rita.get("/exports/card.md", release=release).status_code == 200
 
 
 def test_a_report_is_a_file_with_a_safe_name(served: Served, release: str) -> None:

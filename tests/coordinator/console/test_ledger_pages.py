@@ -87,7 +87,8 @@ def entries(served: Served) -> list[Any]:
 @pytest.mark.parametrize("name", sorted(ROLES))
 def test_every_role_may_look_and_nothing_here_can_be_done(served: Served, name: str) -> None:
     with served.as_(name) as caller:
-        for path in ("/", "/ledger", "/ledger/3", "/refusals", "/budgets/north"):
+        told = () if ROLES[name] == "researcher" else ("/refusals",)
+        for path in ("/", "/ledger", "/ledger/3", "/budgets/north", *told):
             page = caller.text(path)
             assert not re.search(r'<form[^>]*method="post"(?![^>]*action="/logout")', page), path
         assert caller.post("/ledger").status_code == 405
@@ -347,3 +348,55 @@ def test_a_ledger_that_was_changed_behind_the_coordinators_back_is_shown_as_brok
 def test_a_day_is_the_whole_day_in_utc(served: Served, otto: Caller) -> None:
     today = dt.datetime.fromtimestamp(entries(served)[3].at, dt.UTC).date().isoformat()
     assert 3 in numbers(otto.text("/ledger", since=today, until=today, kind="enrolled"))
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_number_that_no_database_has_is_a_sentence(otto: Caller, place: str) -> None:
+    for number in ("9" * 25, "-" + "9" * 25):
+        assert "No entry has that number" in words_of(otto.get("/ledger", **{place: number}))
+
+
+def test_a_researcher_is_told_of_no_refusal_and_everybody_else_of_all(served: Served) -> None:
+    """The table of roles in ``deploy/docs/consoles.md``: the auditor sees refusals, a researcher releases."""
+    store = served.hub.store
+    refused = [n for n in range(store.state.size) if kind_of(store.line(n).record.entry) == "refused"]
+    paths = ["/refusals", "/ledger?kind=refused", f"/ledger/{refused[0]}"]
+    paths += [f"/ledger/{refused[0]}/{what}" for what in ("proof.json", "statement.json", "checkpoint")]
+    for name, role in ROLES.items():
+        with served.as_(name) as caller:
+            answers = [caller.client.get(path) for path in paths]
+            shown = set(numbers(caller.text("/ledger"))) & set(refused)
+            found = set(numbers(caller.text("/ledger", text="min_k")))
+            first = caller.text("/")
+            if role == "researcher":
+                none = [caller.client.get(path.replace(f"/{refused[0]}", "/9999")) for path in paths[2:]]
+                assert [answer.status_code for answer in answers] == [403] * 2 + [404] * len(none)
+                for answer, other in zip(answers[2:], none, strict=True):
+                    assert words_of(answer) == words_of(other), "a refusal answers as an entry that does not exist"
+                assert "The entry of that number" not in caller.text("/ledger", text=f"#{refused[0]}")
+                assert all("min_k" not in answer.text for answer in answers)
+                assert not shown
+                assert not found
+                assert "/refusals" not in first
+                assert "min_k" not in first
+                assert 'value="refused"' not in caller.text("/ledger")
+            else:
+                assert [answer.status_code for answer in answers] == [200] * len(paths)
+                assert shown
+                assert found <= set(refused)
+                assert found
+                assert "/refusals" in first
+            assert caller.get("/ledger/0/proof.json").status_code == 200
+
+
+def test_a_researcher_reaches_every_other_entry(served: Served) -> None:
+    with served.as_("rita") as rita:
+        page, seen = rita.text("/ledger"), list[int]()
+        while True:
+            seen += numbers(page)
+            older = re.search(r'href="([^"]+)" rel="next"', page)
+            if older is None:
+                break
+            page = rita.text(html.unescape(older[1]))
+    records = entries(served)
+    assert seen == [n for n in reversed(range(len(records))) if kind_of(records[n].entry) != "refused"]

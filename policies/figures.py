@@ -1,0 +1,82 @@
+"""How an epsilon, a delta or a share is written: what is lost is never told smaller than it is. Pure.
+
+``:g`` alone keeps six digits and takes the nearest: a delta of 1.2345644e-06 would read 1.23456e-06, and a limit of
+4.0000004 would read 4. Every report and page writes them through here. All of it is decimal arithmetic: a float
+that is scaled, rounded and printed again can come out smaller, or as infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Final
+
+_DIGITS: Final = 6  # as many as ``:g`` shows
+_NOISE: Final = Decimal("1e-12")  # of the value: what sums of floats add; the books themselves count in steps of 1e-9
+_SMALL: Final = -4  # powers of ten below it are written with an exponent, as ``:g`` does
+_EXACT: Final = 40  # digits that are worked with
+
+
+def rounded_up(value: float, places: int) -> float:
+    """Rounded up, so that nothing spent looks smaller than it is: a little is never nothing.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    return float(_fitted(_quiet(value, ROUND_CEILING), places, ROUND_CEILING))
+
+
+def rounded_down(value: float, places: int) -> float:
+    """Rounded down, so that nothing promised looks larger than it is.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    return float(_fitted(_quiet(value, ROUND_FLOOR), places, ROUND_FLOOR))
+
+
+def never_less(value: float | str, places: int | None = None) -> str:
+    """An epsilon or a delta as text of at most six digits, rounded up.
+
+    Args:
+        value: the number, or its decimal text as a ledger keeps it: exact, so nothing of it is noise.
+        places: so many behind the point; None: as many as there are.
+    Raises:
+        ValueError: it is no finite number.
+    """
+    try:
+        number = Decimal(value) if isinstance(value, str | int) else _quiet(value, ROUND_CEILING)
+        if not number.is_finite():
+            raise ValueError("an epsilon or a delta is a finite number")
+        fitted = number if places is None else _fitted(number, places, ROUND_CEILING)
+        return _text(Context(prec=_DIGITS, rounding=ROUND_CEILING).plus(fitted))
+    except ArithmeticError:
+        raise ValueError("an epsilon or a delta is a number") from None
+
+
+def _quiet(value: float, rounding: str) -> Decimal:
+    """A float's own value, without what adding up may have left in it."""
+    if not math.isfinite(value):
+        raise ValueError("an epsilon or a delta is a finite number")
+    exact, context = Decimal(float(value)), Context(prec=_EXACT, rounding=rounding)
+    noise = context.multiply(abs(exact), _NOISE)
+    return context.subtract(exact, noise) if rounding == ROUND_CEILING else context.add(exact, noise)
+
+
+def _fitted(number: Decimal, places: int, rounding: str) -> Decimal:
+    """With so many digits behind the point."""
+    _, digits, exponent = number.as_tuple()
+    if not isinstance(exponent, int) or exponent >= -places:
+        return number  # no digit lies behind them
+    return number.quantize(Decimal(1).scaleb(-places), context=Context(prec=len(digits) + 1, rounding=rounding))
+
+
+def _text(number: Decimal) -> str:
+    """The digits of a decimal as ``:g`` shows them, and all of them: no zeros behind, its exponents."""
+    if not number:
+        return "0"
+    number = number.normalize()
+    power = number.adjusted()
+    if _SMALL <= power < _DIGITS:
+        return f"{number:f}"
+    return f"{number.scaleb(-power):f}e{power:+03d}"

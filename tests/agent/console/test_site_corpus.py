@@ -1,0 +1,174 @@
+"""Hostile texts in everything that a person can send to a site's console: found, tried, and only text."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from agent.console import app, drafts
+from agent.console.books import Held
+from agent.console.desk import Desk
+from agent.console.releases import REFUSE, refusal_serial
+from agent.desk import open_desk
+from agent.edges.home import MAIN
+from agent.edges.log import open_log
+from agent.edges.room import Arrival
+from agent.edges.way import open_way
+from policies import amendments, governance
+from policies.search import Index
+from policies.statement import parse
+from protos.web.login_command import FOLDER
+from protos.web.logins import Logins
+from protos.web.settings import ConsoleSettings
+from tests.agent.console.hospital import BOTH, ROLES, Hospital, hospital
+from tests.support.books import policy
+from tests.support.corpus import CORPUS, Form, Heard, Side
+from tests.support.trial import Trial
+
+INGEST = '[pacs.main]\naet = "MAINPACS"\nhost = "127.0.0.1"\nport = 9\ncalling = "LAZARET"\n[site]\npull = ["main"]\n'
+
+
+OUT = ("POST /logout", "POST /login")
+REFUSED = {
+    "POST /pacs/{kind}/{name}/ask": [409],  # nobody listens there
+    "POST /releases/{release}/send": [409],  # somebody has refused it
+    "POST /releases/{release}/withdraw": [404],  # the refusal before has done so
+}
+
+
+class Clerk:
+    """Types what a person would type, and signs what is asked for."""
+
+    def __init__(self, place: Hospital, desk: Desk) -> None:
+        self.place, self.desk = place, desk
+
+    def fill(self, form: Form, name: str) -> Mapping[str, Any]:
+        """What is to be typed into a form, or chosen."""
+        head, _, tail = form.path.rpartition("/")
+        if head.startswith("/releases") and tail in ("approve", "refuse"):
+            return self._signed(form, self.of_release(name, head.rpartition("/")[2], tail))
+        if form.path == "/policy/approve":
+            text = (self.place.home.root / drafts.FILE).read_text()
+            serial = amendments.serial(text, self.desk.books.read().state.amended.get("site-a", 0))
+            words = (serial, amendments.ACTION, "site-a", amendments.digest(text))
+            return self._signed(form, self.place.approval(name, *words))
+        if tail in ("retry", "drop") and head.startswith("/quarantine"):
+            with open_way(self.place.home, MAIN) as way:
+                return {"name": (way.quarantine.entries()[0].name,), "sure": ("yes",) if tail == "drop" else ()}
+        if form.path == "/opt-out/do":
+            looked = [token for token, one in self.desk.memory.looked.items() if one.who == name]
+            return {"token": (looked[-1] if looked else "none",)}
+        typed: dict[str, dict[str, Any]] = {
+            "/opt-out/look": {"patients": (self.place.patient_id(99),)},
+            "/opt-out/undo": {"patients": (self.place.patient_id(99),)},
+        }
+        return typed.get(form.path, {})
+
+    def of_release(self, name: str, release: str, act: str) -> bytes:
+        with self.desk.vault() as vault:
+            kept = (vault.note("pending") or {})[release]
+        made = parse(kept["statement"].encode())
+        digest = made.artifact_sha256  # type: ignore[union-attr]
+        if act == "approve":
+            return self.place.approval(name, release, "release", release, digest)
+        return self.place.approval(name, refusal_serial(release), REFUSE, release, f"{digest} other")
+
+    @staticmethod
+    def _signed(form: Form, envelope: bytes) -> dict[str, Any]:
+        return {"envelope": envelope if "envelope" in form.files else (envelope.decode(),)}
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    """All of it, once."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        hospital(tmp_path_factory.mktemp("place")) as place,
+    ):
+        heard = Heard.listening(patch)
+        (place.home.root / "ingest.toml").write_text(INGEST)
+        release = place.release()
+        place.refuse(2, source=CORPUS[0])
+        for name in ROLES:
+            place.login(name)
+        with open_desk(place.home.root, lambda *_: None) as opened:
+            books, log = Held(opened), open_log(place.home.root / "agent.log")
+            with Index(place.home.root / app.INDEX, books.disk) as index:
+                desk = Desk(place.home, books, log, lambda: dt.datetime.now(dt.UTC), None, index=index)
+                made = Trial(_side(place, desk), heard)
+                _happens(place, desk, made, release)
+                yield made
+
+
+def _side(place: Hospital, desk: Desk) -> Side:
+    crts: dict[str, bytes] = {}
+
+    def certificate(name: str) -> bytes:
+        if name not in crts:
+            pem = place.login(name)[0].read_bytes()
+            crts[name] = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
+        return crts[name]
+
+    def settle() -> None:
+        while not desk.errand.told().over:
+            time.sleep(0.005)
+
+    clerk = Clerk(place, desk)
+    return Side(
+        pages=app.pages(desk, ConsoleSettings(listen="127.0.0.1:0"), Logins(place.home.root / FOLDER)),
+        folder=place.root,
+        home=place.home.root,
+        log=place.home.root / "agent.log",
+        source=Path(app.__file__).parent,
+        people=lambda: {name: role for name, role in ROLES.items() if desk.person(name)},
+        certificate=certificate,
+        size=lambda: desk.books.read().state.size,
+        fill=clerk.fill,
+        settle=settle,
+        late=(
+            "POST /opt-out/do",  # it forgets what was compared
+            "POST /releases/{release}/send",
+            "POST /releases/{release}/refuse",
+            "POST /releases/{release}/withdraw",
+            *OUT,
+        ),
+    )
+
+
+def _happens(place: Hospital, desk: Desk, trial: Trial, release: str) -> None:
+    """A site's days: after each of them, whatever was not there before is tried."""
+    clerk, draft = Clerk(place, desk), place.home.root / drafts.FILE
+    tighter, looser = policy(approvals=BOTH, k_min=7), policy(approvals='["compliance"]')
+    with open_way(place.home, MAIN) as way:
+        way.inbox.put(Arrival("dimse", "PACS1", b"no image either"))
+    draft.write_text(looser)
+    for _ in range(2):
+        trial.look()
+        trial.attack()
+    draft.write_text(tighter)
+    for act in ("approve", "refuse"):  # the other person's word: it may be sent, and then it may not
+        with desk.books.write() as store:
+            for name in ("dora", "hugo") if act == "approve" else ("hugo",):
+                governance.approve(store, clerk.of_release(name, release, act))
+        trial.look()
+        trial.attack()
+    draft.write_text(tighter)
+    trial.refuse_all()
+    trial.finish()
+
+
+def test_every_field_of_every_page_was_tried_and_every_form_carried_out_as_it_should_be(trial: Trial) -> None:
+    assert not trial.untried(), "\n".join(trial.untried())
+    assert {key: sorted(set(told)) for key, told in trial.done.items() if max(told) >= 400} == REFUSED
+    assert trial.shown > 20, "texts of the corpus are shown, as texts"
+
+
+def test_no_text_becomes_more_than_a_text_and_what_is_refused_leaves_nothing_behind(trial: Trial) -> None:
+    assert not trial.faults, "\n".join(trial.faults)
