@@ -22,7 +22,7 @@ test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one proc
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## the long forms
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --hypothesis-profile=roaming
 
 check: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 collect_ignore_glob = ["support/*"]
 
-# No test is timed: a busy machine must not turn one red.
-settings.register_profile("untimed", deadline=None)
+# No test is timed, nor how long it takes to make its examples: a busy machine must not turn one red. And a property
+# is tried with the same examples every time, so that a red run is about what was changed. Others are looked for by
+# --hypothesis-profile=roaming.
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", _UNTIMED, derandomize=True)
+settings.register_profile("roaming", _UNTIMED, derandomize=False)
 settings.load_profile("untimed")
 
 # Programs that tests and benchmarks start: they read their settings when they are imported.

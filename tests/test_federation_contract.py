@@ -58,6 +58,7 @@ from protos.rounds import STUB_DIGEST
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.support.pki import Authority, node_key
+from tests.support.ports import free_port
 
 SITES = ("north", "south", "west")
 ADD = {"north": 1.0, "south": 2.0, "west": 6.0}
@@ -136,7 +137,7 @@ class Process:
         for line in self.process.stdout:
             self.lines.put(line.strip())
 
-    def hear(self, seconds: float = 40.0) -> str:
+    def hear(self, seconds: float = 120.0) -> str:
         """The next line."""
         until = time.monotonic() + seconds
         try:
@@ -148,7 +149,7 @@ class Process:
         self.said.append(line)
         return line
 
-    def wait_for(self, state: str, seconds: float = 40.0) -> None:
+    def wait_for(self, state: str, seconds: float = 120.0) -> None:
         """Until that line was said."""
         until = time.monotonic() + seconds
         while (line := self.hear(max(0.1, until - time.monotonic()))) != state:
@@ -169,7 +170,7 @@ class Process:
     def ask(self, **command: Any) -> Any:
         """One command, one answer."""
         self.tell(**command)
-        return json.loads(self.hear(90.0))
+        return json.loads(self.hear(180.0))
 
     def errors(self) -> str:
         """What it wrote to standard error."""
@@ -356,8 +357,9 @@ def test_a_reply_of_another_shape_is_refused_before_the_gate_sees_it(
 def test_an_exception_at_a_site_becomes_a_code_and_its_text_stays_there(federation: Federation) -> None:
     report = federation.conduct("raises", {"raise": {"north": 0}}, rounds=1)
     assert report["refused"] == [{"north": "internal"}]
-    assert "4711" not in json.dumps(report) + federation.coordinator.errors()
-    assert "4711" not in federation.agents["north"].errors()
+    # a word with letters: digits alone may occur by chance in a time or in a node's number
+    assert "ZEBRA" not in json.dumps(report) + federation.coordinator.errors()
+    assert "ZEBRA" not in federation.agents["north"].errors()
 
 
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(federation: Federation) -> None:
@@ -627,15 +629,15 @@ def test_an_agent_that_was_frozen_takes_part_again_afterwards(federation: Federa
 
 
 def test_an_agent_killed_in_a_round_costs_that_round_its_timeout_and_no_more(federation: Federation) -> None:
-    report = federation.conduct("killed", {"die": {"west": 0}}, round_timeout_s=5.0, node_wait_s=1.0)
+    report = federation.conduct("killed", {"die": {"west": 0}}, round_timeout_s=15.0, node_wait_s=1.0)
     assert report.get("used") == [["north", "south"], ["north", "south"]], report
     assert report["refused"] == [{"west": "no_reply"}, {"west": "offline"}]
     assert report["shift"] == [3.0]
-    assert report["times"][-1] - report["times"][0] < 10.0  # two timeouts, once the run has its process
-    federation.agents["west"].process.wait(5)
+    assert report["times"][-1] - report["times"][0] < 30.0  # two timeouts, once the run has its process
+    federation.agents["west"].process.wait(60)
     assert federation.agents["west"].process.returncode == -signal.SIGKILL
     link = int((federation.agents["west"].home / "link.txt").read_text().split()[0])
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while Path(f"/proc/{link}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(f"/proc/{link}").exists()
@@ -729,12 +731,6 @@ def forwarder(federation: Federation, site: str) -> Iterator[int]:
 
         threading.Thread(target=accept, daemon=True).start()
         yield listener.getsockname()[1]
-
-
-def free_port() -> int:
-    """A port that is free now; a stock node does not pick one itself."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1200)  # under strace, on a machine that may be busy
 ROOT = Path(__file__).resolve().parents[1]
 _TO = re.compile(r'connect\(.*(?:sin_addr=inet_addr\("([^"]+)"\)|inet_pton\(AF_INET6, "([^"]+)")')
 _PROGRAM = re.compile(r'execve\("([^"]+)".*\) = 0')

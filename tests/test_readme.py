@@ -27,6 +27,7 @@ DOCS = ROOT / "deploy" / "docs"
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.timeout(1500)
 def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
     block, persons = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
     assert block.startswith('export PATH="$PWD/.venv/bin:$PATH"\n')
@@ -56,7 +57,7 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=280)
+        said, _ = process.communicate(timeout=1400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

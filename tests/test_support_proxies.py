@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from tests.support.connect_proxy import ConnectProxy
+from tests.support.ports import free_port
 from tests.support.tcp_proxy import TcpProxy, wait_until
 
 
@@ -130,8 +131,7 @@ def test_a_connection_ends_after_exactly_so_many_bytes(echo: str, after: int) ->
 
 
 def test_a_target_that_is_gone_is_a_reset() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     # it may come before the caller has seen the connection made
     with TcpProxy(address) as proxy, pytest.raises(ConnectionResetError), dial(proxy.address) as peer:
         peer.recv(1)
@@ -179,8 +179,7 @@ def test_nothing_but_connect_is_let_through(echo: str) -> None:
 
 
 def test_a_target_that_does_not_answer_is_a_bad_gateway() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with ConnectProxy() as proxy, connect(proxy, address) as peer:
         assert status(peer) == 502
 

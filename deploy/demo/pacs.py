@@ -15,9 +15,11 @@ import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 AET = "DEMOPACS"
 CALLER = "LAZARET"
+_PATIENCE_S: Final = 180.0  # for its start: a machine may be busy with more than this demonstration
 
 
 class PacsFailed(RuntimeError):
@@ -29,10 +31,12 @@ def installed() -> bool:
     return shutil.which("Orthanc") is not None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports() -> tuple[int, int]:
+    """Two that are free at once, and so are not the same."""
+    with socket.socket() as one, socket.socket() as other:
+        for probe in (one, other):
+            probe.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])
 
 
 @dataclass(slots=True)
@@ -50,10 +54,10 @@ class Orthanc:
         """Start it on free ports of the loopback, and wait until it answers.
 
         Raises:
-            PacsFailed: it ended, or said nothing for half a minute.
+            PacsFailed: it ended, or said nothing for three minutes.
         """
         folder.mkdir(parents=True)
-        dicom, http, password = _free_port(), _free_port(), secrets.token_urlsafe(12)
+        (dicom, http), password = _free_ports(), secrets.token_urlsafe(12)
         caller = {"AET": CALLER, "Host": "127.0.0.1", "Port": 11112, "AllowStore": True}
         caller |= {"AllowEcho": True, "AllowFind": True, "AllowGet": True, "AllowMove": True}
         config = {
@@ -79,7 +83,7 @@ class Orthanc:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
         log.close()
         found = cls(folder, process, dicom, http, password)
-        until = time.monotonic() + 30
+        until = time.monotonic() + _PATIENCE_S
         while not found._answers():
             if process.poll() is not None or not time.monotonic() < until:
                 found.stop()

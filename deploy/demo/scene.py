@@ -182,13 +182,13 @@ class Scene:
         """Start a process that stays, and wait until it says ``ready``.
 
         Raises:
-            DemoFailed: it ended, or said nothing for a minute.
+            DemoFailed: it ended, or said nothing for three minutes.
         """
         log = self.work / f"{name}.out"
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=_environment())
         self._running.append(process)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while ready not in log.read_text():
             if process.poll() is not None or not time.monotonic() < until:
                 raise DemoFailed(f"{name} did not start:\n{log.read_text()[-2000:]}")

@@ -249,7 +249,9 @@ def _plant(dataset: Dataset, place: str, word: str) -> None:
         dataset[tag] = DataElement(tag, vr, value)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     words=st.lists(st.from_regex(r"[QZX][a-z]{5,9}[qzx]", fullmatch=True), min_size=11, max_size=11, unique=True),
     places=st.lists(st.sampled_from(PLACES), min_size=1, max_size=6, unique=True),

@@ -12,13 +12,14 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agent import vetted
 from agent.mechanisms import distill as module
 from agent.mechanisms.distill import Distill, DistillDp
 from agent.nets.conditions import Conditions
 from agent.nets.latent_diffusion import latent_from
 from agent.nets.siamese import KnowsNobody
 from agent.nouns import Cohort, CohortTooSmall, NotKept, Patient, Selection, SyntheticSet
-from agent.pipeline import Wrapping, _down, _up, draft_of, leave, price, release_resumable, wrapped
+from agent.pipeline import Wrapping, draft_of, leave, price, release_resumable, wrapped
 from agent.released import made_of
 from agent.site import Refused
 from agent.stages import distil as stage_of
@@ -433,7 +434,7 @@ def test_another_patient_than_those_it_was_begun_with_is_not_left_out_of_the_opt
 def test_the_two_figures_are_rounded_against_the_release_and_written_as_short_as_can_be(
     share: float, up: str, down: str
 ) -> None:
-    assert (_up(share), _down(share)) == (up, down)
+    assert (vetted.up(share), vetted.down(share)) == (up, down)
     assert decimal(up) >= share >= decimal(down)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import coordinator.edges.log as coordinator_log
-from agent.desk import check_history
 from agent.edges import home as homes
 from agent.edges.enrol import Given, enrol
 from agent.edges.log import UnlistedKey, open_log
+from agent.edges.looking import check_history
 from agent.edges.notes import Notes
 from agent.edges.own_ledger import found, site_policy
 from agent.edges.pace import TICK_S, rest

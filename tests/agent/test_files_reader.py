@@ -48,20 +48,27 @@ def _bytes(name: str) -> bytes:
 
 @pytest.fixture
 def reader() -> Iterator[Reader]:
-    """A reader with short limits."""
-    with Reader(RULES, WHO, Limits(wall_seconds=5.0)) as made:
+    """A reader."""
+    with Reader(RULES, WHO, Limits()) as made:
         yield made
 
 
+def _impatient(reader: Reader, seconds: float) -> None:
+    """From now on it waits so long for a file. Before that it waits as long as a busy machine needs."""
+    reader._limits = replace(reader._limits, wall_seconds=seconds)
+
+
 def test_a_worker_that_hangs_is_killed_and_the_next_file_is_read() -> None:
-    hung = Reader(RULES, WHO, Limits(wall_seconds=0.5))
+    hung = Reader(RULES, WHO, Limits())
     with hung:
         assert hung.read(_bytes("MR_small.dcm"), HEX).modality == "MR"
         assert hung.pid is not None
         os.kill(hung.pid, signal.SIGSTOP)  # what an endless loop looks like from outside
+        _impatient(hung, 0.5)
         with pytest.raises(Refused, match="parser_stopped"):
             hung.read(_bytes("CT_small.dcm"), HEX)
         assert hung.pid is None
+        _impatient(hung, Limits().wall_seconds)
         started = hung.starts
         assert hung.read(_bytes("CT_small.dcm"), HEX).modality == "CT"
         assert hung.starts == started + 1
@@ -71,7 +78,7 @@ def test_a_worker_that_died_between_files_costs_no_file(reader: Reader) -> None:
     reader.read(_bytes("MR_small.dcm"), HEX)
     assert reader.pid is not None
     os.kill(reader.pid, signal.SIGKILL)
-    time.sleep(0.2)
+    os.waitid(os.P_PID, reader.pid, os.WEXITED | os.WNOWAIT)  # dead, and still the reader's to bury
     assert reader.read(_bytes("CT_small.dcm"), HEX).modality == "CT"
     assert reader.starts == 2
 
@@ -91,13 +98,14 @@ def test_a_file_that_takes_too_long_is_stopped_on_time() -> None:
     dataset.PixelData = np.random.default_rng(2).integers(0, 4000, (side, side), dtype=np.int16).tobytes()
     stream = io.BytesIO()
     dataset.save_as(stream)
-    with Reader(RULES, WHO, Limits(wall_seconds=0.3)) as reader:
+    with Reader(RULES, WHO, Limits()) as reader:
         with pytest.raises(Refused, match="not_dicom"):
             reader.read(b"warm", HEX)
+        _impatient(reader, 0.05)  # to send and decode 72 MB takes longer on any machine
         started = time.monotonic()
         with pytest.raises(Refused, match="parser_stopped"):
             reader.read(stream.getvalue(), HEX)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         assert reader.pid is None
 
 
@@ -173,12 +181,12 @@ def _until_nobody_writes(stream: IO[bytes], seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("confined", [True, False])
-@pytest.mark.parametrize("wall_seconds", [20.0, 3.0])
+@pytest.mark.parametrize("how", ["closed", "at the deadline"])
 def test_a_child_of_the_worker_does_not_outlive_it(
-    confined: bool, wall_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    confined: bool, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fifo = _taken_over(tmp_path, monkeypatch, confined=confined)
-    with Reader(RULES, WHO, Limits(wall_seconds=wall_seconds)) as reader:
+    with Reader(RULES, WHO, Limits()) as reader:
         descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         with pytest.raises(Refused), os.fdopen(os.dup(descriptor), "rb", buffering=0):
             reader.read(b"first", HEX)
@@ -187,17 +195,18 @@ def test_a_child_of_the_worker_does_not_outlive_it(
             said = stream.read(16)
             assert said in ((b"forked\n",) if not confined else (b"forked\n", b"refused\n"))
             assert said == b"refused\n" or not _until_nobody_writes(stream, 0.3)  # it lives on meanwhile
-            if wall_seconds > 10:
+            if how == "closed":
                 reader.close()
             else:
+                _impatient(reader, 1.0)
                 with pytest.raises(Refused, match="parser_stopped"):
                     reader.read(b"second", HEX)  # the deadline passes
-            assert _until_nobody_writes(stream, 10.0)
+            assert _until_nobody_writes(stream, 60.0)
 
 
 def test_a_worker_that_was_taken_over_cannot_lift_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fifo = _taken_over(tmp_path, monkeypatch, confined=True)
-    with Reader(RULES, WHO, Limits(wall_seconds=20.0)) as reader:
+    with Reader(RULES, WHO, Limits()) as reader:
         descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb"), pytest.raises(Refused, match="undecodable"):
             reader.read(b"any", HEX)
@@ -355,7 +364,7 @@ def _item(value: Dataset | dict[str, object]) -> Dataset:
 @pytest.mark.parametrize("modality", ["CT", "MR", "PT", "NM"])
 def test_nobody_vouches_for_a_volume_because_it_says_so_itself(modality: str) -> None:
     rules = replace(RULES, modalities=frozenset({modality}))
-    with Reader(rules, WHO, Limits(wall_seconds=20.0)) as reader:
+    with Reader(rules, WHO, Limits()) as reader:
         record = reader.read(_changed(Modality=modality, BodyPartExamined="CHEST"), HEX)
     assert record.face is False
     assert "RecognizableVisualFeatures" not in pydicom.dcmread(io.BytesIO(record.payload))

@@ -25,7 +25,8 @@ from agent.edges.reception import Reception
 from agent.edges.room import Arrival
 from agent.edges.way import open_way
 from agent.phantoms import digits
-from tests.support.pacs import free_port, make_instances, need, run
+from tests.support.pacs import make_instances, need, run
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -248,7 +249,7 @@ def listening(site: Path) -> tuple[Path, int]:
     return site, port
 
 
-def _until(done: Any, seconds: float = 40.0) -> None:
+def _until(done: Any, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end
@@ -294,7 +295,7 @@ def test_serve_without_a_modality_receives_and_ends_when_it_is_told(listening: t
         assert "listening for C-STORE as LAZARET" in line
         run(["echoscu", "-aet", "PACS", "-aec", "LAZARET", "127.0.0.1", str(port)])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def test_a_token_and_an_identity_are_made_for_the_settings(

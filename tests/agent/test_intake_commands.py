@@ -29,8 +29,8 @@ from agent.edges.room import Arrival
 from agent.edges.way import open_way
 from agent.phantoms import digits
 from tests.support.archives import dataset_of, rogue
-from tests.support.pacs import free_port
 from tests.support.pki import Authority
+from tests.support.ports import free_port
 
 CT = Path(str(get_testdata_file("CT_small.dcm", download=False)))
 RGB = Path(str(get_testdata_file("examples_rgb_color.dcm", download=False)))

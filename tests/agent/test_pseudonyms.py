@@ -29,7 +29,7 @@ HEX = "0" * 32
 @pytest.fixture(scope="module")
 def reader() -> Iterator[Reader]:
     """The real worker, shared."""
-    with Reader(RULES, WHO, Limits(wall_seconds=20.0)) as made:
+    with Reader(RULES, WHO, Limits()) as made:
         yield made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import math
 import socket
 import ssl
 import threading
@@ -153,11 +154,17 @@ class Ground:
         verify(export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key()))
         assert "Traceback" not in self.log()
 
-    def works(self, site: Site, seconds: float = 5.0) -> None:
+    def works(self, site: Site, seconds: float = 20.0) -> None:
         """An honest call goes through, in time."""
         began = time.monotonic()
         assert site.door(patience_s=0.0).hello()
         assert time.monotonic() - began < seconds
+
+    def moment(self, site: Site) -> dt.timedelta:
+        """A life that is short, and long enough for a first call on this machine, however busy it is."""
+        began = time.monotonic()
+        self.works(site)
+        return dt.timedelta(seconds=3 + math.ceil(20 * (time.monotonic() - began)))
 
     def offer(
         self, stub: Any, site: Site, release: Release, artifact: bytes, key: str = "k", chunks: Sequence[bytes] = ()
@@ -178,7 +185,7 @@ def refusal(act: Callable[[], Any]) -> grpc.RpcError:
     raise AssertionError("the call went through")
 
 
-def call(channel: grpc.Channel, method: str, request: Any = None, timeout: float = 10.0) -> Any:
+def call(channel: grpc.Channel, method: str, request: Any = None, timeout: float = 30.0) -> Any:
     """One call of a method by its name, with an empty request unless it is given; streams are read to their end."""
     described = SERVICE.methods_by_name[method]
     made = request if request is not None else getattr(pb, described.input_type.name)()

@@ -99,7 +99,7 @@ def test_an_expired_certificate_is_shut_out_at_the_handshake(ground: Ground, sit
 def test_a_certificate_that_ends_while_its_connection_is_open_makes_no_further_call(
     ground: Ground, site: Site
 ) -> None:
-    short = ground.issued("site-a", NAME, dt.timedelta(seconds=3))
+    short = ground.issued("site-a", NAME, ground.moment(site))
     with ground.channel(*short.pair) as channel:
         assert call(channel, "Hello").policy
         time.sleep(max(0.0, (short.leaf.not_valid_after_utc - now()).total_seconds()) + 0.1)
@@ -172,7 +172,7 @@ def test_a_revocation_ends_open_streams_at_once_and_the_next_call_of_the_same_co
         def parts() -> Iterator[pb.UploadPart]:
             yield pb.UploadPart(upload=offered.upload)
             yield pb.UploadPart(chunk=pb.Chunk(index=0, data=artifact[: 1 << 20]))
-            silence.wait(20)
+            silence.wait(200)
 
         session = stub.Session(pb.SessionRequest(version="test"))
         assert next(session).kind == "hello"
@@ -182,8 +182,8 @@ def test_a_revocation_ends_open_streams_at_once_and_the_next_call_of_the_same_co
         began = time.monotonic()
         call(operator, "Revoke", pb.RevokeRequest(site="site-a", reason="stolen"))
         assert refusal(lambda: list(session)).code() in (Code.CANCELLED, Code.PERMISSION_DENIED)
-        assert upload.exception(timeout=5) is not None
-        assert time.monotonic() - began < 3.0
+        assert upload.exception(timeout=30) is not None
+        assert time.monotonic() - began < 30.0  # and not after the 120 s that a silent stream is given
         silence.set()
         before = len(ground.federation.findings())
         for method in ("Hello", "Offer", "Renew", "Session", "Fleet"):
@@ -228,7 +228,7 @@ def test_every_method_is_for_one_role_and_a_method_without_one_is_nobodys(ground
     assert set(ROLES) == {method.name for method in SERVICE.methods}
     with ground.as_site(site) as channel, ground.refused():
         for path in ("/lazaret.v1.Gateway/Nothing", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"):
-            error = refusal(lambda path=path: channel.unary_unary(path)(b"", timeout=5))
+            error = refusal(lambda path=path: channel.unary_unary(path)(b"", timeout=20))
             assert error.code() == Code.UNIMPLEMENTED
 
 

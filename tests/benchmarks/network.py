@@ -11,7 +11,6 @@ import datetime as dt
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -88,13 +87,6 @@ def started(command: Sequence[str], says: str) -> Iterator[Served]:
                 process.wait(15)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def found(

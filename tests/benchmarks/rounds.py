@@ -41,6 +41,7 @@ from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.benchmarks import network
 from tests.benchmarks.report import Report, Row
 from tests.support.federation import Federation, Site
+from tests.support.ports import free_port
 
 SITES: Final = ("site-a", "site-b", "site-c")
 ROUNDS, TURNS, PACED = 6, 4, 3
@@ -128,7 +129,7 @@ def camp(folder: Path, hub: str, agents: str, rounds: int) -> Iterator[Camp]:
         agents: their role.
         rounds: of each run.
     """
-    listen = f'listen = "127.0.0.1:{network.free_port()}"\n'
+    listen = f'listen = "127.0.0.1:{free_port()}"\n'
     federation, sites = network.found(folder, SITES, listen)
     with contextlib.ExitStack() as stack:
         command = ["-m", ROLES, hub, str(folder / "coordinator")] if hub else []

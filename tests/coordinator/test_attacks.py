@@ -210,13 +210,13 @@ def test_silent_streams_of_one_site_do_not_stop_the_others(federation: Federatio
     silence = threading.Event()
 
     def nothing() -> Iterator[pb.UploadPart]:
-        silence.wait(20)
+        silence.wait(200)
         return
         yield
 
     with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
         calls = [GatewayStub(channel).Upload.future(nothing()) for _ in range(20)]
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 45
         while sum(call.done() for call in calls) < 18 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert other.door().hello()
@@ -343,7 +343,7 @@ def test_runs_are_conducted_in_the_order_in_which_they_stood_in_line() -> None:
         standing = threading.Event()
         threads.append(threading.Thread(target=conduct, args=(number, standing)))
         threads[-1].start()
-        standing.wait(5)
+        assert standing.wait(60)
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4]

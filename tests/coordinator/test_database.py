@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,15 +20,11 @@ import agent.__main__
 from coordinator.__main__ import main
 from policies.policy import preset
 from policies.verify import main as verify
+from tests.support.ports import free_port
 from tests.support.postgres import GUARDED, OWNER, PASSWORD, WRITER, throwaway
 
 ROOT = Path(__file__).parents[2]
 PERSONS = {"dpo-1": "compliance", "chief-1": "hospital"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @contextlib.contextmanager

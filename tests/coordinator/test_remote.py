@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.support.books import Person
 from tests.support.federation import SETTINGS, Federation
+from tests.support.ports import free_port
 from tests.support.runs import job
 from tests.support.wards import Grid, Host, Vault, Ward, conduct_here, federated
 
@@ -34,8 +34,7 @@ from tests.support.wards import Grid, Host, Vault, Ward, conduct_here, federated
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
     """A service on a port that is written in its settings, as an operator's command reads it."""
     monkeypatch.setattr(conductor, "conduct", conduct_here)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     made = Federation(tmp_path)
     with made:
         made.server.stop(0).wait()

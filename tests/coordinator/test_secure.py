@@ -33,6 +33,7 @@ from protos import secret
 from protos.artifact import pack_vector, unpack_vector
 from protos.envelope import key_id
 from tests.support.federation import Federation as Enrolling
+from tests.support.ports import free_port
 from tests.support.runs import SITES, Federation, secret_job
 from tests.support.wards import admitting, conduct_here, masked
 
@@ -317,8 +318,7 @@ def test_three_real_agents_and_a_real_coordinator_make_two_secret_sums(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No site has a patient: each trains on noise alone, as it must, since nobody may learn how few there are."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = tmp_path / "coordinator"
     create(folder, f'listen = "127.0.0.1:{port}"\n', admitting(), dt.datetime.now(dt.UTC))
     with Enrolling(tmp_path) as fed:

@@ -34,7 +34,7 @@ class Listener:
         except grpc.RpcError as error:
             self.said.put(error.code())
 
-    def hear(self, seconds: float = 15.0) -> Any:
+    def hear(self, seconds: float = 60.0) -> Any:
         return self.said.get(timeout=seconds)
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ def fed(tmp_path: Path) -> Iterator[Federation]:
 
 def connected(fed: Federation, *names: str) -> None:
     """Wait until these sites, and no others, have a session."""
-    until = time.monotonic() + 15
+    until = time.monotonic() + 60
     while fed.service.sessions.connected() != names and time.monotonic() < until:
         time.sleep(0.02)
     assert fed.service.sessions.connected() == names

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from policies.policy import parse, preset
 from protos.doctor import as_json, failed, noted, passed
 from protos.web.settings import read
 from tests.support.pacs import ENVIRONMENT, need
+from tests.support.ports import free_port
 from tests.support.postgres import throwaway
 
 ROOT = HERE.parent
@@ -80,9 +80,7 @@ def test_every_ingest_toml_is_one_and_listens_where_the_network_leads(where: str
 def test_the_orthanc_of_the_compose_file_speaks_with_the_agent_and_with_nobody_else(tmp_path: Path) -> None:
     need("Orthanc")
     config = json.loads((HERE / "compose" / "agent" / "orthanc.json").read_text())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for name in ("StorageDirectory", "IndexDirectory"):
         config[name] = str(tmp_path / "db")
     config["DicomPort"], config["DicomModalities"]["lazaret"]["Host"] = port, "127.0.0.1"
@@ -186,9 +184,7 @@ def test_the_coordinator_asks_nothing_of_the_kernel_that_its_unit_forbids(tmp_pa
         groups += [w for line in listed.stdout.splitlines()[1:] for w in line.split("#")[0].split()]
     coordinator = [sys.executable, "-m", "coordinator", "--home", str(tmp_path / "home")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{probe.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     subprocess.run([*coordinator, "init", "--policy", "internal", "--listen", listen], check=True, env=environment)
     trace = [shutil.which("strace") or "strace", "-f", "-qq", "-o", str(tmp_path / "calls")]
     serving = subprocess.Popen([*trace, *coordinator, "serve"], env=environment, stdout=subprocess.PIPE)

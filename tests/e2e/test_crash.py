@@ -16,6 +16,7 @@ from deploy.demo.scene import RUN, DemoFailed, K, L, Scene
 from policies.export import Export
 from policies.verify import verify
 
+pytestmark = pytest.mark.timeout(1200)  # a whole federation, on a machine that may be busy
 KILLED = Path(__file__).parent.parent / "support" / "killed_agent.py"
 
 
@@ -58,8 +59,8 @@ def kill(scene: Scene, site: str, moment: str) -> None:
 def test_an_agent_killed_between_grant_and_verdict_has_spent_its_grant(scene: Scene, site: str, moment: str) -> None:
     kill(scene, site, moment)
     assert spent(site_ledger(scene, site), f"{site}/k") == (1, 0)
-    said = scene.run(scene.agent(site, *words(scene)), may_refuse=True)
-    assert said == "", "its patients are in what set out: too few are left, and nothing is priced"
+    with pytest.raises(DemoFailed, match="does not qualify"):  # its patients are in what set out: nothing is priced
+        scene.run(scene.agent(site, *words(scene)), may_refuse=True)
     books = ledger(scene)
     assert spent(books, f"{site}/k") == spent(site_ledger(scene, site), f"{site}/k") == (0, 1)
     assert not [e for e in books["entries"] if e["type"] == "admitted"]
@@ -69,7 +70,8 @@ def test_an_agent_killed_between_grant_and_verdict_has_spent_its_grant(scene: Sc
 def test_an_agent_killed_after_the_verdict_learns_it_at_the_next_start(scene: Scene) -> None:
     """And the next release after other sites' crashes works."""
     kill(scene, "site-c", "after-verdict")
-    scene.run(scene.agent("site-c", *words(scene)), may_refuse=True)
+    with pytest.raises(DemoFailed, match="does not qualify"):
+        scene.run(scene.agent("site-c", *words(scene)), may_refuse=True)
     (admitted,) = [e for e in ledger(scene)["entries"] if e["type"] == "admitted"]
     (mine,) = [e for e in site_ledger(scene, "site-c")["entries"] if e["type"] == "admitted"]
     assert mine["release"] == admitted["release"]
@@ -113,7 +115,7 @@ def _kill_coordinator(scene: Scene) -> None:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.3)

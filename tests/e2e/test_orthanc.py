@@ -15,7 +15,8 @@ from pydicom import dcmread
 from agent.edges.association import Caller, ListenerSettings
 from agent.edges.listener import Listener
 from agent.edges.pull import PacsError, Progress, Pull, Remote
-from tests.support.pacs import free_port, make_instances, orthanc, run
+from tests.support.pacs import make_instances, orthanc, run
+from tests.support.ports import free_port
 from tests.support.pulling import KEY, Note, Site, data_set, killed_after, pulled, pulling
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import pytest
 from agent import __main__ as agent_commands
 from coordinator import __main__ as coordinator_commands
 from deploy.demo.scene import SITES, Scale, Scene
+from tests.support.ports import free_port
 from tests.support.tcp_proxy import wait_until
 
 PATIENTS, ROUNDS, MIN_SITES = 12, 2, 2
@@ -61,13 +61,6 @@ def build(folder: Path) -> Path:
         (scene.work / "job.json").write_text(json.dumps(job, indent=2))
     shutil.rmtree(folder / "work" / "pacs")
     return folder / "work"
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(slots=True, eq=False)

@@ -610,7 +610,7 @@ def test_no_acknowledged_entry_is_lost_when_the_server_is_killed(
 
 
 def awaited(condition: Callable[[], object]) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
@@ -644,13 +644,13 @@ def test_a_commit_that_no_standby_confirms_is_no_commit(there: InPostgres, key: 
         begun = time.monotonic()  # and opening waits for the standby to have what may be here alone
         with pytest.raises(ConnectionError, match="no answer"):
             there.open(patience=1.0)
-        assert 0.9 < time.monotonic() - begun < 20
+        assert 0.9 < time.monotonic() - begun < 60
     finally:
         there.server.set(synchronous_standby_names="")
 
 
 def test_a_server_that_hangs_is_given_up(there: InPostgres, key: Ed25519PrivateKey) -> None:
-    disk = there.open(patience=3.0)
+    disk = there.open(patience=6.0)
     books = store(disk, key)
     books.append("one", entry(1))
     os.kill(disk._link.process, signal.SIGSTOP)

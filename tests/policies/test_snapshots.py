@@ -48,6 +48,8 @@ def test_two_files_that_are_written_one_after_the_other_all_the_time_are_copied_
 
     writer = threading.Thread(target=write)
     writer.start()
+    while not held(tmp_path / "b.db"):
+        stop.wait(0.001)
     try:
         for turn in range(20):
             names = [(tmp_path / f"{which}.db", tmp_path / f"{turn}-{which}.db") for which in "ab"]

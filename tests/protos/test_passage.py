@@ -18,8 +18,8 @@ from protos.identity import COORDINATOR, issue, make_intermediate, make_root, pe
 from protos.passage import Way, is_open, resolves, seconds_of, skew, uninspected
 from tests.support.answering import answering
 from tests.support.connect_proxy import ConnectProxy
-from tests.support.pacs import free_port
 from tests.support.pki import Authority
+from tests.support.ports import free_port
 
 NOW = dt.datetime.now(dt.UTC)
 

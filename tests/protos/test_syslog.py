@@ -16,8 +16,8 @@ from protos.journal import open_journal
 from protos.syslog import Collector, Forwarder, framed, message
 from protos.tally import Tally
 from tests.support.collector import Syslogd
-from tests.support.pacs import free_port
 from tests.support.pki import Authority
+from tests.support.ports import free_port
 
 KEYS = frozenset({"event", "level", "timestamp", "state"})
 # RFC 5424, section 6: HEADER SP STRUCTURED-DATA SP MSG

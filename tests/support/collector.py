@@ -53,7 +53,7 @@ class Syslogd:
             connection.close()
         self.connections.clear()
 
-    def wait(self, count: int, seconds: float = 20.0) -> list[bytes]:
+    def wait(self, count: int, seconds: float = 60.0) -> list[bytes]:
         """So many messages."""
         with self.came:
             assert self.came.wait_for(lambda: len(self.messages) >= count, seconds), self.messages

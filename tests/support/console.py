@@ -107,7 +107,7 @@ class Console:
         tls = ssl.create_default_context(cafile=str(self.home / "keys" / "console.crt"))
         if name:
             tls.load_cert_chain(*self.login(name))
-        with httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=20) as client:
+        with httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=60) as client:
             if name and entered:
                 answer = client.post("/login", data={"to": "/"}, headers=self.own)
                 assert answer.status_code == 303, answer.text
@@ -211,7 +211,7 @@ def _add_watched(made: Console) -> None:
     @pages.get("/wait", everybody)
     def wait(asked: Asked) -> Response:
         made.told.append(asked.person.name)
-        made.gate.wait(20)
+        made.gate.wait(60)
         return asked.page("form.html", told="", wrong="")
 
     @pages.get("/seen/{number}", everybody, told=True)
@@ -260,8 +260,8 @@ def statement_of(envelope: bytes) -> bytes:
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    """Until it is so; at most twenty seconds."""
-    for _ in range(2_000):
+    """Until it is so; at most a minute."""
+    for _ in range(6_000):
         if what():
             return
         time.sleep(0.01)

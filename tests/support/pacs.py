@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,9 +24,16 @@ from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import UID, CTImageStorage, ExplicitVRLittleEndian, MRImageStorage, SecondaryCaptureImageStorage
 
 from tests.support.pki import Authority
+from tests.support.ports import free_port
 
-# Without it every answer of Debian's DCMTK waits 46 ms for Nagle's algorithm
-ENVIRONMENT = {**os.environ, "TCP_NODELAY": "1"}
+# DCMTK's tools are meant by their names, and not pynetdicom's of the same names where these tests' Python is; and
+# without the variable every answer of Debian's DCMTK waits 46 ms for Nagle's algorithm
+_HERE = str(Path(sys.executable).parent)
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": os.pathsep.join(p for p in os.environ.get("PATH", os.defpath).split(os.pathsep) if p != _HERE),
+    "TCP_NODELAY": "1",
+}
 PLUGIN = Path("/usr/share/orthanc/plugins/libOrthancDicomWeb.so")
 SENDER = "SENDER"  # the modality that DCMTK's tools play
 # What storescu must be told so that it proposes the transfer syntax of a file, and sends it as it is
@@ -57,13 +64,6 @@ def need(*programs: str) -> None:
         pytest.fail(f"not installed: {', '.join(missing)}")
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-
-
-def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Pacs:
             self._process = subprocess.Popen(
                 ["Orthanc", str(config)], stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=self.folder
             )
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while not self._ready():
             assert self._process.poll() is None, f"ended with {self._process.returncode}\n{self.log[-4000:]}"
             assert time.monotonic() < until, "Orthanc does not answer\n" + self.log[-4000:]
@@ -220,7 +220,7 @@ def orthanc(
     need("Orthanc", "storescu")
     folder.mkdir(parents=True, exist_ok=True)
     known = {SENDER: ("127.0.0.1", 11112), **(modalities or {"LAZARET": ("127.0.0.1", 11112)})}
-    for attempt in range(3):  # a free port may be taken before Orthanc has it
+    for attempt in range(3):  # a program that is no test may take a free port before Orthanc has it
         dicom, http = free_port(), free_port()
         config = _settings(folder, aet, dicom, http)
         config["DicomModalities"] = {

@@ -65,7 +65,7 @@ class Cluster:
     def create(self) -> None:
         """``initdb``."""
         initdb = self._spawn("initdb", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
-        if initdb.wait(60):
+        if initdb.wait(200):
             raise RuntimeError(f"initdb failed: {self.log}")
         with (self.data / "postgresql.conf").open("a") as conf:
             conf.write(f"{_CONF}unix_socket_directories = '{self.folder}'\n")
@@ -73,7 +73,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start it and wait until it answers; after a crash it first replays its log."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         server = self._server = self._spawn("postgres")
         while time.monotonic() < deadline:
             with contextlib.suppress(psycopg.OperationalError):
@@ -88,7 +88,7 @@ class Cluster:
         """End it: SIGINT as ``pg_ctl -m fast``, SIGQUIT as ``-m immediate``, which leaves a log to replay."""
         if self._server is not None:
             self._server.send_signal(how)
-            self._server.wait(60)
+            self._server.wait(200)
 
     def kill(self) -> None:
         """``kill -9`` the postmaster and every process that it started: nobody tidies up."""
@@ -97,7 +97,7 @@ class Cluster:
         for process in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        self._server.wait(60)
+        self._server.wait(200)
 
     def dsn(self, role: str, **more: str) -> str:
         """The address, for one of the roles."""

@@ -18,8 +18,9 @@ from cryptography.hazmat.primitives.serialization.pkcs12 import load_pkcs12
 
 import agent.__main__
 import coordinator.__main__
-from deploy.demo.scene import PERSONS, SITES, DemoFailed, Scale, Scene, _free_port
+from deploy.demo.scene import PERSONS, SITES, DemoFailed, Scale, Scene
 from protos.keyfile import write_private
+from tests.support.ports import free_port
 
 ROLES = {
     "olga": "operator",
@@ -116,7 +117,7 @@ class Stage(Scene):
         del where
 
     def _console(self, where: str) -> None:
-        self.ports[where], watched = _free_port(), _free_port()
+        self.ports[where], watched = free_port(), free_port()
         self.ports[f"{where} metrics"] = watched
         text = f'listen = "127.0.0.1:{self.ports[where]}"\nnames = ["localhost"]\nmetrics = "127.0.0.1:{watched}"\n'
         (self.work / where / "console.toml").write_text(text)

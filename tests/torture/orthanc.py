@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,11 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.support.ports import free_port
 
 
 def _ask(url: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
@@ -41,7 +36,7 @@ def running(work: Path) -> Iterator[tuple[str, int]]:
         FileNotFoundError: Debian's package orthanc is not installed.
     """
     program = shutil.which("Orthanc") or "/usr/sbin/Orthanc"
-    port = _free_port()
+    port = free_port()
     settings = {
         **{"Name": "TORTURE", "StorageDirectory": str(work / "db"), "IndexDirectory": str(work / "db")},
         **{"HttpPort": port, "RemoteAccessAllowed": False, "AuthenticationEnabled": False, "TcpNoDelay": True},

@@ -499,7 +499,7 @@ def test_who_sends_a_byte_now_and_then_is_cut_at_the_deadline(tmp_path):
             if not talk.thread.is_alive() or "too_slow" in talk.tally.counts():
                 break
             time.sleep(0.1)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 15  # in all it would take twenty
         assert talk.rest()[-1][0] == 7
         assert talk.tally.counts()["too_slow"] == 1
 
@@ -509,8 +509,10 @@ def test_an_idle_association_is_ended_and_a_stopping_receiver_finishes_the_messa
     assert [kind for kind, _ in talk.rest()] == [7]
     assert talk.tally.counts()["idle"] == 1
     talk = opened(tmp_path)
+    before = talk.services.budget._left
     talk.say(unit((1, 3, store_command())), unit((1, 0, b"12")))
-    time.sleep(0.1)
+    while talk.services.budget._left == before:  # until it is in the middle of the message
+        time.sleep(0.01)
     talk.stop.set()
     time.sleep(1.5)
     assert talk.say(unit((1, 2, b"34"))).status() == 0
@@ -521,7 +523,9 @@ def test_an_idle_association_is_ended_and_a_stopping_receiver_finishes_the_messa
 SESSION = request() + store() + unit((3, 3, echo())) + store(bytes(300)) + RELEASE
 
 
-@settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_whatever_bytes_come_the_association_ends_cleanly(tmp_path, data):
     raw = bytearray(SESSION)

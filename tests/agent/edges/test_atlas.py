@@ -145,7 +145,7 @@ def test_a_killed_agent_leaves_nothing_of_the_patient(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, env=environment) as agent:
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"ready\n"
-        for _ in range(2000):
+        for _ in range(10_000):
             if any(path.is_symlink() for path in tmp_path.glob("lazaret-*/fixed.nii")):
                 break
             time.sleep(0.01)

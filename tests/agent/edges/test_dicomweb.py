@@ -187,7 +187,7 @@ def test_it_goes_on_after_kill_9_of_the_archive(pacs: Pacs, theirs: dict[str, by
     pacs.kill()
     waits.set()
     pacs.restart()
-    thread.join(60)
+    thread.join(200)
     assert (found[0].brought, found[0].complete) == (62, True)
     assert bodies(sink.room) == sorted(theirs.values())
 

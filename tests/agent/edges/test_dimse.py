@@ -25,7 +25,9 @@ from agent.edges.association import STORABLE, Caller, Identity, ListenerSettings
 from agent.edges.dimse import EVENTS
 from agent.edges.listener import Listener, ListenerFailed
 from agent.edges.room import Room
+from tests.support.pacs import ENVIRONMENT
 from tests.support.pki import Authority
+from tests.support.ports import free_port
 
 KEY = bytes(range(32))
 CT = "1.2.840.10008.5.1.4.1.1.2"
@@ -39,12 +41,11 @@ OURS = ListenerSettings(
     least_free_bytes=0,
     durable=False,
 )
-ENVIRONMENT = {**os.environ, "TCP_NODELAY": "1"}
 HOME = Path(__file__).resolve().parents[3]
 
 
 def tool(name):
-    if shutil.which(name) is None:
+    if shutil.which(name, path=ENVIRONMENT["PATH"]) is None:
         if os.environ.get("CI"):
             pytest.fail(f"{name} is not installed")
         pytest.skip(f"{name} is not installed")
@@ -93,7 +94,7 @@ def after_meta(data):
     ).file_meta.TransferSyntaxUID
 
 
-def wait(condition, seconds=20.0):
+def wait(condition, seconds=60.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not happen in time"
@@ -149,8 +150,7 @@ DCMTK = {
 def bit_preserving(tmp_path_factory):
     """DCMTK's own receiver, writing what comes as it comes: the oracle. Its folder and port."""
     folder = tmp_path_factory.mktemp("storescp")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [tool("storescp"), "+B", "+xa", "-pdu", "131072", "-od", str(folder), str(port)]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -216,7 +216,7 @@ def test_sixteen_senders_at_once_lose_nothing(receiver, tmp_path):
     senders = [
         subprocess.Popen([tool("storescu"), *address, *map(str, some)], env=ENVIRONMENT) for some in files.values()
     ]
-    assert [s.wait(60) for s in senders] == [0] * 16
+    assert [s.wait(200) for s in senders] == [0] * 16
     arrivals = taken(room)
     assert len(arrivals) == 128
     sent = {uid: path for some in files.values() for path, uid in some.items()}
@@ -391,7 +391,7 @@ def test_slow_senders_are_cut_while_others_are_served(tmp_path):
         slow = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(12)]
         began = time.monotonic()
         served = 0
-        while slow and time.monotonic() - began < 20:
+        while slow and time.monotonic() - began < 60:
             for one in list(slow):
                 try:
                     one.sendall(b"\1")
@@ -441,7 +441,7 @@ def answered(output):
 
 
 def test_a_killed_worker_is_replaced_and_what_was_answered_is_there(tmp_path):
-    files = made(tmp_path / "files", 40, size=512)
+    files = made(tmp_path / "files", 400)  # so many that a test which is late to kill still finds some to come
     with listening(tmp_path, workers=1) as (listener, room):
         (old,) = listener.pids()
         address = ["-aet", "PACS", "-aec", "LAZARET", "127.0.0.1", str(listener.port)]
@@ -451,9 +451,9 @@ def test_a_killed_worker_is_replaced_and_what_was_answered_is_there(tmp_path):
         )  # fmt: skip
         wait(lambda: len(room.names()) > 5)
         os.kill(old, signal.SIGKILL)
-        output = sender.communicate(timeout=60)[0]
+        output = sender.communicate(timeout=200)[0]
         assert answered(output) <= len(room.names()) <= answered(output) + 1
-        assert answered(output) < 40
+        assert answered(output) < 400
         whole(room, files)
         wait(lambda: call("echoscu", listener).returncode == 0)
         assert listener.pids() != [old]
@@ -488,7 +488,7 @@ def test_a_killed_agent_takes_its_workers_along_and_what_was_answered_is_there(t
     finally:
         agent.kill()
         agent.wait()
-    output = sender.communicate(timeout=60)[0]
+    output = sender.communicate(timeout=200)[0]
     wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     room.sweep()
     assert {p.name for p in room.folder.iterdir()} == set(room.names())
@@ -504,7 +504,7 @@ def test_stopping_ends_idle_associations_and_closes_the_port(tmp_path):
     association = sender.associate("127.0.0.1", listener.port, ae_title="LAZARET")
     began = time.monotonic()
     listener.stop()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30  # and not after the 120 s of an idle association
     wait(lambda: association.is_aborted)
     assert listener.counts()["stopped"] == 1
     with pytest.raises(ListenerFailed):

@@ -21,8 +21,9 @@ from agent.edges.listener import Listener
 from agent.edges.pull import PacsError, Progress, Pull, Query, Remote
 from agent.edges.room import Arrival
 from tests.support.archives import rogue_move
-from tests.support.pacs import Pacs, free_port, make_instances, orthanc, uid_of
+from tests.support.pacs import Pacs, make_instances, orthanc, uid_of
 from tests.support.pki import Authority
+from tests.support.ports import free_port
 from tests.support.pulling import KEY, Note, Site, data_set, killed_after, pulled, pulling
 
 COUNT = 60
@@ -49,7 +50,7 @@ def pacs(tmp_path_factory: pytest.TempPathFactory, files: list[Path], listener_p
 
 
 def remote_of(pacs: Pacs) -> Remote:
-    return Remote("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", connect_seconds=5.0, answer_seconds=5.0)
+    return Remote("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", connect_seconds=30.0, answer_seconds=30.0)
 
 
 def pushed(files: Sequence[Path]) -> dict[str, bytes]:
@@ -266,7 +267,7 @@ def test_each_refusal_says_what_to_do(pacs: Pacs, tmp_path: Path) -> None:
         (replace(good, aet="OTHER"), "another AE title"),
         (replace(good, port=free_port()), "nobody answers"),
         (
-            replace(good, port=pacs.http_port),
+            replace(good, port=pacs.http_port, answer_seconds=5.0),
             "answers too slowly|bytes that are not DICOM|connection ended|not answer",
         ),
     ):

@@ -291,7 +291,7 @@ def test_many_silent_connections_do_not_keep_others_out_for_long(
     stow, _ = receiver
     lines = [socket.create_connection(("127.0.0.1", stow.port), 10) for _ in range(60)]
     try:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while True:
             try:
                 assert alive(stow, token_file, files[0])
@@ -315,7 +315,7 @@ def test_a_sender_that_breaks_off_loses_only_what_was_not_whole(
             f"Content-Type: {TYPE}\r\nContent-Length: 1000000\r\n\r\n".encode()
         )
         line.sendall(PART + files[0] + PART + files[1][:100])
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not room.names() and time.monotonic() < until:
             time.sleep(0.02)
     assert alive(stow, token_file, files[2])
@@ -340,7 +340,7 @@ def test_a_full_disk_or_too_many_requests_are_said_with_a_time_to_come_back(
                 + files[0]
                 + PART
             )
-            until = time.monotonic() + 20
+            until = time.monotonic() + 60
             while not room.names() and time.monotonic() < until:
                 time.sleep(0.02)
             assert post(stow, token_file, PART + files[1] + END).status_code == 503
@@ -433,7 +433,7 @@ def test_it_dies_with_its_agent_and_leaves_no_core(token_file: Path, tmp_path: P
         child = Path(f"/proc/{int(agent.stdout.readline())}")
         assert "Max core file size        0                    0" in (child / "limits").read_text()
         agent.send_signal(signal.SIGKILL)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while child.exists() and time.monotonic() < until:
             time.sleep(0.05)
         assert not child.exists()

@@ -59,7 +59,7 @@ def handle(task: Task) -> Answer:
     if config.get("die", {}).get(SITE) == task.round_index:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.get("raise", {}).get(SITE) == task.round_index:
-        raise RuntimeError("patient 4711")  # must never reach the coordinator
+        raise RuntimeError("patient ZEBRA-4711")  # must never reach the coordinator
     if config.get("cut", {}).get(SITE) == task.round_index:
         os.kill(LINK.pid, signal.SIGKILL)
     time.sleep(config.get("sleep", {}).get(SITE, 0.0))
