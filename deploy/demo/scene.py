@@ -29,6 +29,7 @@ from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
 from policies.claims import Gaussian, KAnonymous, NoClaim
+from policies.figures import never_less
 from policies.policy import preset
 from policies.statement import claim_from, claim_json
 from protos.artifact import unpack_vector
@@ -281,9 +282,10 @@ class Scene:
         rules = ", ".join(finding["rule"] for finding in answer["findings"])
         if not answer["admitted"]:
             return f"refused: {rules}"
+        charged, tight = (never_less(answer[name], 2) for name in ("epsilon", "epsilon_by_loss_distributions"))
         return (
-            f"admitted, level {answer['level']}: epsilon {answer['epsilon']:.2f} at delta {answer['delta']} in the "
-            f"ledger, per patient; {answer['epsilon_by_loss_distributions']:.2f} by loss distributions"
+            f"admitted, level {answer['level']}: epsilon {charged} at delta {answer['delta']} in the ledger, per "
+            f"patient; {tight} by loss distributions"
         )
 
     def distill(self, say: Say) -> str:
@@ -473,8 +475,9 @@ class Scene:
             "rounds": rounds,
         }
         a, e = self.measured["accuracy"], self.measured["epsilon"]
+        charged, tight = (never_less(e[name], 2) for name in ("filter", "tight"))
         return (
-            f"{a['private']:.1%} at epsilon {e['filter']:.2f} (filter, order {order}; {e['tight']:.2f} by PLD), "
+            f"{a['private']:.1%} at epsilon {charged} (filter, order {order}; {tight} by PLD), "
             f"delta {delta:g}, per patient; {a['non_private']:.1%} without privacy"
         )
 
