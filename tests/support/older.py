@@ -37,7 +37,10 @@ class Older:
 def older(folder: Path) -> Older:
     """Unpack them."""
     with tarfile.open(HOMES) as packed:
-        packed.extractall(folder, filter="data" if hasattr(tarfile, "data_filter") else None)
+        if hasattr(tarfile, "data_filter"):
+            packed.extractall(folder, filter="data")
+        else:  # Debian 12's Python has no filters; the archive is this repository's own
+            packed.extractall(folder)
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     return Older(folder)
