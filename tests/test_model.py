@@ -5,7 +5,6 @@ The model is ``model/budget.pml``. Each test compiles one variant of it and lets
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.peers import need
 
 MODEL = Path(__file__).parent / "model" / "budget.pml"
 DEPTH = 10_000  # steps; the longest path of the largest instance here has a few hundred
@@ -89,12 +90,7 @@ class Search:
 
 @pytest.fixture(scope="module", autouse=True)
 def _tools() -> None:
-    missing = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
-    if not missing:
-        return
-    if os.environ.get("CI"):
-        pytest.fail(f"{' and '.join(missing)} must be installed where CI runs")
-    pytest.skip(f"{' and '.join(missing)} not installed: apt-get install spin gcc libc6-dev")
+    need("spin", "gcc")
 
 
 def search(

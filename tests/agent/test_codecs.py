@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from agent.deidentify.regions import Blank, Rectangle
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
 from agent.edges.reader import Limits, Reader
+from tests.support.peers import need
 
 DATA: Final = Path(pydicom.__file__).parent / "data"
 FILES: Final = DATA / "test_files"
@@ -40,14 +39,6 @@ RULES: Final = Rules(
     blanks=tuple(Blank("US", rows, columns, (Rectangle(0, 0, 1, 1),)) for rows, columns in ULTRASOUND_SIZES),
 )
 ACCEPTED: Final = "accepted"
-
-
-def _need(*tools: str) -> None:
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"not installed: {missing}")
-    if missing:
-        pytest.skip(f"not installed: {missing}")
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +204,7 @@ _SHOWN: Final = {"examples_palette.dcm": 0, "SC_ybr_full_422_uncompressed.dcm": 
 
 
 def test_every_accepted_file_has_the_pixels_that_dcmtk_or_gdcm_decodes(reader: Reader, tmp_path: Path) -> None:
-    _need(*_TOOLS)
+    need(*_TOOLS)
     accepted = [p for p in _bundled() if _expected(p) == ACCEPTED]
     assert len(accepted) > 80
     paths = [*accepted, *(FILES / name for name in _INCOMPLETE)]
@@ -254,7 +245,7 @@ _SOURCES: Final = {"ct": "CT_small.dcm", "mr": "MR_small.dcm", "colour": "SC_rgb
 def test_every_transfer_syntax_gives_the_pixels_that_its_makers_decode(
     source: str, variant: str, reader: Reader, tmp_path: Path
 ) -> None:
-    _need(*_TOOLS)
+    need(*_TOOLS)
     if variant == "jpeg-ls-near" and source != "colour":
         pytest.skip("DCMTK makes no near-lossless JPEG-LS of signed pixels")
     out, native = tmp_path / "made.dcm", FILES / _SOURCES[source]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from pydicom.data import get_testdata_file
 from agent.deidentify import keep, pixels
 from agent.deidentify.profile import CODES, Pixels, Profile
 from agent.deidentify.tags import Deidentifier
+from tests.support.peers import need
 
 KEY = bytes(range(32))
 EVERYTHING = Profile(
@@ -222,8 +221,7 @@ def _errors(path: Path) -> int:
 )
 @pytest.mark.parametrize("profile", [Profile(), Profile(retain_longitudinal=False), EVERYTHING])
 def test_a_validator_finds_no_more_errors_than_in_the_original(name: str, profile: Profile, tmp_path: Path) -> None:
-    if shutil.which("dciodvfy") is None and not os.environ.get("CI"):
-        pytest.skip("dciodvfy is not installed")
+    need("dciodvfy")
     source = Path(str(get_testdata_file(name, download=False)))
     dataset = pydicom.dcmread(source)
     native = pixels.native(dataset, pixels.decode(dataset, dataset.file_meta.TransferSyntaxUID))

@@ -25,7 +25,8 @@ from agent.edges.reception import Reception
 from agent.edges.room import Arrival
 from agent.edges.way import open_way
 from agent.phantoms import digits
-from tests.support.pacs import make_instances, need, run
+from tests.support.pacs import make_instances, run
+from tests.support.peers import need
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +20,9 @@ from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
 from agent.deidentify.interpretation import Interpreted, NotAVolume, interpret, stack
 from agent.deidentify.reasons import Refused
+from tests.support.peers import need
 
 HEAD = Path("/usr/share/mricron/templates/ch2.nii.gz")
-
-
-def _need(tool: str) -> None:
-    if shutil.which(tool) is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"{tool} is not installed")
-        pytest.skip(f"{tool} is not installed")
 
 
 def _file(name: str) -> pydicom.FileDataset:
@@ -146,7 +138,7 @@ def test_lookup_tables_of_modality_and_display_are_pydicoms(first: int, kind: ty
 def test_what_is_shown_is_what_dcmtk_shows(
     options: tuple[str, ...], window: Any, changes: dict[str, str], tmp_path: Path
 ) -> None:
-    _need("dcm2pnm")
+    need("dcm2pnm")
     dataset = _file("MR_small.dcm")
     dataset.WindowCenter, dataset.WindowWidth = "600", "1600"
     dataset.VOILUTSequence = [_lut(0, np.linspace(0, 65535, 3000).astype(int), 16)]
@@ -270,7 +262,7 @@ def _head(below: int) -> tuple[NDArray[np.uint16], NDArray[np.float64]]:
 
 
 def test_a_head_of_slices_in_any_order_is_the_volume_that_dcm2niix_makes(tmp_path: Path) -> None:
-    _need("dcm2niix")
+    need("dcm2niix")
     values, affine = _head(24)
     uids = (generate_uid(), generate_uid(), generate_uid())
     slices = [_slice(values, affine, k, uids) for k in range(values.shape[2])]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +17,7 @@ from pydicom.data import get_testdata_file
 from agent.deidentify import pixels
 from agent.deidentify.record import Record
 from agent.edges.ocr import Ocr, OcrMissing, OcrSettings, suspicious
+from tests.support.peers import need
 
 KEY = b"\5" * 32
 Picture = NDArray[np.uint8]
@@ -31,10 +30,7 @@ NAMES = ("SMITH", "GARCIA", "MUELLER")
 @pytest.fixture
 def ocr() -> Ocr:
     """With Debian's tesseract."""
-    if shutil.which("tesseract") is None:
-        if os.environ.get("CI"):
-            pytest.fail("tesseract is not installed")
-        pytest.skip("tesseract is not installed")
+    need("tesseract")
     return Ocr(OcrSettings(seconds=120), KEY)
 
 

@@ -8,7 +8,6 @@ import html.parser
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -29,11 +28,11 @@ from coordinator.reports.page import as_html, drawn
 from coordinator.reports.paper import as_pdf
 from coordinator.reports.told import Told
 from policies.entries import encode
+from tests.support.peers import lacking
 from tests.support.reported import LAX, NOW, Stage, stage
 
 EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}'\u202e`|*"
 WHOLE = [name for name, report in REPORTS.items() if not report.about and "html" in report.forms]
-_READER = shutil.which("pdftotext")
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +108,10 @@ def test_no_report_claims_more_than_the_level_or_gives_a_crowd_an_epsilon(world:
         if report.name.endswith("zip"):
             continue
         text = report.body.decode("latin-1")
-        if report.name.endswith(".pdf") and _READER:
+        if report.name.endswith(".pdf") and not lacking("pdftotext"):
             (tmp_path / "x.pdf").write_bytes(report.body)
             text = subprocess.run(
-                [_READER, tmp_path / "x.pdf", "-"], capture_output=True, text=True, check=True
+                ["pdftotext", tmp_path / "x.pdf", "-"], capture_output=True, text=True, check=True
             ).stdout
         text = " ".join(text.split())
         seen += 1

@@ -23,7 +23,8 @@ from deploy.validate import HERE
 from policies.policy import parse, preset
 from protos.doctor import as_json, failed, noted, passed
 from protos.web.settings import read
-from tests.support.pacs import ENVIRONMENT, need
+from tests.support.pacs import ENVIRONMENT
+from tests.support.peers import need
 from tests.support.ports import free_port
 from tests.support.postgres import throwaway
 

@@ -13,7 +13,7 @@ import yaml
 
 from deploy import validate
 from deploy.validate import CHART, HERE, chart, compose, containerfile, render, renderer, unit
-from tests.support.pacs import need
+from tests.support.peers import need
 
 AGENT = HERE / "systemd" / "lazaret-agent.service"
 

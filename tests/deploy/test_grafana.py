@@ -27,7 +27,7 @@ from protos.tally import Tally
 from protos.watching import watched_over
 from protos.web.settings import ConsoleSettings
 from tests.support.books import DP, K5, Hospital, open_register
-from tests.support.pacs import need
+from tests.support.peers import need
 from tests.support.ports import free_port
 from tests.support.promtool import promtool
 

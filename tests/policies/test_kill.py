@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
 
 from tests.crash import child, kill
 from tests.crash.faults import KINDS
 from tests.crash.workload import LOST, plan
+from tests.support.peers import need
 
 SEED = 1
 
@@ -58,8 +56,7 @@ def test_the_lives_that_are_ended_would_have_finished(operations: int) -> None:
 @pytest.fixture(scope="module")
 def calls() -> dict[str, int]:
     """How many system calls there are to fail."""
-    if shutil.which("strace") is None and os.environ.get("CI"):
-        pytest.fail("CI installs strace")
+    need("strace")
     if reason := kill.strace_missing():
         pytest.skip(f"{reason}; the layer's tests above fail the same operations")
     return kill.calls(SEED)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from protos import machine, quiet
 from protos.doctor import Finding, as_json, as_lines, examine, failed, healthy, noted, of_days, passed
-from tests.support.pacs import need
+from tests.support.peers import need
 
 
 def one(found: object) -> Finding:

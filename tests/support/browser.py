@@ -25,6 +25,8 @@ from urllib.parse import urlsplit
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped] # it ships no types
 from playwright.sync_api import Browser, BrowserContext, Page, Response, sync_playwright
 
+from tests.support.peers import need
+
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 SCREENS = Path(__file__).resolve().parents[2] / "build" / "screens"
 _HERE = {"localhost", "127.0.0.1"}
@@ -43,6 +45,7 @@ _ARGUMENTS = (
 @contextmanager
 def chromium() -> Iterator[Chrome]:
     """A headless Chromium, until the block ends. One at a time in a process: playwright keeps an event loop."""
+    need("chromium")
     arguments = [*_ARGUMENTS, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments, headless=True)

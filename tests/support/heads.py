@@ -7,7 +7,6 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
@@ -19,6 +18,7 @@ from agent.nouns import Volume
 from agent.phantoms.head_bad import bad_heads
 from agent.phantoms.heads import HeadPhantoms, Scan
 from agent.phantoms.scanners import find_head
+from tests.support.peers import HEAD, need
 
 __all__ = ["bad", "examined_scan", "phantoms", "real_head", "scan", "true_head"]
 
@@ -26,7 +26,8 @@ __all__ = ["bad", "examined_scan", "phantoms", "real_head", "scan", "true_head"]
 def _files() -> tuple[Path, Path]:
     head = find_head()
     if head is None or not head.with_name("ch2bet.nii.gz").exists():
-        pytest.skip("the real head is not installed: apt-get install mricron-data")
+        need(HEAD)
+    assert head is not None, "the real head is where Debian puts it"
     return head, head.with_name("ch2bet.nii.gz")
 
 

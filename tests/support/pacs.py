@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pytest
 import requests
 from pydicom import FileDataset, dcmread
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import UID, CTImageStorage, ExplicitVRLittleEndian, MRImageStorage, SecondaryCaptureImageStorage
 
+from tests.support.peers import PLUGIN, need
 from tests.support.pki import Authority
 from tests.support.ports import free_port
 
@@ -34,7 +33,6 @@ ENVIRONMENT = {
     "PATH": os.pathsep.join(p for p in os.environ.get("PATH", os.defpath).split(os.pathsep) if p != _HERE),
     "TCP_NODELAY": "1",
 }
-PLUGIN = Path("/usr/share/orthanc/plugins/libOrthancDicomWeb.so")
 SENDER = "SENDER"  # the modality that DCMTK's tools play
 # What storescu must be told so that it proposes the transfer syntax of a file, and sends it as it is
 _PROPOSE = {
@@ -53,17 +51,6 @@ _PROPOSE = {
     "1.2.840.10008.1.2.4.91": "-xw",
 }
 _CLASSES = {"CT": CTImageStorage, "MR": MRImageStorage, "OT": SecondaryCaptureImageStorage}
-
-
-def need(*programs: str) -> None:
-    """Skip the test when a program is not installed; in CI, fail."""
-    missing = [name for name in programs if shutil.which(name) is None]
-    if "Orthanc" in programs and not PLUGIN.exists():
-        missing.append(str(PLUGIN))
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"not installed: {', '.join(missing)}")
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
-import pytest
+
+from tests.support.peers import need
 
 OWNER, WRITER, GUARDED = "lazaret_owner", "lazaret_writer", "lazaret_guarded"
 PASSWORD = "correct-horse-battery"
@@ -133,7 +134,8 @@ def throwaway() -> Iterator[Cluster]:
     """A new cluster with an owner's and a writer's role; skips where PostgreSQL is not installed, but not in CI."""
     programs = binaries()
     if programs is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("PostgreSQL is not installed (apt install postgresql)")
+        need("initdb")
+    assert programs is not None, "initdb is on the path"
     folder = Path(tempfile.mkdtemp(prefix="lazaret-pg-"))  # a socket's path is short, and pytest's folders are root's
     cluster = Cluster(programs, folder)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.support.pacs import need
+from tests.support.peers import need
 
 
 def promtool(*words: str, stdin: bytes = b"", cwd: Path | None = None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,6 +22,7 @@ from agent.edges.notes import Notes
 from agent.edges.quarantine import Quarantine
 from agent.edges.reader import instance_name
 from agent.edges.vault import Vault
+from tests.support.peers import lacking, need
 from tests.torture import pictures
 from tests.torture.plants import Made, torture, unchecked
 from tests.torture.product import RULES, WHO, Passed, look, through
@@ -76,10 +76,7 @@ def passed(made: tuple[Made, ...]) -> Passed:
 @pytest.fixture(scope="module")
 def scored(made: tuple[Made, ...], passed: Passed) -> Score:
     """The ten actions."""
-    missing = shutil.which("dciodvfy") is None
-    if missing and os.environ.get("CI"):
-        pytest.fail("CI must have dciodvfy (package dicom3tools)")
-    return score(made, passed.outputs, errors=not missing)
+    return score(made, passed.outputs, errors=not lacking("dciodvfy"))
 
 
 def _codes(passed: Passed, burned: bool) -> dict[str, str]:
@@ -189,10 +186,7 @@ def _held_back(made: tuple[Made, ...]) -> list[str]:
 @pytest.fixture
 def tesseract() -> None:
     """Installed, or nothing can be read."""
-    if shutil.which("tesseract") is None:
-        if os.environ.get("CI"):
-            pytest.fail("CI must have tesseract (package tesseract-ocr)")
-        pytest.skip("tesseract is not installed")
+    need("tesseract")
 
 
 @pytest.mark.usefixtures("tesseract")

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import shutil
 import signal
 import socket
 import struct
@@ -26,6 +25,7 @@ from agent.edges.dimse import EVENTS
 from agent.edges.listener import Listener, ListenerFailed
 from agent.edges.room import Room
 from tests.support.pacs import ENVIRONMENT
+from tests.support.peers import missing, need
 from tests.support.pki import Authority
 from tests.support.ports import free_port
 
@@ -45,10 +45,7 @@ HOME = Path(__file__).resolve().parents[3]
 
 
 def tool(name):
-    if shutil.which(name, path=ENVIRONMENT["PATH"]) is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"{name} is not installed")
-        pytest.skip(f"{name} is not installed")
+    need(name, path=ENVIRONMENT["PATH"])
     return name
 
 
@@ -336,7 +333,7 @@ def test_without_a_certificate_of_ours_nothing_comes_in(secured):
     assert taken(secured[1]) == []
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+@pytest.mark.skipif(bool(missing("openssl")), reason=missing("openssl"))
 def test_old_tls_and_weak_ciphers_are_not_spoken(secured):
     listener, _, ca, (certificate, key), _ = secured
     base = ["openssl", "s_client", "-connect", f"127.0.0.1:{listener.port}", "-CAfile", str(ca)]

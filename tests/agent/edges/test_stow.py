@@ -25,7 +25,8 @@ from dicomweb_client.web import DICOMwebClient
 from agent.edges.room import Room
 from agent.edges.secret import make_secret
 from agent.edges.stow import Stow, StowError, StowSettings
-from tests.support.pacs import make_instances, need, orthanc
+from tests.support.pacs import make_instances, orthanc
+from tests.support.peers import need
 from tests.support.pki import Authority
 
 KEY = bytes(range(32))

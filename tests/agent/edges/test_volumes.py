@@ -8,7 +8,6 @@ import errno
 import gzip
 import io
 import os
-import shutil
 import signal
 import struct
 import subprocess
@@ -42,6 +41,7 @@ from agent.edges.volume_dicom import CHANGED
 from agent.edges.volumes import Source, derived, grouped, read, read_bytes, series_of, studies
 from agent.heads.reasons import NotDefaced
 from tests.support.instances import written
+from tests.support.peers import need
 
 HEAD = Path("/usr/share/mricron/templates/ch2.nii.gz")
 STUDY, SERIES, FRAME = (f"2.25.{n}" for n in (11, 12, 13))
@@ -172,10 +172,7 @@ def refused(files: Sequence[bytes] | bytes) -> str:
 @pytest.mark.parametrize("turn", [AXIAL, SAGITTAL, OBLIQUE], ids=["axial", "sagittal", "oblique"])
 @pytest.mark.parametrize("form", ["slices", "frames", "frames_upside_down"])
 def test_a_series_lies_where_dcm2niix_lays_it(turn: NDArray[np.float64], form: str, tmp_path: Path) -> None:
-    if shutil.which("dcm2niix") is None:
-        if os.environ.get("CI"):
-            pytest.fail("dcm2niix is not installed")
-        pytest.skip("dcm2niix is not installed")
+    need("dcm2niix")
     values = ramp((16, 14, 9))
     datasets = series(values, turn) if form == "slices" else [enhanced(values, turn, -1 if "down" in form else 1)]
     if form != "slices":
