@@ -29,7 +29,8 @@ from protos.secagg_session import Quorum, Session
 from protos.secagg_wire import Step
 from protos.weights import pack_ring
 from tests.support.books import Clock, Hospital
-from tests.support.wards import Vault, Ward, admitting, federated, masked
+from tests.support.grids import admitting
+from tests.support.wards import Vault, Ward, federated, masked
 
 NAMES = ("north", "south", "west")
 STRATEGY = '{"name":"fedavg"}'

@@ -66,8 +66,8 @@ from tests.benchmarks.console_ledgers import (
 from tests.benchmarks.report import Report, Row
 from tests.benchmarks.stories import SITES, Site
 from tests.support.books import Hospital, policy
+from tests.support.grids import Grid, Host
 from tests.support.postgres import OWNER, WRITER, binaries, throwaway
-from tests.support.wards import Grid, Host
 
 ENTRIES = 1_000_000
 ASKED = 240  # pages

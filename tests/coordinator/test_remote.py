@@ -25,9 +25,10 @@ from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.support.books import Person
 from tests.support.federation import SETTINGS, Federation
+from tests.support.grids import Grid, Host, conduct_here
 from tests.support.ports import free_port
 from tests.support.runs import job
-from tests.support.wards import Grid, Host, Vault, Ward, conduct_here, federated
+from tests.support.wards import Vault, Ward, federated
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ from policies.verify import verify
 from policies.view import as_json
 from protos.artifact import pack_images, pack_vector
 from tests.support.books import BOTH, DP, K5, Clock, Hospital, policy
+from tests.support.grids import goods
 from tests.support.receiving import staged
-from tests.support.wards import goods
 
 SOURCE = Path(__file__).parents[2]
 EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}'\u202e"

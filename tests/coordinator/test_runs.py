@@ -24,8 +24,9 @@ from policies.register import Register
 from policies.sqlite import export_file
 from policies.verify import verify
 from protos.v1 import gateway_pb2 as pb
+from tests.support.grids import admitting, conduct_here
 from tests.support.runs import SITES, Federation, job
-from tests.support.wards import admitting, conduct_here, federated
+from tests.support.wards import federated
 
 
 def strategy(**values: Any) -> str:

@@ -33,9 +33,10 @@ from protos import secret
 from protos.artifact import pack_vector, unpack_vector
 from protos.envelope import key_id
 from tests.support.federation import Federation as Enrolling
+from tests.support.grids import admitting, conduct_here
 from tests.support.ports import free_port
 from tests.support.runs import SITES, Federation, secret_job
-from tests.support.wards import admitting, conduct_here, masked
+from tests.support.wards import masked
 
 FOUR = (*SITES, "zulu")
 

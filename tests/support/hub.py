@@ -37,10 +37,10 @@ from protos.web.logins import Logins, make
 from protos.web.pages import Pages
 from protos.web.serving import Serving
 from protos.web.settings import ConsoleSettings
-from tests.support.books import K5, Hospital, Person
+from tests.support.books import K5, Person
+from tests.support.grids import Grid, Host, admitting, conduct_here
 from tests.support.receiving import staged
 from tests.support.runs import SITES, Federation
-from tests.support.wards import Grid, Host, admitting, conduct_here
 
 ROLES = {"olga": "operator", "rita": "researcher", "otto": "auditor", "dora": "compliance", "hugo": "hospital"}
 TEMPLATES = Path(homes.__file__).parents[1] / "console"
@@ -88,7 +88,7 @@ class Hub(Federation):
 
     def release(self, site: str, grant: str, count: int = 6, **changes: Any) -> str:
         """A set of synthetic pictures of a site, admitted and on the shelf; its name."""
-        hospital: Hospital = self.wards[site].hospital
+        hospital = self.hospitals[site]
         body = pictures(count, seed=len(self.store.state.releases))
         claim = changes.get("claim", K5)
         reserved = hospital.reservation(grant, claim, changes.get("mechanism", "ksame"))

@@ -1,12 +1,19 @@
-"""A coordinator's runs in a test: real books, shelf and job files, with a ward for each site."""
+"""A coordinator's runs in a test: real books, shelf and job files, with a ward for each site.
+
+A ward holds a real agent, which needs torch. Without torch there are none, and a test that has a site take part in a
+run skips (``agents``); everything else of the coordinator is the same.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
@@ -20,9 +27,15 @@ from policies.sqlite import open_sqlite
 from policies.store import Store
 from protos.artifact import unpack_vector
 from tests.support.books import Clock, Hospital
-from tests.support.wards import Grid, Host, Vault, Ward, admitting, federated, masked
+from tests.support.grids import Grid, Host, admitting
+
+if TYPE_CHECKING:
+    from tests.support.wards import Ward
 
 SITES = ("north", "south", "west")
+PARAMETERS = 195  # of the small model: three classes of 64 pixels and a constant
+AGENTS = importlib.util.find_spec("torch") is not None
+agents = pytest.mark.skipif(not AGENTS, reason="agent: a site takes part, and its agent needs torch")
 
 
 @dataclass
@@ -36,16 +49,25 @@ class Federation:
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     told: list[tuple[str, str, tuple[str, ...]]] = field(default_factory=list)
     wards: dict[str, Ward] = field(default_factory=dict)
+    hospitals: dict[str, Hospital] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.open()
-        hospitals = [Hospital(site, self.policies.get(site, admitting())) for site in self.sites]
-        for i, hospital in enumerate(hospitals):
+        self.hospitals = {site: Hospital(site, self.policies.get(site, admitting())) for site in self.sites}
+        for hospital in self.hospitals.values():
             self.intake.enrol(hospital.enrolment()[1])
-            others = tuple(h.public for h in hospitals if h is not hospital and hospital.name not in self.strangers)
+        if AGENTS:
+            self._add_wards()
+        self.start()
+
+    def _add_wards(self) -> None:
+        from tests.support.wards import Vault, Ward  # a real agent: it imports torch
+
+        for i, hospital in enumerate(self.hospitals.values()):
+            known = () if hospital.name in self.strangers else self.hospitals.values()
+            others = tuple(other.public for other in known if other is not hospital)
             vault = Vault(seed=i)
             self.wards[hospital.name] = Ward(self.folder, hospital, self.intake, others, vault, seed=10 * i + 1)
-        self.start()
 
     def open(self) -> None:
         self.store = Store(open_sqlite(self.folder / "hub.db"), "lazaret/coordinator", self.key, Clock())
@@ -80,13 +102,33 @@ class Federation:
         return unpack_vector((self.folder / "runs" / run / f"round-{number}.safetensors").read_bytes())
 
 
+def configuration(rounds: int = 3) -> dict[str, Any]:
+    """What a job of ``federated`` says of its training: ``tests.support.wards.federated`` as JSON, without torch."""
+    return {
+        **{"centre": [0.0] * 64, "classes": ["0", "1", "2"], "clip": 0.1, "images_per_patient": 2},
+        **{"learning_rate": 40.0, "noise_multiplier": 1.8, "proximal": 0.0, "public_patients": 25},
+        **{"rounds": rounds, "sampling_rate": 0.25, "shape": [8, 8], "steps_per_round": 15},
+    }
+
+
+def secret_configuration(rounds: int = 2, sites: int = 3) -> dict[str, Any]:
+    """The same of ``tests.support.wards.masked``."""
+    own = {"honest": 2, "learning_rate": 4.0, "ring_bits": 32, "scale": 20, "sites": sites, "value_bound": 4.0}
+    shared = configuration(rounds)
+    return {key: shared[key] for key in shared if key not in ("proximal", "steps_per_round")} | own
+
+
+def written(values: dict[str, Any]) -> str:
+    """A configuration as the mechanisms write it."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
 def job(rounds: int = 3, sites: tuple[str, ...] = SITES, **changes: Any) -> Job:
-    mechanism = federated(rounds=rounds)
     values: dict[str, Any] = {
         "run": "run-1",
         "mechanism": "federated",
-        "config": mechanism.to_json(),
-        "parameters": mechanism.parameters,
+        "config": written(configuration(rounds)),
+        "parameters": PARAMETERS,
         "sites": sites,
         "rounds": rounds,
         "min_sites": 2,
@@ -97,6 +139,6 @@ def job(rounds: int = 3, sites: tuple[str, ...] = SITES, **changes: Any) -> Job:
 
 def secret_job(rounds: int = 2, sites: tuple[str, ...] = SITES, min_sites: int = 3, **changes: Any) -> Job:
     """A run in secret sums."""
-    mechanism = masked(rounds=rounds, sites=len(sites))
-    values: dict[str, Any] = {"mechanism": mechanism.name, "config": mechanism.to_json(), "secure": True, **changes}
+    config = written(secret_configuration(rounds, len(sites)))
+    values: dict[str, Any] = {"mechanism": "federated-masked", "config": config, "secure": True, **changes}
     return job(rounds, sites, min_sites=min_sites, **values)

@@ -12,8 +12,8 @@ from policies import governance
 from policies.policy import parse
 from policies.statement import Amendment
 from tests.support.books import Hospital
+from tests.support.grids import admitting
 from tests.support.hub import Served, serving
-from tests.support.wards import admitting
 
 EVIL = "</code><script>alert(1)</script>"
 
