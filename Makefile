@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-slow check bench bundle validate verifier fuzz crash mutation protos clean
+.PHONY: demo test test-no-torch test-slow check bench bundle validate verifier fuzz crash mutation protos clean
+
+# A Python outside the range is told so before anything is downloaded.
+IN_RANGE = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "this needs Python 3.11 to 3.13, and $(PYTHON) is {}.{}: make PYTHON=/usr/bin/python3".format(*v))'
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "setting up $(VENV): the pinned packages of constraints.txt (a few minutes, about 2 GB)"
+	@$(IN_RANGE)
+	@echo "setting up $(VENV): the pinned packages of constraints.txt (a few minutes, about 2 GB; 5 GB with CUDA)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev]'
@@ -20,6 +24,17 @@ demo: $(STAMP)  ## three hospitals, one coordinator, five mechanisms, end to end
 # --no-loadscope-reorder: the longest files first, as tests/conftest.py sorts them; else those with the most tests are
 test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one process, which shares what they set up
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder
+
+NO_TORCH := .venv-no-torch
+$(NO_TORCH)/.installed: pyproject.toml constraints.txt
+	@$(IN_RANGE)
+	$(PYTHON) -m venv --clear $(NO_TORCH)
+	$(NO_TORCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[coordinator,dev]'
+	@! $(NO_TORCH)/bin/python -c 'import torch' 2>/dev/null || { echo "torch came along: the coordinator must do without"; exit 1; }
+	touch $(NO_TORCH)/.installed
+
+test-no-torch: $(NO_TORCH)/.installed  ## the coordinator's side as it is installed, with PYTHON=python3.13 or another; what needs an agent skips
+	$(NO_TORCH)/bin/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder tests/coordinator tests/policies tests/protos policies protos
 
 test-slow: $(STAMP)  ## the long forms
 	$(BIN)/python -m pytest -m slow --hypothesis-profile=roaming
@@ -75,4 +90,4 @@ protos: $(STAMP)  ## regenerate the committed gRPC code; a test compares
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/v1/gateway.proto
 
 clean:
-	rm -rf $(VENV) demo-out .demo build *.egg-info
+	rm -rf $(VENV) $(NO_TORCH) demo-out .demo build *.egg-info

@@ -1,9 +1,17 @@
 """What pytest should know of the tree: ``support`` holds helpers and programs that tests start, and no tests."""
 
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
+
+from tests.support.peers import PREFIX
 
 collect_ignore_glob = ["support/*"]
 
@@ -37,3 +45,61 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, everything else in its order."""
     place = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+# What a coordinator installs without. A test file that imports one of them, itself or through an agent's module, is
+# left out where torch is not installed (`make test-no-torch`), and nowhere else: there a missing import is a fault.
+_OF_THE_AGENT = {
+    "torch",
+    "pydicom",
+    "opacus",
+    "nibabel",
+    "sklearn",
+    "scipy",
+    "monai",
+    "cattrs",
+    "faiss",
+    "pynetdicom",
+}
+_WITH_AGENT = importlib.util.find_spec("torch") is not None
+
+
+class _LeftOut(pytest.Module):
+    """A test file that needs an agent's package: one skip with the reason, in place of an error."""
+
+    def _getobj(self) -> object:
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            cause = error.__cause__ or error.__context__
+            name = (getattr(cause, "name", "") or "").partition(".")[0]
+            if isinstance(cause, ModuleNotFoundError) and name in _OF_THE_AGENT:
+                pytest.skip(f"agent: {self.path.name} needs {name}", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Without torch, files that need an agent are skipped with that reason."""
+    return None if _WITH_AGENT else _LeftOut.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Without torch a test file is imported once: after an import that failed, a second one finds half a module."""
+    found = yield
+    return found if _WITH_AGENT else [one for one in found if not isinstance(one, DoctestModule)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count what was skipped for want of a peer or of an agent, by reason."""
+    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr]
+    reasons = Counter(reason.removeprefix("Skipped: ") for reason in skipped)
+    for kind, title in (
+        (PREFIX, "skipped for want of a peer"),
+        ("agent:", "skipped for want of an agent's packages"),
+    ):
+        told = {reason.removeprefix(kind).strip(): n for reason, n in reasons.items() if reason.startswith(kind)}
+        if told:
+            terminalreporter.section(f"{title}: {sum(told.values())}")
+            for reason, count in sorted(told.items()):
+                terminalreporter.line(f"{count:6} {reason}")
