@@ -25,8 +25,8 @@ from policies.sqlite import export_file
 from policies.verify import verify
 from protos.v1 import gateway_pb2 as pb
 from tests.support.grids import admitting, conduct_here
-from tests.support.runs import SITES, Federation, job
-from tests.support.wards import federated
+from tests.support.runs import SITES, Federation, job, secret_job
+from tests.support.wards import federated, masked
 
 
 def strategy(**values: Any) -> str:
@@ -509,3 +509,8 @@ def test_an_operators_requests_are_answered_in_words(fed: Federation) -> None:
         (event,) = events
         assert (event.state, event.reason) == ("failed", "there is no run of that name")
     assert at.stop("run-3") == "unknown"
+
+
+def test_the_jobs_of_the_tests_are_what_the_agents_mechanisms_write() -> None:
+    assert (job(2).config, job(2).parameters) == (federated(2).to_json(), federated(2).parameters)
+    assert (secret_job(2).config, secret_job(2).parameters) == (masked(2).to_json(), masked(2).parameters)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 SITES = ("north", "south", "west")
 PARAMETERS = 195  # of the small model: three classes of 64 pixels and a constant
 AGENTS = importlib.util.find_spec("torch") is not None
-agents = pytest.mark.skipif(not AGENTS, reason="agent: a site takes part, and its agent needs torch")
+NEEDS_AGENT = "agent: a site takes part in a run, and its agent needs torch"
+agents = pytest.mark.skipif(not AGENTS, reason=NEEDS_AGENT)
 
 
 @dataclass

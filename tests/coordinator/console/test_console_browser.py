@@ -10,7 +10,7 @@ import pytest
 from coordinator.console import people, policies, releases, rounds
 from tests.support.browser import Visitor, chromium, sideways
 from tests.support.hub import Served, serving
-from tests.support.runs import job
+from tests.support.runs import agents, job
 
 ADDS = (rounds.add, releases.add, policies.add, people.add)
 
@@ -28,6 +28,7 @@ def sign(visitor: Visitor, served: Served, name: str) -> None:
 
 
 @pytest.mark.slow  # the end-to-end test does it on a running federation
+@agents
 def test_persons_ask_approve_and_launch_with_nothing_but_a_browser(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

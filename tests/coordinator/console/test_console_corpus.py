@@ -25,7 +25,7 @@ from tests.support import hub as hubs
 from tests.support.books import Person
 from tests.support.corpus import CORPUS, Form, Heard, Side
 from tests.support.hub import ROLES, Hub, Served, serving
-from tests.support.runs import SITES, job, secret_job
+from tests.support.runs import SITES, agents, job, secret_job
 from tests.support.trial import Trial
 
 FIRST = {name: role for name, role in ROLES.items() if role != "hospital"}
@@ -178,11 +178,13 @@ def _join(served: Served, site: str) -> None:
     served.hub.authority.join(site, leaf, (made.root / "request.json").read_bytes())
 
 
+@agents
 def test_every_field_of_every_page_was_tried_and_every_form_carried_out_as_it_should_be(trial: Trial) -> None:
     assert not trial.untried(), "\n".join(trial.untried())
     assert {key: sorted(set(told)) for key, told in trial.done.items() if max(told) >= 400} == REFUSED
     assert trial.shown > 20, "texts of the corpus are shown, as texts"
 
 
+@agents
 def test_no_text_becomes_more_than_a_text_and_what_is_refused_leaves_nothing_behind(trial: Trial) -> None:
     assert not trial.faults, "\n".join(trial.faults)

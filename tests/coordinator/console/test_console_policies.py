@@ -29,7 +29,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def amend(served: Served, site: str, number: int, text: str) -> None:
-    hospital: Hospital = served.hub.wards[site].hospital
+    hospital: Hospital = served.hub.hospitals[site]
     said = Amendment(site, number, text)
     governance.amend(served.hub.store, f"{site}:amend-{number}", said, hospital.seal(said))
 

@@ -26,7 +26,7 @@ from policies.rdp import cost
 from policies.statement import Release, canonical, claim_json
 from tests.support.books import DP, K5, Hospital
 from tests.support.hub import Served, pictures, serving
-from tests.support.runs import job
+from tests.support.runs import agents, job
 
 EVIL = '<script>alert("1")</script>'
 OPENED = Opened("north/rdp", 10**10, 4, "8.0", "4e-06")
@@ -218,6 +218,7 @@ def test_the_runs_on_the_disk_are_read_once_for_a_page_however_many_there_are(
     assert len(reads) == 1
 
 
+@agents
 def test_a_finished_runs_model_is_the_one_of_its_last_round(served: Served) -> None:
     list(served.hub.runs.launch(job(rounds=1)))
     with served.as_("rita") as researcher:

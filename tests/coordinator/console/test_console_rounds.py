@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.console import jobs, rounds
 from tests.support.hub import Caller, Served, serving, words_of
-from tests.support.runs import SITES, job
+from tests.support.runs import SITES, agents, job
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -43,6 +43,7 @@ def launch(served: Served, person: Caller, run: str) -> None:
     served.hub.finish(run)
 
 
+@agents
 def test_a_run_is_priced_then_launched_and_its_board_says_how_it_went(served: Served) -> None:
     with served.as_("rita") as researcher:
         size = served.hub.store.state.size
@@ -98,6 +99,7 @@ def test_a_price_that_cannot_be_paid_is_shown_with_its_reason_and_offers_no_laun
         assert "/plan/launch" not in page
 
 
+@agents
 def test_a_job_file_fills_the_form_and_a_wrong_one_says_why(served: Served) -> None:
     made = job()
     body = {k: getattr(made, k) for k in ("mechanism", "parameters", "rounds", "min_sites")}
@@ -112,6 +114,7 @@ def test_a_job_file_fills_the_form_and_a_wrong_one_says_why(served: Served) -> N
         assert 'value="195"' in researcher.text("/plan", like="run-a")
 
 
+@agents
 def test_a_stop_holds_and_a_resume_goes_on(served: Served) -> None:
     west = served.hub.wards["west"]
     west.online = False
@@ -147,6 +150,7 @@ def test_who_only_reads_or_approves_conducts_nothing(served: Served, name: str) 
         assert person.get("/plan").status_code == 403
 
 
+@agents
 def test_no_run_of_that_name_is_a_sentence_and_a_name_is_used_once(served: Served) -> None:
     with served.as_("olga") as operator:
         for name in ("nothing", "..%2f..%2fkeys", "%3Cscript%3E", "x" * 300):

@@ -25,7 +25,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def release(served: Served) -> str:
-    site = next(iter(served.hub.wards))
+    site = next(iter(served.hub.hospitals))
     return served.hub.release(site, "g-exports")
 
 

@@ -20,7 +20,7 @@ def test_an_auditor_finds_an_entry_checks_it_and_prints_it(tmp_path: Path, monke
         hub = served.hub
         list(hub.runs.launch(job(rounds=2)))
         hub.finish("run-1")
-        north = hub.wards["north"].hospital
+        north = hub.hospitals["north"]
         for n in range(4):
             thin = north.reservation(f"thin-{n}", KAnonymous(k=2, l_diversity=1, releases_per_patient=1))
             hub.intake.register.reserve(f"t{n}", thin, north.seal(thin))

@@ -28,7 +28,7 @@ from policies.proof import check
 from policies.store import Draft, export
 from policies.verify import verify
 from tests.support.hub import ROLES, Caller, Served, serving, words_of
-from tests.support.runs import job
+from tests.support.runs import AGENTS, agents, job
 
 THIN = KAnonymous(k=2, l_diversity=1, releases_per_patient=1)
 HOSTILE = (
@@ -50,9 +50,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         with serving(folder, patch, (overview.add, ledger.add, rounds.add)) as made:
             hub = made.hub
             hub.release("north", "g1")
-            list(hub.runs.launch(job(rounds=1)))
-            hub.finish("run-1")
-            north = hub.wards["north"].hospital
+            if AGENTS:
+                list(hub.runs.launch(job(rounds=1)))
+                hub.finish("run-1")
+            north = hub.hospitals["north"]
             for n in range(60):
                 thin = north.reservation(f"thin-{n}", THIN)
                 hub.intake.register.reserve(f"t{n}", thin, north.seal(thin))
@@ -266,6 +267,7 @@ def test_a_refusal_is_told_in_words_with_what_to_do(served: Served, otto: Caller
     assert otto.get("/refusals", days="8").status_code == 400
 
 
+@agents
 def test_the_overview_says_who_is_there_what_waits_and_what_is_left(served: Served, otto: Caller) -> None:
     hub = served.hub
     hub.sessions._seen["north"] = Presence(True, time.time())
@@ -290,9 +292,9 @@ def test_a_hospital_that_saw_the_newest_head_is_level_and_a_forged_word_counts_n
 ) -> None:
     hub, kept = served.hub, Witnesses(served.hub.home.witnesses)
     note = hub.store.checkpoint()
-    forged = note + cosign(note, "south", hub.wards["north"].hospital.key, 5)
+    forged = note + cosign(note, "south", hub.hospitals["north"].key, 5)
     kept.keep("south", forged)
-    kept.keep("north", note + cosign(note, "north", hub.wards["north"].hospital.key, 5))
+    kept.keep("north", note + cosign(note, "north", hub.hospitals["north"].key, 5))
     rows = re.findall(r"<tr><th scope=\"row\"><a href=\"/budgets/(\w+)\">.*?</tr>", otto.text("/"), re.DOTALL)
     assert rows == ["north", "south", "west"]
     page = otto.text("/")
@@ -306,6 +308,7 @@ def test_a_hospital_that_saw_the_newest_head_is_level_and_a_forged_word_counts_n
     assert "nothing yet" in south[1]
 
 
+@agents
 def test_a_budgets_page_has_its_projects_and_its_days(otto: Caller) -> None:
     words = plain(otto.text("/budgets/north", days="30"))
     assert "run-1" in words
@@ -315,7 +318,7 @@ def test_a_budgets_page_has_its_projects_and_its_days(otto: Caller) -> None:
 
 
 def test_the_overview_is_its_own_newest_word_after_something_was_done(served: Served, otto: Caller) -> None:
-    north = served.hub.wards["north"].hospital
+    north = served.hub.hospitals["north"]
     thin = north.reservation("thin-late", THIN)
     served.hub.intake.register.reserve("late", thin, north.seal(thin))
     seq = served.hub.store.state.size - 1
