@@ -50,11 +50,6 @@ class Service(GatewayServicer):
         """By the books of this moment: the store may replace its state, so none is held on to."""
         return self.store.state.admits(site, number)
 
-    def impostor(self, site: str, what: str) -> None:
-        """A site spoke in another's name within Flower: counted like every refusal, and written down."""
-        if self.guard.strike(site):
-            self.at.intake.report(site, what)
-
     def Hello(self, request: Any, call: Call) -> Any:
         """The federation's policy and the ledger's head; and what the site has cosigned is kept."""
         if request.cosigned:
