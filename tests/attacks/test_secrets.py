@@ -17,7 +17,9 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 
 from agent.edges import home as agent_home
 from agent.edges.enrol import Given, enrol, over_grpc
-from coordinator.edges.guard import ROLES
+from coordinator import intake
+from coordinator.edges.authority import Authority, JoinRefused
+from coordinator.edges.guard import AGENT, JOINING, OPERATING, ROLES
 from coordinator.edges.service import Service
 from coordinator.intake import Intake
 from policies.merkle import Checkpoint, cosign, sign_checkpoint
@@ -100,6 +102,52 @@ def test_whatever_breaks_inside_a_peer_hears_a_number_and_nothing_else(
     assert b"ZEBRA" not in b"".join(ground.federation.recorder.messages)
     assert "ZEBRA" not in ground.log()
     assert ground.log().count('"event": "incident"') == len(requests)
+
+
+def raising(of: type[BaseException], text: str) -> Any:
+    """A call that raises it, whatever it is asked."""
+
+    def act(*_: object, **__: object) -> None:
+        raise of(text)
+
+    return act
+
+
+MANAGED = {"Join": "join", "Renew": "renew", "Invite": "invite", "Approve": "enrol", "Revoke": "revoke"}
+
+
+@pytest.mark.parametrize("method", sorted(MANAGED))
+def test_only_errors_that_were_written_for_peers_are_told_in_words(
+    ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A library's ValueError is no refusal: its text may quote anything."""
+    request = pb.RevokeRequest(site="site-n", reason="left") if method == "Revoke" else None
+    joining = ec.generate_private_key(ec.SECP256R1())
+    waiting = certify(joining.public_key(), joining_name("site-n"), ground.federation.home.ca(), now())
+    with (
+        ground.as_site(site) as own,
+        ground.as_operator() as operator,
+        ground.channel(pem(joining), waiting) as joiner,
+    ):
+        channel = {AGENT: own, OPERATING: operator, JOINING: joiner}[ROLES[method]]
+        monkeypatch.setattr(Authority, MANAGED[method], raising(ValueError, "patient MRN-ZEBRA"))
+        error = refusal(lambda: call(channel, method, request))
+        assert (error.code(), error.details()[:9]) == (Code.INTERNAL, "incident ")
+        monkeypatch.setattr(Authority, MANAGED[method], raising(JoinRefused, "ask for a new invitation"))
+        error = refusal(lambda: call(channel, method, request))
+        assert (error.code(), error.details()) == (Code.FAILED_PRECONDITION, "ask for a new invitation")
+    assert "ZEBRA" not in ground.log()
+
+
+def test_a_statement_that_breaks_its_reader_is_refused_without_the_readers_words(
+    ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envelope = site.seal(site.hospital.reservation("g"))
+    monkeypatch.setattr(intake, "parse", raising(ValueError, "patient MRN-ZEBRA"))
+    with ground.as_site(site) as own, ground.refused("bad_statement"):
+        reply = call(own, "Reserve", pb.SealedRequest(key="k", envelope=envelope))
+    assert [(f.rule, f.detail) for f in reply.findings] == [("bad_statement", "the statement cannot be read")]
+    assert b"ZEBRA" not in b"".join(ground.federation.recorder.messages)
 
 
 def later(ground: Ground, site: Site) -> str:
