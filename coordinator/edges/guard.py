@@ -6,6 +6,9 @@ ledger's deny-list, the right role, within its rate and size; and whatever goes 
 incident number. On a stream the same is asked again for each message, and :meth:`Guard.expel` ends a peer's open
 calls at once.
 
+gRPC parses a message before it asks any interceptor, and keeps some 20 kB of each call whose message it cannot parse.
+So it gets streams of bytes alone: the guard first looks at who calls, then reads, measures and parses the message.
+
 A name's rate and patience are for welcome peers alone. One whose certificate is revoked, ended or for another role is
 counted by the certificate's number: whoever has stolen one cannot use up what the site itself needs.
 """
@@ -256,8 +259,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Stand around the method's handler; a method without a role stays unimplemented.
 
-        gRPC is told of no request type, of no reply type and of no single request: whatever it would read, parse or
-        write by itself happens before this guard is asked, or after it has let go.
+        Whatever the method is, gRPC gets streams of bytes: it neither waits for a message nor parses nor writes one.
         """
         method = str(details.method).rpartition("/")[2]
         handler = continuation(details)
@@ -271,7 +273,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         act, write = handler.stream_unary or handler.unary_unary, handler.response_serializer
 
         def guarded(raws: Iterator[bytes], context: Any) -> bytes:
-            with self._around(method, context) as call:
+            with self._admitted(method, context) as call:
                 return bytes(write(act(self._request(call, handler, raws), call)))
 
         return guarded
@@ -280,7 +282,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         act, write = handler.stream_stream or handler.unary_stream, handler.response_serializer
 
         def guarded(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            with self._around(method, context) as call:
+            with self._admitted(method, context) as call:
                 for reply in act(self._request(call, handler, raws), call):
                     self._welcome(call.peer)
                     yield bytes(write(reply))
@@ -288,8 +290,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         return guarded
 
     @contextlib.contextmanager
-    def _around(self, method: str, context: Any) -> Iterator[Call]:
-        """One call, from who makes it to what is said last: no exception but gRPC's own abort gets past here."""
+    def _admitted(self, method: str, context: Any) -> Iterator[Call]:
+        """A welcome peer's call, from the first look to the end; no exception but gRPC's own abort gets past here."""
         peer: Peer | None = None
         call: Call | None = None
         try:
@@ -306,7 +308,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         except GeneratorExit:  # gRPC asks for no further reply
             raise
         except BaseException as fault:  # noqa: BLE001 - its text may hold anything; the peer gets a code
-            code, text = self._last_word(method, peer, fault, context)
+            code, text = self._final_status(method, peer, fault, context)
         else:
             return
         finally:
@@ -314,10 +316,10 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                 self._forget(call)
         context.abort(code, text)
 
-    def _last_word(
+    def _final_status(
         self, method: str, peer: Peer | None, fault: BaseException, context: Any
     ) -> tuple[grpc.StatusCode, str]:
-        """How a call that failed ends for its peer, whatever fails on the way."""
+        """Code and text for the peer of a call that failed, whatever fails on the way."""
         try:
             if isinstance(fault, Turned):
                 self._turn(method, peer, fault)
@@ -326,17 +328,23 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                 return grpc.StatusCode.CANCELLED, "the stream broke off"
             incident = secrets.token_hex(4)
             self._log.error("incident", call=method, incident=incident, fault=type(fault).__name__)
-        except Exception:  # noqa: BLE001 - the log itself: there is nobody left to tell
+        except Exception:  # noqa: BLE001 - the log, or the guard itself: there is nobody left to tell
             return grpc.StatusCode.INTERNAL, "the call failed, and the coordinator cannot log why"
         return grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log"
 
     def _turn(self, method: str, peer: Peer | None, turned: Turned) -> None:
+        """Count a refusal, and write it down in the log and, within patience, in the ledger."""
         site, role = (peer.site, peer.role) if peer else ("", "")
-        self._log.warning("turned_away", call=method, site=site, role=role, rule=turned.rule)
+        with contextlib.suppress(Exception):  # a log that fails changes nothing of what is done
+            self._log.warning("turned_away", call=method, site=site, role=role, rule=turned.rule)
         if not peer or turned.rule in _UNWRITTEN:
             return
         known = site if role == AGENT else ""  # nobody else speaks for a site in the ledger
-        if self._strange(peer, known) if isinstance(turned, Unfit) else self._struck(peer):
+        if isinstance(turned, Unfit):
+            within = self._strange(peer, known)
+        else:  # nothing may keep an operator from revoking
+            within = role != OPERATING and self._strike(_name(peer))
+        if within and known:
             self._write_down(known, turned.rule)
 
     def _strange(self, peer: Peer, site: str) -> bool:
@@ -345,10 +353,10 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             now = self._clock()
             return self._strangers.strikes.take(peer.number, now) and bool(site) and self._entries.take(site, now)
 
-    def _struck(self, peer: Peer) -> bool:
-        """Count a refusal of a welcome peer; not an operator's, whom nothing may keep from revoking."""
+    def _strike(self, name: str) -> bool:
+        """Count a refusal of a welcome peer; may this one still be written down?"""
         with self._mutex:
-            return peer.role != OPERATING and self._welcome_ones.strikes.take(_name(peer), self._clock())
+            return self._welcome_ones.strikes.take(name, self._clock())
 
     def strike(self, site: str) -> bool:
         """Count a refusal of a welcome site. Beyond a rate its calls are turned away unread: it floods no ledger.
@@ -356,8 +364,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         Returns:
             Whether this one may still be written down.
         """
-        with self._mutex:
-            return self._welcome_ones.strikes.take(f"{AGENT}/{site}", self._clock())
+        return self._strike(f"{AGENT}/{site}")
 
     def report(self, site: str, rule: str) -> None:
         """Count a refusal of a welcome site and, within its patience, write it down. Raises nothing."""
@@ -367,10 +374,10 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     def _write_down(self, site: str, rule: str) -> None:
         """Into the ledger. If that fails the call is refused all the same, and the log says what is missing there."""
         try:
-            if site:
-                self._report(site, rule)
+            self._report(site, rule)
         except Exception as fault:  # noqa: BLE001 - whatever it is: a refusal is on its way, and goes on
-            self._log.error("unwritten", site=site, rule=rule, fault=type(fault).__name__)
+            with contextlib.suppress(Exception):
+                self._log.error("refusal_not_recorded", site=site, rule=rule, fault=type(fault).__name__)
 
     def _peer(self, auth: Mapping[str, list[bytes]]) -> Peer:
         """The peer of a connection; the certificate is parsed once."""

@@ -189,7 +189,7 @@ def test_after_a_rollback_stopped_the_ledger_every_peer_reads_a_fixed_text(
     assert [(method, text) for method, text in said if not FIXED.fullmatch(text)] == []
     log = ground.log()
     assert '"event": "rolled_back"' in log
-    assert '"event": "unwritten"' in log, "what the ledger lacks is in the log"
+    assert '"event": "refusal_not_recorded"' in log, "what the ledger lacks is in the log"
     assert "replay" not in log, "the text of the exception"
 
 
@@ -208,7 +208,7 @@ def test_when_the_guards_own_reporting_fails_the_peer_reads_its_refusal_and_no_m
         )
         bad = refusal(lambda: call(own, "Upload"))
         assert (bad.code(), bad.details()) == (Code.INVALID_ARGUMENT, "the first part names the upload")
-        assert ground.log().count('"event": "unwritten"') == 2
+        assert ground.log().count('"event": "refusal_not_recorded"') == 2
         guard = ground.federation.service.guard
         monkeypatch.setattr(guard, "_log", SimpleNamespace(warning=fault, error=fault, info=fault))
         for method in ("Stop", "Upload", "Hello", "Session", "Reserve"):

@@ -503,8 +503,8 @@ def test_a_refusal_that_cannot_be_written_down_is_a_refusal_all_the_same(hall: H
     hall.admitted = False
     assert "revoked" in hall.refusal(peer)
     hall.guard.report("site-a", "node")
-    unwritten = [line for line in hall.logged if line["event"] == "unwritten"]
-    assert [(line["rule"], line["fault"]) for line in unwritten] == [
+    missing = [line for line in hall.logged if line["event"] == "refusal_not_recorded"]
+    assert [(line["rule"], line["fault"]) for line in missing] == [
         ("bad_upload", "RuntimeError"),
         ("revoked", "RuntimeError"),
         ("node", "RuntimeError"),
@@ -512,10 +512,16 @@ def test_a_refusal_that_cannot_be_written_down_is_a_refusal_all_the_same(hall: H
     assert ZEBRA not in str(hall.logged)
 
 
-@pytest.mark.parametrize("act", [bad, fails])
-def test_when_the_log_fails_too_the_peer_reads_a_fixed_text(hall: Hall, peer: Context, act: Any) -> None:
+def test_when_the_log_fails_too_a_refusal_counts_and_a_fault_leaves_as_a_fixed_text(
+    hall: Hall, peer: Context
+) -> None:
     vars(hall.guard).update(_report=fails, _log=SimpleNamespace(warning=fails, error=fails))
-    assert hall.refusal(peer, "Upload", act) == "the call failed, and the coordinator cannot log why"
+    hall.guard.report("site-a", "node")
+    for _ in range(int(STRIKES) - 2):
+        assert hall.refusal(peer, "Upload", bad) == "a chunk was expected"
+    assert hall.refusal(peer, "Upload", fails) == "the call failed, and the coordinator cannot log why"
+    assert hall.refusal(peer, "Upload", bad) == "a chunk was expected"
+    assert "too many refused calls" in hall.refusal(peer)
     assert not hall.guard.open_calls()
 
 

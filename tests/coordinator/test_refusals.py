@@ -59,7 +59,7 @@ def test_of_480_refusals_at_once_480_are_written_down(federation: Federation) ->
 
     at_once(unwelcome)
     assert recorded(federation)["bad_envelope"] == THREADS * TIMES
-    assert '"event": "unwritten"' not in (federation.home.root / "coordinator.log").read_text()
+    assert '"event": "refusal_not_recorded"' not in (federation.home.root / "coordinator.log").read_text()
 
 
 def occupy(federation: Federation, site: Site, key: str) -> None:
