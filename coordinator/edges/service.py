@@ -24,6 +24,7 @@ from coordinator.edges.sandbox import inspect
 from coordinator.edges.sessions import Sessions
 from coordinator.edges.uploads import UploadRefused
 from coordinator.intake import RolledBack, Unwelcome
+from policies.claims import UnsupportedClaim
 from policies.entries import InvalidEntry
 from policies.ledger import KeyReused
 from policies.policy import PolicyError
@@ -44,7 +45,15 @@ MOST_UPLOADS: Final = 2  # streams of one site at once
 UPLOAD_S: Final = 120.0  # without a chunk, a stream gives its place back
 FLEET_S: Final = 60.0  # for one call of Flower's
 # The errors whose texts are written for whoever asked. Any other's text may hold anything, and stays here.
-_IN_WORDS: Final = (JoinRefused, BadEnvelope, BadCertificate, MalformedStatement, PolicyError, InvalidEntry)
+_IN_WORDS: Final = (
+    JoinRefused,
+    BadEnvelope,
+    BadCertificate,
+    MalformedStatement,
+    UnsupportedClaim,
+    PolicyError,
+    InvalidEntry,
+)
 _TO_OPERATORS: Final = (BadCoordinator, BadKeyFile, KeyReused)
 
 
@@ -271,7 +280,7 @@ class Service(GatewayServicer):
 
     def Enrolments(self, request: Any, call: Call) -> Any:
         """Operators: who was invited, and who waits for approval."""
-        found = self.at.authority.enrolments()
+        found = self._managed(self.at.authority.enrolments)
         return pb.EnrolmentsReply(
             pending=[
                 pb.Pending(site=p.site, state=p.state, fingerprint=p.fingerprint, digest=p.digest, until=p.until)

@@ -27,7 +27,7 @@ from policies.policy import preset
 from policies.register import Register
 from policies.store import Store
 from protos.identity import certify, joining_name
-from protos.keyfile import pem
+from protos.keyfile import pem, replace_private
 from protos.token import read_token, token_key
 from protos.v1 import gateway_pb2 as pb
 from tests.attacks.ground import SERVICE, Code, Ground, call, now, refusal
@@ -137,6 +137,20 @@ def test_only_errors_that_were_written_for_peers_are_told_in_words(
         error = refusal(lambda: call(channel, method, request))
         assert (error.code(), error.details()) == (Code.FAILED_PRECONDITION, "ask for a new invitation")
     assert "ZEBRA" not in ground.log()
+
+
+def test_a_fault_in_the_coordinators_own_files_is_told_to_its_operator_and_to_nobody_else(
+    ground: Ground, site: Site
+) -> None:
+    federation, joining = ground.federation, ec.generate_private_key(ec.SECP256R1())
+    waiting = certify(joining.public_key(), joining_name("site-n"), federation.home.ca(), now())
+    replace_private(federation.home.enrolments / "site-n.json", b"{}")
+    with ground.channel(pem(joining), waiting) as joiner, ground.as_operator() as operator:
+        error = refusal(lambda: call(joiner, "Join"))
+        assert (error.code(), error.details()[:9]) == (Code.INTERNAL, "incident ")
+        error = refusal(lambda: call(operator, "Enrolments"))
+        assert error.code() == Code.FAILED_PRECONDITION
+        assert "enrolments/site-n.json cannot be read: remove it" in error.details()
 
 
 def test_a_statement_that_breaks_its_reader_is_refused_without_the_readers_words(
