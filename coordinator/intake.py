@@ -17,6 +17,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
+from policies.claims import UnsupportedClaim
 from policies.entries import InvalidEntry, Refused
 from policies.ledger import KeyReused
 from policies.merkle import BadCheckpoint, cosigners, open_checkpoint
@@ -29,6 +30,7 @@ from policies.statement import (
     Amendment,
     Approval,
     Enrolment,
+    MalformedStatement,
     Receipts,
     Release,
     Request,
@@ -157,19 +159,24 @@ class Intake:
             statement = parse(sealed.payload)
         except BadEnvelope as error:
             raise self.unwelcome(peer, key, Finding("bad_envelope", str(error))) from None
-        except ValueError as error:
+        except (MalformedStatement, UnsupportedClaim) as error:
             raise self.unwelcome(peer, key, Finding("bad_statement", str(error))) from None
+        except ValueError:  # of a library, whose text is not for the peer
+            raise self.unwelcome(peer, key, Finding("bad_statement", "the statement cannot be read")) from None
         if isinstance(statement, Approval | Request) or statement.site != peer:
             raise self.unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
         return statement
 
     def unwelcome(self, peer: str, key: str, finding: Finding) -> Unwelcome:
         """Write down why a peer's call is refused before any review, and give the exception that says so."""
-        self.register.store.append(
-            _key(peer, f"{key}-unwelcome-{self.register.store.state.size}"),
-            _refusal(peer, finding),
-        )
+        self._write_refusal(peer, key, finding.rule)
         return Unwelcome(finding)
+
+    def _write_refusal(self, peer: str, key: str, rule: str) -> None:
+        """One entry for each: under the books' lock, and with a slash, which is in no key that a site may name."""
+        with self.register.store.exclusive() as state:
+            entry = Refused("", peer, "", "call", [rule], b"")
+            self.register.store.append(_key(peer, f"{key}/refused-{state.size}"), Draft((entry,)))
 
     def reserve(self, peer: str, key: str, envelope: bytes) -> Verdict:
         """Price first: hold the claim's cost, or say why not."""
@@ -248,9 +255,8 @@ class Intake:
 
     def report(self, peer: str, rule: str) -> None:
         """Write down that a call of an enrolled site was turned away before it was read."""
-        store = self.register.store
-        if peer in store.state.sites:
-            store.append(_key(peer, f"turned-{store.state.size}"), _refusal(peer, Finding(rule, "")))
+        if peer in self.register.store.state.sites:
+            self._write_refusal(peer, "turned", rule)
 
     def answered(self, peer: str, key: str, envelope: bytes) -> Verdict | None:
         """What this key has led to, if it came with this envelope before; another one under it is unwelcome."""
@@ -346,10 +352,6 @@ def _own(store: Store, site: str, read: dict[bytes, Policy]) -> Policy:
 def _key(peer: str, key: str) -> str:
     """Idempotency keys are each site's own: one site can neither guess nor block another's."""
     return f"{peer}:{key}"
-
-
-def _refusal(peer: str, finding: Finding) -> Draft:
-    return Draft((Refused("", peer, "", "call", [finding.rule], b""),))
 
 
 def _unverified(envelope: bytes) -> Enrolment:

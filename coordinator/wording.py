@@ -172,6 +172,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "disk_full": ("The coordinator's disk is full.", "Make room on the coordinator; the agent tries again."),
         "storage": ("The coordinator could not keep the file.", "See the coordinator's log; the agent tries again."),
         "bad_upload": ("The stream of pieces did not say what it belongs to.", _AGENT),
+        "bad_message": ("A call came with bytes that are no message of that call.", _INQUIRE),
         "too_large": ("A message was larger than any that an agent sends.", _INQUIRE),
         "rate": ("The hospital called too often, or was refused too often.", "Nothing: the agent slows down."),
         "old_tls": ("The caller spoke an older protocol than TLS 1.3.", _AGENT),

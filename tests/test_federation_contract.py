@@ -578,7 +578,7 @@ def test_a_site_reaches_neither_anothers_messages_nor_objects_nor_sends_unasked(
     assert south.post("pull-object", PullObjectRequest(node=own, run_id=1, object_id="0" * 64)) == 404
 
 
-def test_the_tunnel_carries_an_agents_calls_only_and_bounded_bodies(south: Caller) -> None:
+def test_the_tunnel_carries_an_agents_calls_only_and_bounded_bodies(federation: Federation, south: Caller) -> None:
     for path in ("/v1/control/start-run", "/v1/fleet/get-fab", "/v1/fleet/register-node", "", "/docs"):
         assert [part.status for part in south.parts(pb.FleetPart(path=path))] == [404]
     first = pb.FleetPart(path="/v1/fleet/push-object")
@@ -586,6 +586,7 @@ def test_the_tunnel_carries_an_agents_calls_only_and_bounded_bodies(south: Calle
     assert south.parts(first, *[full] * 33)[0].status == 413
     assert south.parts(first, pb.FleetPart(data=bytes((1 << 20) + 1)))[0].status == 413
     assert south.parts(first, pb.FleetPart(data=b"\xff\xff"))[0].status == 400
+    assert federation.coordinator.ask(do="reports")[-1] == ["south", "bad_message"]
 
 
 def test_the_link_goes_through_the_proxy_that_was_configured_and_no_other(federation: Federation) -> None:

@@ -301,7 +301,7 @@ class Authority:
             BadEnvelope, BadCertificate, MalformedStatement, PolicyError: the request cannot be used any more.
         """
         with self._turn:
-            record = self._kept.read(site)
+            record = self._kept.read(site) if SITE_NAME.fullmatch(site) else None
             asked = record.asked if record else None
             if asked is None or (asked.state == "declined") or not self._clock() < asked.ends:
                 raise JoinRefused("no request of that site waits for approval")

@@ -6,8 +6,8 @@ authenticated, and it may speak only as the node that was enrolled with it: the 
 names, the messages that were listed to it, their objects, its own replies and their objects. Only then does the call
 reach the SuperLink, which makes its own checks again.
 
-A call in another's name is answered with 403 and reported. One that names what nobody has (after this process was
-restarted, say) gets 401 or 404, as Flower's own client expects.
+A call in another's name is answered with 403, and bytes that are not a message with 400; both are reported. One that
+names what nobody has (after this process was restarted, say) gets 401 or 404, as Flower's own client expects.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Fleet:
             host: the embedded SuperLink.
             node_keys: site to its enrolled node key, OpenSSH; looked up anew for every call.
             report: hears the site that spoke in another's name, and as what: "node_key", "node", "source",
-                "message", "run", "object" or "session".
+                "message", "run", "object" or "session"; or that sent no message at all: "bad_message".
             seconds: for one call.
         """
         self._host, self._node_keys, self._report, self._seconds = host, node_keys, report, seconds
@@ -161,10 +161,7 @@ class Fleet:
         if len(body) > FLEET_BODY:
             return 413, b""
         try:
-            request = _REQUESTS[path].FromString(body)
-            mail = self._bind(site, path, headers, request)
-        except DecodeError:
-            return 400, b""
+            mail = self._bind(site, path, headers, _parsed(path, body))
         except _Turned as turned:
             if turned.report:
                 self._report(site, turned.report)
@@ -221,7 +218,7 @@ class Fleet:
     def _reply(self, site: str, request: Any, node: int) -> _Mail:
         """The message that is answered: one reply, from the site's own node, of bounded size."""
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
-            raise _Turned(400)
+            raise _Turned(400, "bad_message")
         metadata = request.messages_list[0].metadata
         if metadata.src_node_id != node:
             raise _Turned(403, "source")
@@ -290,6 +287,18 @@ def flower_key(node_key: bytes) -> bytes:
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
         raise ValueError("a node key must be EC P-384 in OpenSSH format")
     return public_key_to_bytes(key)
+
+
+def _parsed(path: str, body: bytes) -> Any:
+    """The request in a body.
+
+    Raises:
+        _Turned: it is no message of that call.
+    """
+    try:
+        return _REQUESTS[path].FromString(body)
+    except DecodeError:
+        raise _Turned(400, "bad_message") from None
 
 
 def _decoded(text: str) -> bytes:

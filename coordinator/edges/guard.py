@@ -6,12 +6,16 @@ ledger's deny-list, the right role, within its rate and size; and whatever goes 
 incident number. On a stream the same is asked again for each message, and :meth:`Guard.expel` ends a peer's open
 calls at once.
 
+gRPC parses a message before it asks any interceptor, and keeps some 20 kB of each call whose message it cannot parse.
+So it gets streams of bytes alone: the guard first looks at who calls, then reads, measures and parses the message.
+
 A name's rate and patience are for welcome peers alone. One whose certificate is revoked, ended or for another role is
 counted by the certificate's number: whoever has stolen one cannot use up what the site itself needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import secrets
 import threading
@@ -212,6 +216,20 @@ def _name(peer: Peer) -> str:
     return f"{peer.role}/{peer.site}"
 
 
+def _message(raw: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """The message in these bytes.
+
+    Raises:
+        Turned: they are too many, or no message of this method.
+    """
+    if not len(raw) <= MOST_BYTES + 4096:
+        raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message is too large", "too_large")
+    try:
+        return parse(raw)
+    except Exception:  # noqa: BLE001 - whatever the parser says of it, it is not one
+        raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the bytes are not a message", "bad_message") from None
+
+
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     """Stands around every method of the service."""
 
@@ -239,47 +257,43 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         self._seen: dict[bytes, Peer] = {}
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """Wrap the method's handler; a method without a role stays unimplemented."""
+        """Stand around the method's handler; a method without a role stays unimplemented.
+
+        Whatever the method is, gRPC gets streams of bytes: it neither waits for a message nor parses nor writes one.
+        """
         method = str(details.method).rpartition("/")[2]
         handler = continuation(details)
         if handler is None or method not in ROLES:
             return None
-        if handler.request_streaming and handler.response_streaming:
-            return handler._replace(stream_stream=self._many(method, handler.stream_stream))
-        if handler.request_streaming:
-            return handler._replace(stream_unary=self._one(method, handler.stream_unary))
         if handler.response_streaming:
-            return handler._replace(unary_stream=self._many(method, handler.unary_stream))
-        return handler._replace(unary_unary=self._one(method, handler.unary_unary))
+            return grpc.stream_stream_rpc_method_handler(self._many(method, handler))
+        return grpc.stream_unary_rpc_method_handler(self._one(method, handler))
 
-    def _one(self, method: str, act: Callable[[Any, Call], Any]) -> Callable[[Any, Any], Any]:
-        def guarded(request: Any, context: Any) -> Any:
-            call = self._enter(method, context)
-            try:
-                return act(self._checked(call, request), call)
-            except Exception as fault:  # noqa: BLE001 - its text may hold anything; the peer gets a code
-                self._leave(call, fault)
-            finally:
-                self._forget(call)
+    def _one(self, method: str, handler: Any) -> Callable[[Iterator[bytes], Any], bytes]:
+        act, write = handler.stream_unary or handler.unary_unary, handler.response_serializer
+
+        def guarded(raws: Iterator[bytes], context: Any) -> bytes:
+            with self._admitted(method, context) as call:
+                return bytes(write(act(self._request(call, handler, raws), call)))
 
         return guarded
 
-    def _many(self, method: str, act: Callable[[Any, Call], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
-        def guarded(request: Any, context: Any) -> Iterator[Any]:
-            call = self._enter(method, context)
-            try:
-                for reply in act(self._checked(call, request), call):
+    def _many(self, method: str, handler: Any) -> Callable[[Iterator[bytes], Any], Iterator[bytes]]:
+        act, write = handler.stream_stream or handler.unary_stream, handler.response_serializer
+
+        def guarded(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            with self._admitted(method, context) as call:
+                for reply in act(self._request(call, handler, raws), call):
                     self._welcome(call.peer)
-                    yield reply
-            except Exception as fault:  # noqa: BLE001 - as above
-                self._leave(call, fault)
-            finally:
-                self._forget(call)
+                    yield bytes(write(reply))
 
         return guarded
 
-    def _enter(self, method: str, context: Any) -> Call:
-        peer = None
+    @contextlib.contextmanager
+    def _admitted(self, method: str, context: Any) -> Iterator[Call]:
+        """A welcome peer's call, from the first look to the end; no exception but gRPC's own abort gets past here."""
+        peer: Peer | None = None
+        call: Call | None = None
         try:
             peer = self._peer(context.auth_context())
             unfit = self._unfit(peer, method)
@@ -289,20 +303,49 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                     raise unfit
                 self._welcome_ones.pace(_name(peer), self._clock())
             _speaks(context)
-            return self._begin(Call(peer, method, context))
-        except Turned as turned:
-            self._turn(method, peer, turned)
-            context.abort(turned.code, turned.text)
+            call = self._begin(Call(peer, method, context))
+            yield call
+        except GeneratorExit:  # gRPC asks for no further reply
             raise
+        except BaseException as fault:  # noqa: BLE001 - its text may hold anything; the peer gets a code
+            code, text = self._final_status(method, peer, fault, context)
+        else:
+            return
+        finally:
+            if call is not None:
+                self._forget(call)
+        context.abort(code, text)
+
+    def _final_status(
+        self, method: str, peer: Peer | None, fault: BaseException, context: Any
+    ) -> tuple[grpc.StatusCode, str]:
+        """Code and text for the peer of a call that failed, whatever fails on the way."""
+        try:
+            if isinstance(fault, Turned):
+                self._turn(method, peer, fault)
+                return fault.code, fault.text.encode("utf-8", "replace").decode()
+            if not context.is_active():  # the peer hung up, and gRPC said so by an exception in the middle of things
+                return grpc.StatusCode.CANCELLED, "the stream broke off"
+            incident = secrets.token_hex(4)
+            self._log.error("incident", call=method, incident=incident, fault=type(fault).__name__)
+        except Exception:  # noqa: BLE001 - the log, or the guard itself: there is nobody left to tell
+            return grpc.StatusCode.INTERNAL, "the call failed, and the coordinator cannot log why"
+        return grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log"
 
     def _turn(self, method: str, peer: Peer | None, turned: Turned) -> None:
-        site = peer.site if peer and peer.role == AGENT else ""
-        self._log.warning("turned_away", call=method, site=site, rule=turned.rule)
+        """Count a refusal, and write it down in the log and, within patience, in the ledger."""
+        site, role = (peer.site, peer.role) if peer else ("", "")
+        with contextlib.suppress(Exception):  # a log that fails changes nothing of what is done
+            self._log.warning("turned_away", call=method, site=site, role=role, rule=turned.rule)
         if not peer or turned.rule in _UNWRITTEN:
             return
-        written = self._strange(peer, site) if isinstance(turned, Unfit) else bool(site) and self.strike(site)
-        if site and written:
-            self._report(site, turned.rule)
+        known = site if role == AGENT else ""  # nobody else speaks for a site in the ledger
+        if isinstance(turned, Unfit):
+            within = self._strange(peer, known)
+        else:  # nothing may keep an operator from revoking
+            within = role != OPERATING and self._strike(_name(peer))
+        if within and known:
+            self._write_down(known, turned.rule)
 
     def _strange(self, peer: Peer, site: str) -> bool:
         """Count a refusal of an unwelcome certificate; may this one still be written down?"""
@@ -310,14 +353,31 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             now = self._clock()
             return self._strangers.strikes.take(peer.number, now) and bool(site) and self._entries.take(site, now)
 
+    def _strike(self, name: str) -> bool:
+        """Count a refusal of a welcome peer; may this one still be written down?"""
+        with self._mutex:
+            return self._welcome_ones.strikes.take(name, self._clock())
+
     def strike(self, site: str) -> bool:
         """Count a refusal of a welcome site. Beyond a rate its calls are turned away unread: it floods no ledger.
 
         Returns:
             Whether this one may still be written down.
         """
-        with self._mutex:
-            return self._welcome_ones.strikes.take(f"{AGENT}/{site}", self._clock())
+        return self._strike(f"{AGENT}/{site}")
+
+    def report(self, site: str, rule: str) -> None:
+        """Count a refusal of a welcome site and, within its patience, write it down. Raises nothing."""
+        if self.strike(site):
+            self._write_down(site, rule)
+
+    def _write_down(self, site: str, rule: str) -> None:
+        """Into the ledger. If that fails the call is refused all the same, and the log says what is missing there."""
+        try:
+            self._report(site, rule)
+        except Exception as fault:  # noqa: BLE001 - whatever it is: a refusal is on its way, and goes on
+            with contextlib.suppress(Exception):
+                self._log.error("refusal_not_recorded", site=site, rule=rule, fault=type(fault).__name__)
 
     def _peer(self, auth: Mapping[str, list[bytes]]) -> Peer:
         """The peer of a connection; the certificate is parsed once."""
@@ -365,33 +425,20 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             if not mine:
                 self._calls.pop(_name(call.peer), None)
 
-    def _checked(self, call: Call, request: Any) -> Any:
-        """The request, or each of its messages, when it is not too large and the peer still welcome."""
-        if hasattr(request, "ByteSize"):
-            self._fits(request)
-            return request
-        return self._each(call, request)
-
-    def _each(self, call: Call, messages: Iterator[Any]) -> Iterator[Any]:
+    def _request(self, call: Call, handler: Any, raws: Iterator[bytes]) -> Any:
+        """What the method gets: its one message, or its messages as they come."""
+        messages = self._each(call, raws, handler.request_deserializer)
+        if handler.request_streaming:
+            return messages
         for message in messages:
-            self._fits(message)
+            return message
+        raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "this call needs one message", "bad_message")
+
+    def _each(self, call: Call, raws: Iterator[bytes], parse: Callable[[bytes], Any]) -> Iterator[Any]:
+        """Each message, when it is not too large, is one, and the peer is still welcome."""
+        for raw in raws:
             self._welcome(call.peer)
-            yield message
-
-    @staticmethod
-    def _fits(message: Any) -> None:
-        if not message.ByteSize() <= MOST_BYTES + 4096:
-            raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message is too large", "too_large")
-
-    def _leave(self, call: Call, fault: Exception) -> None:
-        if isinstance(fault, Turned):
-            self._turn(call.method, call.peer, fault)
-            call.context.abort(fault.code, fault.text)
-        if not call.alive:  # the peer hung up, and gRPC said so by an exception in the middle of things
-            call.context.abort(grpc.StatusCode.CANCELLED, "the stream broke off")
-        incident = secrets.token_hex(4)
-        self._log.error("incident", call=call.method, incident=incident, fault=type(fault).__name__)
-        call.context.abort(grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log")
+            yield _message(raw, parse)
 
     def expel(self, site: str) -> int:
         """End every open call of a site; how many there were."""

@@ -88,7 +88,7 @@ def serve(home: Home, say: Callable[[str], None], beside: Beside) -> int:
             shelf=shelf,
             witnesses=Witnesses(home.witnesses),
             authority=authority,
-            fleet=Fleet(superlink, intake.node_keys, lambda site, what: service.impostor(site, what)),  # noqa: PLW0108 - made below
+            fleet=Fleet(superlink, intake.node_keys, lambda site, what: service.guard.report(site, what)),  # noqa: PLW0108 - made below
             conducting=Operations(runs),
             enrolled=runs.register_node,
             architectures=home.root / "architectures",

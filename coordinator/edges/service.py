@@ -15,18 +15,27 @@ from typing import Any, Final
 
 import grpc
 
+from coordinator.edges.authority import JoinRefused
 from coordinator.edges.counter import Counter
 from coordinator.edges.guard import Call, Guard, Turned
+from coordinator.edges.home import BadCoordinator
 from coordinator.edges.places import Patience, Places
 from coordinator.edges.sandbox import inspect
 from coordinator.edges.sessions import Sessions
 from coordinator.edges.uploads import UploadRefused
 from coordinator.intake import RolledBack, Unwelcome
+from policies.claims import UnsupportedClaim
+from policies.entries import InvalidEntry
+from policies.ledger import KeyReused
+from policies.policy import PolicyError
 from policies.review import Finding, Verdict
-from policies.statement import ID, Release
+from policies.statement import ID, MalformedStatement, Release
 from protos.blocks import BadArtifact
 from protos.chunks import CHUNK
+from protos.envelope import BadEnvelope
 from protos.hpke import BadSealed, check_form
+from protos.identity import BadCertificate
+from protos.keyfile import BadKeyFile
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayServicer
 from protos.weights import Architecture
@@ -35,6 +44,17 @@ MAX_PART: Final = CHUNK + 4096
 MOST_UPLOADS: Final = 2  # streams of one site at once
 UPLOAD_S: Final = 120.0  # without a chunk, a stream gives its place back
 FLEET_S: Final = 60.0  # for one call of Flower's
+# The errors whose texts are written for whoever asked. Any other's text may hold anything, and stays here.
+_IN_WORDS: Final = (
+    JoinRefused,
+    BadEnvelope,
+    BadCertificate,
+    MalformedStatement,
+    UnsupportedClaim,
+    PolicyError,
+    InvalidEntry,
+)
+_TO_OPERATORS: Final = (BadCoordinator, BadKeyFile, KeyReused)
 
 
 class Service(GatewayServicer):
@@ -49,11 +69,6 @@ class Service(GatewayServicer):
     def _admits(self, site: str, number: str) -> bool:
         """By the books of this moment: the store may replace its state, so none is held on to."""
         return self.store.state.admits(site, number)
-
-    def impostor(self, site: str, what: str) -> None:
-        """A site spoke in another's name within Flower: counted like every refusal, and written down."""
-        if self.guard.strike(site):
-            self.at.intake.report(site, what)
 
     def Hello(self, request: Any, call: Call) -> Any:
         """The federation's policy and the ledger's head; and what the site has cosigned is kept."""
@@ -215,7 +230,7 @@ class Service(GatewayServicer):
         """A hospital's sealed request to take part; or the question what became of it."""
         try:
             state = self.at.authority.join(call.peer.site, call.peer.leaf, request.envelope)
-        except ValueError as refusal:  # BadEnvelope, MalformedStatement, PolicyError, a token used before: in words
+        except _IN_WORDS as refusal:
             self.at.log.warning("join_refused", site=call.peer.site, fault=type(refusal).__name__)
             raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "join") from None
         self.at.log.info("join", site=call.peer.site, state=state.state)
@@ -232,7 +247,7 @@ class Service(GatewayServicer):
         """A fresh certificate for a fresh key."""
         try:
             chain = self.at.authority.renew(call.peer.site, call.peer.leaf, request.csr)
-        except ValueError as refusal:
+        except _IN_WORDS as refusal:
             raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "renew") from None
         self.at.log.info("renewed", site=call.peer.site)
         return pb.RenewReply(certificate=chain)
@@ -265,7 +280,7 @@ class Service(GatewayServicer):
 
     def Enrolments(self, request: Any, call: Call) -> Any:
         """Operators: who was invited, and who waits for approval."""
-        found = self.at.authority.enrolments()
+        found = self._managed(self.at.authority.enrolments)
         return pb.EnrolmentsReply(
             pending=[
                 pb.Pending(site=p.site, state=p.state, fingerprint=p.fingerprint, digest=p.digest, until=p.until)
@@ -293,7 +308,7 @@ class Service(GatewayServicer):
         """What an operator asks for; what speaks against it reaches the operator in words."""
         try:
             return act()
-        except ValueError as refusal:
+        except (*_IN_WORDS, *_TO_OPERATORS) as refusal:
             raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "managed") from None
 
     def _decide(self, site: str, act: Callable[[], Verdict]) -> Verdict:

@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from agent.edges.credentials import Credentials
+from coordinator.edges.fleet import Fleet
 from coordinator.edges.home import operator_certificate
 from policies.sqlite import export_file
 from policies.statement import Release
@@ -71,6 +72,18 @@ class Kind:
 LEAF: Final = Kind()
 
 
+class Unreached:
+    """A SuperLink to which no call comes."""
+
+    def fleet(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> tuple[int, bytes]:
+        """Nobody may call."""
+        raise AssertionError(path)
+
+    def node_id(self, public_key: bytes) -> int | None:
+        """It knows no node."""
+        return None
+
+
 @dataclass
 class Ground:
     """A real coordinator, and everything an attacker may do around it."""
@@ -107,6 +120,12 @@ class Ground:
         end = int(made.leaf.not_valid_after_utc.timestamp())
         self.federation.intake.register.issue(site, number_of(made.leaf), made.leaf.fingerprint(SHA256()), end)
         return made
+
+    def with_fleet(self) -> None:
+        """Bind the sites' Fleet calls as the coordinator does; no call may get as far as Flower."""
+        service = self.federation.service
+        fleet = Fleet(Unreached(), self.federation.intake.node_keys, service.guard.report)
+        object.__setattr__(service.at, "fleet", fleet)
 
     def log(self) -> str:
         """The coordinator's log so far."""

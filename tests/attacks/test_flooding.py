@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import grpc
 import pytest
 
 from coordinator.edges import guard, service
-from coordinator.edges.fleet import Fleet
 from protos.identity import agent_name, leaf_of
 from protos.keyfile import pem
 from protos.v1 import gateway_pb2 as pb
@@ -102,25 +101,13 @@ def test_silent_streams_of_one_site_leave_the_others_their_places(ground: Ground
     assert '"rule": "busy"' in ground.log()
 
 
-class Unreached:
-    """A SuperLink to which no call comes."""
-
-    def fleet(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> tuple[int, bytes]:
-        """Nobody may call."""
-        raise AssertionError(path)
-
-    def node_id(self, public_key: bytes) -> int | None:
-        """It knows no node."""
-        return None
-
-
 def test_a_stream_in_which_nothing_arrives_gives_its_place_back(
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "UPLOAD_S", 1.0)
     monkeypatch.setattr(service, "FLEET_S", 1.0)
-    wait, federation = threading.Event(), ground.federation
-    object.__setattr__(federation.service.at, "fleet", Fleet(Unreached(), {}, federation.intake.report))
+    wait = threading.Event()
+    ground.with_fleet()
     with ground.as_site(site) as channel, ground.refused():
         began = time.monotonic()
         assert refusal(lambda: GatewayStub(channel).Upload(silent(wait), timeout=60)).code() == Code.CANCELLED
@@ -307,10 +294,10 @@ def test_headers_above_the_limit_are_refused_and_the_port_goes_on(ground: Ground
 
 
 def test_bytes_that_are_no_message_are_refused_without_words(ground: Ground, site: Site) -> None:
-    with ground.as_site(site) as channel, ground.refused():
+    with ground.as_site(site) as channel, ground.refused(*["bad_message"] * 3):
         for raw in (b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", random.Random(1).randbytes(1000)):
             error = refusal(lambda raw=raw: channel.unary_unary("/lazaret.v1.Gateway/Reserve")(raw, timeout=20))
-            assert error.code() == Code.INTERNAL
+            assert error.code() == Code.INVALID_ARGUMENT
             assert "Traceback" not in error.details()
             assert "/" not in error.details()
     ground.works(site)

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 _C, _J, _F, _P = (f"tests/attacks/test_{name}.py" for name in ("certificates", "joining", "flooding", "chunks"))
 _I, _L, _H, _S = (f"tests/attacks/test_{name}.py" for name in ("contents", "lies", "forged_coordinator", "secrets"))
+_M = "tests/attacks/test_malformed.py"
 _FLOWER, _WATCH = "tests/test_federation_contract.py", "tests/coordinator/test_watch.py"
 TABLE: dict[str, str] = {
     "a certificate of another CA": f"{_C}::test_a_certificate_of_another_root_is_shut_out",
@@ -52,6 +53,13 @@ TABLE: dict[str, str] = {
     ),
     "header bombs": f"{_F}::test_headers_above_the_limit_are_refused_and_the_port_goes_on",
     "message bombs": f"{_F}::test_a_message_above_the_limit_is_not_even_read",
+    "bytes that are not a message, to every method": (
+        f"{_M}::test_bytes_that_are_not_a_message_are_refused_by_every_method_and_written_down"
+    ),
+    "a flood of them under a revoked, a joining and a good certificate": (
+        f"{_M}::test_a_flood_of_bad_messages_is_paced_and_written_down_and_leaves_no_memory_behind"
+    ),
+    "calls whose message never comes": f"{_M}::test_silent_calls_of_a_revoked_certificate_hold_no_thread",
     "compressed message bombs": f"{_F}::test_a_compressed_message_is_not_inflated_beyond_the_limit",
     "zip bombs and hidden bytes": f"{_I}::test_no_byte_of_an_archive_is_free_for_a_second_message",
     "PNG bombs": f"{_I}::test_a_picture_that_inflates_is_refused_uninflated",

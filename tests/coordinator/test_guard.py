@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from coordinator.edges.guard import (
     ENTRIES,
     ENTRY_S,
     MOST_BYTES,
+    ROLES,
     STRANGE_STRIKES,
     STRIKE_S,
     STRIKES,
@@ -28,6 +30,7 @@ from coordinator.edges.guard import (
 )
 from protos.identity import OPERATOR, agent_name, certify, joining_name, leaf_of, make_intermediate, make_root
 from protos.v1 import gateway_pb2 as pb
+from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
 
 NOW = dt.datetime.now(dt.UTC)
 CA = make_intermediate(make_root(NOW), NOW)
@@ -88,11 +91,17 @@ class Hall:
             lambda: self.time,
         )
 
-    def call(self, context: Context, method: str = "Hello", act: Any = lambda _request, _call: "done") -> Any:
-        """One unary call through the interceptor."""
-        handler = grpc.unary_unary_rpc_method_handler(act)
-        guarded = self.guard.intercept_service(lambda _: handler, SimpleNamespace(method=f"/x/{method}"))
-        return None if guarded is None else guarded.unary_unary(pb.HelloRequest(), context)
+    def call(
+        self, context: Context, method: str = "Hello", act: Any = lambda _request, _call: "done", raw: bytes = b""
+    ) -> Any:
+        """One call with one message through the interceptor."""
+        handler = grpc.unary_unary_rpc_method_handler(act, pb.HelloRequest.FromString, str.encode)
+        guarded = self.guarded(handler, method)
+        return None if guarded is None else guarded.stream_unary(iter([raw]), context).decode()
+
+    def guarded(self, handler: Any, method: str) -> Any:
+        """What gRPC is given in place of a method's handler."""
+        return self.guard.intercept_service(lambda _: handler, SimpleNamespace(method=f"/x/{method}"))
 
     def refusal(self, context: Context, *words: Any) -> str:
         """Why a call was turned away."""
@@ -147,6 +156,120 @@ def bad(*_: object) -> None:
     raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "a chunk was expected", "bad_upload")
 
 
+@pytest.mark.parametrize("method", sorted(ROLES))
+def test_no_method_has_its_messages_read_or_written_by_grpc_itself(hall: Hall, method: str) -> None:
+    """What gRPC would parse, it would parse before the guard is asked; and it keeps what it cannot parse."""
+    kept: dict[str, Any] = {}
+    server = SimpleNamespace(
+        add_generic_rpc_handlers=lambda _: None,
+        add_registered_method_handlers=lambda _, handlers: kept.update(handlers),
+    )
+    add_GatewayServicer_to_server(GatewayServicer(), server)
+    assert kept.keys() == ROLES.keys()
+    guarded = hall.guarded(kept[method], method)
+    assert (guarded.request_deserializer, guarded.response_serializer) == (None, None)
+    assert guarded.request_streaming, "else gRPC waits for the message, and refuses a call without one, by itself"
+    assert guarded.response_streaming == kept[method].response_streaming
+    assert (guarded.unary_unary, guarded.unary_stream) == (None, None)
+
+
+NO_MESSAGES = {
+    "noise": b"\xff" * 100,
+    "truncated": b"\x0a\x10abc",
+    "a length beyond the end": b"\x0a\xff\xff\xff\xff\x0f",
+    "text that is none": b"\x0a\x02\xff\xfe",
+    "groups in groups": b"\x0b" * 2000,
+    "field number 0": b"\x00\x00",
+}
+
+
+@pytest.mark.parametrize("raw", NO_MESSAGES.values(), ids=NO_MESSAGES)
+def test_bytes_that_are_no_message_are_a_refusal_like_any_other(hall: Hall, peer: Context, raw: bytes) -> None:
+    def refused(context: Context, method: str) -> str:
+        handler = grpc.unary_unary_rpc_method_handler(None, pb.SealedRequest.FromString, str.encode)
+        with pytest.raises(Ended):
+            hall.guarded(handler, method).stream_unary(iter([raw]), context)
+        assert context.said is not None
+        return context.said[1]
+
+    for _ in range(int(STRIKES)):
+        assert refused(peer, "Reserve") == "the bytes are not a message"
+    assert peer.said is not None
+    assert peer.said[0] == grpc.StatusCode.INVALID_ARGUMENT
+    assert "too many refused calls" in refused(peer, "Reserve")
+    assert hall.reported == [("site-a", "bad_message")] * int(STRIKES)
+    assert [line["rule"] for line in hall.logged] == ["bad_message"] * int(STRIKES) + ["rate"]
+
+
+def test_a_joining_peer_that_sends_no_messages_runs_out_of_patience_and_speaks_for_no_site(hall: Hall) -> None:
+    joining = Context(joining_name("site-a"))
+    for _ in range(int(STRIKES)):
+        assert "not a message" in hall.refusal(joining, "Join", bad, NO_MESSAGES["noise"])
+    assert "too many refused calls" in hall.refusal(joining, "Join")
+    assert hall.reported == []
+    assert {(line["site"], line["role"]) for line in hall.logged} == {("site-a", "joining")}
+    assert hall.call(Context(agent_name("site-a"))) == "done", "the agent's own patience is whole"
+
+
+def test_no_number_of_refusals_keeps_an_operator_from_revoking(hall: Hall) -> None:
+    operator = Context(OPERATOR)
+    for _ in range(int(STRIKES) + 10):
+        assert "not a message" in hall.refusal(operator, "Revoke", bad, NO_MESSAGES["noise"])
+    hall.time += 10.0
+    assert hall.call(operator, "Revoke") == "done"
+    assert hall.reported == []
+
+
+def test_a_call_without_its_message_is_refused_and_written_down(hall: Hall, peer: Context) -> None:
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, str.encode)
+    with pytest.raises(Ended):
+        hall.guarded(handler, "Hello").stream_unary(iter(()), peer)
+    assert peer.said == (grpc.StatusCode.INVALID_ARGUMENT, "this call needs one message")
+    assert hall.reported == [("site-a", "bad_message")]
+
+
+def test_an_unwelcome_peer_is_refused_before_its_message_is_waited_for(hall: Hall) -> None:
+    def never() -> Iterator[bytes]:
+        raise AssertionError("nothing was to be read")
+        yield
+
+    stolen, _ = thief(hall, "revoked")
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, str.encode)
+    with pytest.raises(Ended):
+        hall.guarded(handler, "Hello").stream_unary(never(), stolen)
+    assert stolen.said is not None
+    assert "revoked" in stolen.said[1]
+
+
+def test_a_certificate_that_ended_while_its_message_was_waited_for_makes_no_call(hall: Hall, peer: Context) -> None:
+    def late() -> Iterator[bytes]:
+        hall.admitted = False
+        yield b""
+
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, str.encode)
+    with pytest.raises(Ended):
+        hall.guarded(handler, "Hello").stream_unary(late(), peer)
+    assert peer.said is not None
+    assert "revoked" in peer.said[1]
+
+
+def test_a_bad_message_in_the_middle_of_a_stream_ends_it_and_does_not_look_like_its_end(
+    hall: Hall, peer: Context
+) -> None:
+    taken: list[Any] = []
+
+    def collect(parts: Any, _call: Call) -> str:
+        taken.extend(parts)
+        return "complete"
+
+    handler = grpc.stream_unary_rpc_method_handler(collect, pb.UploadPart.FromString, str.encode)
+    with pytest.raises(Ended):
+        hall.guarded(handler, "Upload").stream_unary(iter([b"", NO_MESSAGES["noise"], b""]), peer)
+    assert peer.said == (grpc.StatusCode.INVALID_ARGUMENT, "the bytes are not a message")
+    assert hall.reported == [("site-a", "bad_message")]
+    assert not hall.guard.open_calls()
+
+
 def test_refusals_are_written_so_many_times_and_more_need_time(hall: Hall, peer: Context) -> None:
     for _ in range(int(STRIKES)):
         assert hall.refusal(peer, "Upload", bad) == "a chunk was expected"
@@ -192,7 +315,7 @@ def test_an_unwelcome_certificate_is_paced_by_itself(hall: Hall, peer: Context) 
 def test_a_certificate_that_is_turned_away_in_mid_stream_does_not_strike_its_site(hall: Hall, peer: Context) -> None:
     def revoked(_request: Any, call: Call) -> None:
         hall.denied.add(call.peer.number)
-        next(hall.guard._each(call, iter([pb.HelloRequest()])))
+        next(hall.guard._each(call, iter([b""]), pb.HelloRequest.FromString))
 
     for _ in range(int(STRIKES)):
         hall.denied.clear()
@@ -302,6 +425,113 @@ def test_a_fault_leaves_as_a_number_and_its_text_stays(hall: Hall, peer: Context
     assert hall.logged[0]["fault"] == "ValueError"
 
 
+ZEBRA = "patient MRN-ZEBRA in ward 7"
+
+
+class Panic(BaseException):
+    """What a library below Python may raise; no `Exception`."""
+
+
+def fails(*_: object, **__: object) -> Any:
+    """Something breaks, and its text would tell."""
+    raise RuntimeError(ZEBRA)
+
+
+@pytest.mark.parametrize("broken", ["_admits", "_clock", "_peer", "_begin"])
+def test_what_breaks_in_the_guard_itself_leaves_as_a_number(hall: Hall, peer: Context, broken: str) -> None:
+    setattr(hall.guard, broken, fails)
+    assert hall.refusal(peer).startswith("incident ")
+    assert ZEBRA not in str(hall.logged)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, StopIteration, RecursionError, MemoryError, Panic])
+def test_whatever_a_method_raises_its_text_stays(hall: Hall, peer: Context, fault: type[BaseException]) -> None:
+    def act(*_: object) -> None:
+        raise fault(ZEBRA)
+
+    assert hall.refusal(peer, "Hello", act).startswith("incident ")
+    assert ZEBRA not in str(hall.logged)
+    assert not hall.guard.open_calls()
+
+
+@pytest.mark.parametrize("place", ["method", "serialiser"])
+def test_a_stream_of_replies_that_breaks_off_ends_with_a_number(hall: Hall, peer: Context, place: str) -> None:
+    def replies(_request: Any, _call: Call) -> Iterator[str]:
+        yield "first"
+        if place == "method":
+            raise RuntimeError(ZEBRA)
+        yield "second"
+
+    def write(text: str) -> bytes:
+        if text == "second":
+            raise RuntimeError(ZEBRA)
+        return text.encode()
+
+    handler = grpc.unary_stream_rpc_method_handler(replies, pb.SessionRequest.FromString, write)
+    stream = hall.guarded(handler, "Session").stream_stream(iter([b""]), peer)
+    assert next(stream) == b"first"
+    with pytest.raises(Ended):
+        next(stream)
+    assert peer.said is not None
+    assert peer.said[1].startswith("incident ")
+    assert ZEBRA not in str(hall.logged)
+    assert not hall.guard.open_calls()
+
+
+def test_a_reply_that_cannot_be_written_leaves_as_a_number(hall: Hall, peer: Context) -> None:
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, fails)
+    with pytest.raises(Ended):
+        hall.guarded(handler, "Hello").stream_unary(iter([b""]), peer)
+    assert peer.said is not None
+    assert peer.said[1].startswith("incident ")
+    assert ZEBRA not in str(hall.logged)
+
+
+def test_a_stream_whose_peer_asks_no_further_is_forgotten(hall: Hall, peer: Context) -> None:
+    handler = grpc.unary_stream_rpc_method_handler(lambda *_: iter("ab"), pb.SessionRequest.FromString, str.encode)
+    stream = hall.guarded(handler, "Session").stream_stream(iter([b""]), peer)
+    assert next(stream) == b"a"
+    assert hall.guard.open_calls() == {"Session": 1}
+    stream.close()
+    assert not hall.guard.open_calls()
+    assert peer.said is None
+
+
+def test_a_refusal_that_cannot_be_written_down_is_a_refusal_all_the_same(hall: Hall, peer: Context) -> None:
+    vars(hall.guard).update(_report=fails)
+    assert hall.refusal(peer, "Upload", bad) == "a chunk was expected"
+    hall.admitted = False
+    assert "revoked" in hall.refusal(peer)
+    hall.guard.report("site-a", "node")
+    missing = [line for line in hall.logged if line["event"] == "refusal_not_recorded"]
+    assert [(line["rule"], line["fault"]) for line in missing] == [
+        ("bad_upload", "RuntimeError"),
+        ("revoked", "RuntimeError"),
+        ("node", "RuntimeError"),
+    ]
+    assert ZEBRA not in str(hall.logged)
+
+
+def test_when_the_log_fails_too_a_refusal_counts_and_a_fault_leaves_as_a_fixed_text(
+    hall: Hall, peer: Context
+) -> None:
+    vars(hall.guard).update(_report=fails, _log=SimpleNamespace(warning=fails, error=fails))
+    hall.guard.report("site-a", "node")
+    for _ in range(int(STRIKES) - 2):
+        assert hall.refusal(peer, "Upload", bad) == "a chunk was expected"
+    assert hall.refusal(peer, "Upload", fails) == "the call failed, and the coordinator cannot log why"
+    assert hall.refusal(peer, "Upload", bad) == "a chunk was expected"
+    assert "too many refused calls" in hall.refusal(peer)
+    assert not hall.guard.open_calls()
+
+
+def test_a_text_that_utf_8_cannot_carry_leaves_without_what_it_cannot(hall: Hall, peer: Context) -> None:
+    def refuse(*_: object) -> None:
+        raise Turned(grpc.StatusCode.FAILED_PRECONDITION, "the site \ud800 is unknown", "join")
+
+    assert hall.refusal(peer, "Hello", refuse) == "the site ? is unknown"
+
+
 def test_each_message_of_a_stream_is_measured_and_its_peer_looked_up_again(hall: Hall, peer: Context) -> None:
     def count(parts: Any, _call: Call) -> int:
         taken = 0
@@ -311,13 +541,12 @@ def test_each_message_of_a_stream_is_measured_and_its_peer_looked_up_again(hall:
                 hall.admitted = False
         return taken
 
-    handler = grpc.stream_unary_rpc_method_handler(count)
-    guarded = hall.guard.intercept_service(lambda _: handler, SimpleNamespace(method="/x/Upload"))
+    guarded = hall.guarded(grpc.stream_unary_rpc_method_handler(count, pb.UploadPart.FromString, bytes), "Upload")
     with pytest.raises(Ended):
-        guarded.stream_unary(iter([pb.UploadPart()] * 3), peer)
+        guarded.stream_unary(iter([b""] * 3), peer)
     assert peer.said == (grpc.StatusCode.PERMISSION_DENIED, "this certificate was revoked, or was never issued")
     hall.admitted = True
-    large = pb.UploadPart(chunk=pb.Chunk(data=bytes(MOST_BYTES + 4096)))
+    large = pb.UploadPart(chunk=pb.Chunk(data=bytes(MOST_BYTES + 4096))).SerializeToString()
     with pytest.raises(Ended):
         guarded.stream_unary(iter([large]), peer)
     assert hall.reported == [("site-a", "revoked"), ("site-a", "too_large")]
