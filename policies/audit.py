@@ -93,7 +93,7 @@ def open_envelope(raw: bytes, public: bytes | None) -> bytes:
             raise Unsound("an envelope holds something else than a statement")
         if public is not None:
             if named != hashlib.sha256(public).hexdigest():
-                raise Unsound("an envelope names another key than the one that must have signed it")
+                raise Unsound("an envelope is signed by another key, or names another one")
             pae = b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
             Ed25519PublicKey.from_public_bytes(public).verify(signed, pae)
     except Unsound:
