@@ -138,7 +138,7 @@ def _how(books: Books, item: Item) -> tuple[Block, ...]:
         Facts(
             (
                 ("With the key", f"lazaret-verify FILE --key {books.source.key}"),
-                ("With the ledger", "lazaret-verify FILE --from ledger.export"),
+                ("With the ledger", "add --from ledger.export: does the ledger hold all of it, and what came later?"),
                 ("And the artifact", "add --artifact with the file itself: is it the one that this is about?"),
             )
         ),

@@ -106,7 +106,7 @@ def _summary(scene: Scene) -> None:
             f"{accuracy['non_private']:.1%} without (on {accuracy['test_images']} real digits)\n"
             f"{sum(step['seconds'] for step in scene.steps):.0f} s in all. "
             f"Look at {scene.out.name}/report.html, and check the books with\n"
-            f"  lazaret-verify {scene.out.name}/ledger.export",
+            f"  lazaret-verify {scene.out.name}/ledger.export --key {summary['ledger']['key']}",
             title="done",
         )
     )

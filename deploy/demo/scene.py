@@ -511,8 +511,14 @@ class Scene:
         self.each(lambda s: self.run(self.agent(s, "ledger", "export", str(self.out / f"ledger-{s}.export"))))
         visible = shutil.ignore_patterns(".*")
         shutil.copytree(self.work / "coordinator" / "releases", self.out / "releases", ignore=visible)
-        verify = [sys.executable, "-m", "policies.verify"]
-        return "".join(self.run([*verify, str(path)]) for path in sorted(self.out.glob("*.export")))
+        verify, keys = [sys.executable, "-m", "policies.verify"], self._fingerprints()
+        return "".join(self.run([*verify, str(self.out / name), "--key", key]) for name, key in sorted(keys.items()))
+
+    def _fingerprints(self) -> dict[str, str]:
+        """The key of each export, as the other side knows it: an auditor asks there."""
+        asked = {"ledger.export": self.agent(SITES[0], "ledger", "fingerprint", "--coordinator")}
+        asked |= {f"ledger-{s}.export": self.coordinator("ledger", "fingerprint", "--site", s) for s in SITES}
+        return {name: self.run(command).strip() for name, command in asked.items()}
 
     def _for_report(self) -> dict[str, Any]:
         ingest = {site: {k: v for k, v in found.items() if k != "files"} for site, found in self.ingested.items()}
@@ -537,7 +543,11 @@ class Scene:
             "ingest": self.ingested,
             "releases": [r for e in ledger["entries"] if (r := _release(e, orders, asked)) is not None],
             **{k: v for k, v in self.measured.items() if k != "title"},
-            "ledger": {"size": ledger["size"], "accounts": ledger["accounts"]},
+            "ledger": {
+                "size": ledger["size"],
+                "key": self._fingerprints()["ledger.export"],
+                "accounts": ledger["accounts"],
+            },
             "steps": self.steps,
         }
 

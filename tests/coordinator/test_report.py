@@ -430,7 +430,7 @@ def test_the_root_on_the_page_is_the_one_that_the_verifier_prints(world: World) 
     page = Page(render(ledger, (), None))
     assert found.root in page.text
     assert f"{found.size} entries" in page.text
-    assert "lazaret-verify ledger.export" in page.text
+    assert "lazaret-verify ledger.export --key FINGERPRINT" in page.text
 
 
 def test_every_ledger_line_is_a_row(world: World) -> None:
