@@ -31,6 +31,7 @@ from policies import attest, certificate
 from policies.audit import Auditor
 from policies.claims import UNIT
 from policies.export import Export, Unsound
+from policies.figures import epsilon_text
 from policies.keys import is_owned
 from policies.merkle import BadCheckpoint, Checkpoint, cosigners, open_checkpoint
 from policies.office import APPROVING
@@ -455,8 +456,9 @@ def _summary(found: Findings, extends: bool) -> list[str]:
     lines += [f"  this head, at {found.size}, cosigned by {', '.join(found.cosigned)}"] if found.cosigned else []
     for name, account in found.accounts.items():
         share = 100 * (account["held"] + account["spent"]) / account["limit"] if account["limit"] else 0.0
-        budget = f"epsilon {account['epsilon']} at delta {account['delta']} per {UNIT}"
-        budget = f"the budget, {budget}," if account["epsilon"] else "the releases of each patient"
+        budget = "the releases of each patient"
+        if account["epsilon"]:
+            budget = f"the budget, epsilon {epsilon_text(account['epsilon'])} at delta {account['delta']} per {UNIT},"
         lines.append(f"  {name}: {share:.1f} % of {budget} held or spent")
     return lines
 

@@ -19,7 +19,7 @@ from agent.edges.credentials import Credentials
 from agent.edges.home import BadSite
 from policies.accounts import Account
 from policies.entries import Entry, kind_of
-from policies.figures import rounded_up
+from policies.figures import epsilon_text, rounded_up
 from policies.ledger import State
 from policies.proof import check
 from policies.rdp import epsilon_of
@@ -166,7 +166,9 @@ def _curves(desk: Desk, state: State, index: Index) -> Iterator[Any]:
 
 def _gone(account: Account, amount: int) -> float:
     opened = account.opened
-    return rounded_up(epsilon_of(amount, float(opened.delta), opened.order), 4) if opened.order else float(amount)
+    if not opened.order:
+        return float(amount)
+    return float(epsilon_text(epsilon_of(amount, float(opened.delta), opened.order)))
 
 
 def followed(desk: Desk) -> tuple[Index, str]:

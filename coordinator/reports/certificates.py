@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.reports.books import Books, Item, bound, level_words, together
 from coordinator.reports.document import Block, Document, Facts, Section, Table, Text
-from coordinator.wording import never_less, utc
+from coordinator.wording import epsilon_text, never_less, utc
 from policies.attest import resting, revoked_words
 from policies.certificate import Certificate, Shown
 from policies.merkle import Tree, leaf_hash
@@ -125,7 +125,7 @@ def admitted(item: Item) -> str:
 
 
 def _epsilon(epsilon: Any) -> str:
-    return f"{never_less(epsilon['value'], 2)} at delta {never_less(epsilon['delta'])}{together(epsilon)}"
+    return f"{epsilon_text(epsilon['value'])} at delta {never_less(epsilon['delta'])}{together(epsilon)}"
 
 
 def _how(books: Books, item: Item) -> tuple[Block, ...]:
