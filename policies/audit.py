@@ -267,6 +267,8 @@ class Auditor:
         order = account.opened.order
         if not order:
             sound = account.limit <= policy.max_releases_per_patient
+            if account.opened.epsilon or account.opened.delta:
+                raise Unsound(f"account {name}: it counts releases, and has no epsilon and no delta")
         else:
             epsilon, delta = float(account.epsilon), float(account.opened.delta)
             within = epsilon <= policy.epsilon and delta <= policy.delta

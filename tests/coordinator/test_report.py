@@ -451,14 +451,14 @@ def test_no_limit_and_no_delta_on_the_page_is_smaller_than_it_is(world: World) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "_plot", lambda *_: text)
         page = Page(render(ledger, (), measured))
-    assert "budget 4.00001" in page.text
+    assert "budget 4.01" in page.text
     assert page.text.count("at delta 1.23457e-06") == 2
 
 
 def test_what_was_measured_is_plotted_and_told(world: World) -> None:
     page = Page(render(world.ledger(), (), MEASURED))
     rows = page.table("accuracy")
-    assert rows == [["round 1", "4.50", "40.0 %", "north, south"], ["round 2", "5.50", "71.0 %", "north"]]
+    assert rows == [["round 1", "4.5", "40.0 %", "north, south"], ["round 2", "5.5", "71.0 %", "north"]]
     (line,) = page.all("polyline")
     (x1, y1), (x2, y2) = (tuple(map(float, p.split(","))) for p in str(line["points"]).split())
     assert x1 < x2

@@ -12,7 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.audit import SKEW
-from policies.entries import Refused, decode, encode
+from policies.entries import Opened, Refused, decode, encode
 from policies.export import Export, Unsound
 from policies.merkle import Checkpoint, CompactRange, cosign, leaf_hash, sign_checkpoint
 from policies.register import Facts
@@ -314,3 +314,17 @@ def test_a_quorum_that_cannot_be_meant_is_a_usage_error(ledger: Ledger, words: t
     with pytest.raises(SystemExit) as stopped:
         main([str(ledger.folder / "x.export"), *words])
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("told", [{"epsilon": "0.5"}, {"delta": "1e-06"}, {"epsilon": "none"}])
+def test_an_account_that_counts_releases_and_states_an_epsilon_is_found(
+    ledger: Ledger, capsys: pytest.CaptureFixture[str], told: dict[str, str]
+) -> None:
+    """P4: what has no epsilon is given none, also in a field that nobody adds up."""
+    records = [decode(raw) for raw in ledger.export.entries]
+    entries = tuple(
+        encode(replace(r, entry=replace(r.entry, **told)) if isinstance(r.entry, Opened) and not r.entry.order else r)
+        for r in records
+    )
+    code, said = ledger.told(capsys, resigned(ledger.export, ledger.key, entries), "--key", fingerprint(ledger.key))
+    assert (code, "has no epsilon and no delta" in said["reason"]) == (1, True)
