@@ -203,7 +203,7 @@ def _print(arguments: argparse.Namespace, name: str, goods: Parcel | None, verdi
         return
     commands.print_verdict(r.release, name, verdict, False)
     commands.OUT.print(
-        f"epsilon {epsilon_text(charged)} at delta {r.delta} per {r.claim.unit}, as the ledger charges it; "
+        f"epsilon {epsilon_text(charged)} at delta {r.delta} per {r.claim.unit}, as the ledger has it; "
         f"the same claim by loss distributions: {epsilon_text(tight)}",
         soft_wrap=True,
     )

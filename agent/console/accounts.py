@@ -302,6 +302,6 @@ def told(entry: Entry) -> str:
             continue
         if f.name in hidden:
             continue
-        shown = _plain(value)
+        shown = epsilon_text(str(value)) if f.name == "epsilon" else _plain(value)
         parts.append(f"{f.name.replace('_', ' ')} {shown[:16] + '…' if len(shown) > 48 else shown}")
     return ", ".join(parts)

@@ -47,9 +47,9 @@ def _list(arguments: argparse.Namespace) -> int:
     for name in ("release or run", "site", "mechanism", "level", "modality", "k", "epsilon", "holds"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        epsilon = "" if row.epsilon is None else epsilon_text(row.epsilon)
+        spent = "" if row.epsilon is None else epsilon_text(row.epsilon)
         k, holds = "" if row.k is None else str(row.k), f"{row.holds}: {row.why}" if row.why else row.holds
-        table.add_row(row.id, row.site, row.mechanism, row.level, row.modality, k, epsilon, holds)
+        table.add_row(row.id, row.site, row.mechanism, row.level, row.modality, k, spent, holds)
     OUT.print(table)
     return 0
 

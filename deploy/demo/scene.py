@@ -545,7 +545,7 @@ class Scene:
             **{k: v for k, v in self.measured.items() if k != "title"},
             "ledger": {
                 "size": ledger["size"],
-                "key": self._fingerprints()["ledger.export"],
+                "key": self.run(self.agent(SITES[0], "ledger", "fingerprint", "--coordinator")).strip(),
                 "accounts": ledger["accounts"],
             },
             "steps": self.steps,

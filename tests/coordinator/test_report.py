@@ -370,7 +370,7 @@ def test_a_set_with_several_claims_is_shown_with_one_epsilon_and_counted_as_cove
     assert "ε covers 4 of 5 releases." in page.text
     assert "✓ in the ledger: entry" in page.text
     assert "2 uses of the same patients, paid for together: (1) one set of counts" in page.text
-    assert f"epsilon {wording.rounded_up(nano / 1e9, 2):g} at delta 4e-06 per patient" in page.text
+    assert f"epsilon {wording.epsilon_text(nano / 1e9)} at delta 4e-06 per patient" in page.text
     assert wording.MECHANISMS["privimage"] in page.text
     for level, has in (("A", True), ("A*", True), ("B", False), ("C", False), ("", False)):  # P7: void at another one
         assert (report._epsilon({**view.certificate, "level": level}, world.ledger()) != "") is has

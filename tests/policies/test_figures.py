@@ -167,7 +167,7 @@ EXCEPTIONS = {
     ("coordinator/reports/registry.py", "epsilon['unit']"): NO_LOSS,
     ("coordinator/reports/registry.py", "epsilon['order']"): NO_LOSS,
 }
-FORMATTING = frozenset({"never_less", "rounded_up", "rounded_down", "round", "str", "repr", "format"})
+FORMATTING = frozenset({"never_less", "rounded_up", "rounded_down", "round", "str", "repr", "format", "add_row"})
 ONE = ("epsilon_text(", "epsilon_at_least(")
 
 
@@ -248,6 +248,7 @@ def other_ways_in_page(source: str) -> list[str]:
         ("never_less(row.epsilon, 2)", True),
         ("str(epsilon)", True),
         ("round(row.epsilon, 2)", True),
+        ("table.add_row(row.site, row.epsilon)", True),
         ('"epsilon %.2f" % epsilon', True),
         ('"epsilon {}".format(epsilon)', True),
         ('"epsilon " + text', True),
