@@ -290,7 +290,7 @@ def test_two_grants_of_a_site_in_one_run_add_up_wherever_the_model_is_described(
     assert entry["privacy_parameters_details"].count("north: ") == 1
     page = model_of(books.state, [a for a in books.state.releases.values() if a.run == run], bytes(32), "{}")
     assert page is not None
-    assert [(part.site, part.epsilon.split()[1]) for part in page.parts] == [("north", "4.433"), ("south", "3.913")]
+    assert [(part.site, part.epsilon.split()[1]) for part in page.parts] == [("north", "4.44"), ("south", "3.92")]
     assert page.facts.epsilon == page.parts[0].epsilon
     assert page.facts.promise.count("10 steps") == 2
     priced = {i["release"]: i["epsilon"] for i in checklist(books).data["items"]}
