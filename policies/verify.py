@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,7 @@ class Findings:
     size: int
     root: str
     key: str  # SHA-256 of the public key, to compare with the one that the ledger's owner publishes
+    checkpoint: str  # SHA-256 of the signed head: who keeps it can name it later
     accounts: dict[str, dict[str, Any]]
     grants: int
     releases: int
@@ -168,6 +169,7 @@ def _findings(export: Export, head: Checkpoint, auditor: Auditor, cosigned: list
         head.size,
         head.root.hex(),
         fingerprint,
+        _digest(export.checkpoint),
         accounts,
         *counts,
         witnesses=_witnesses(export.witnessed, auditor.keys),
@@ -322,7 +324,7 @@ def _ledger(parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw:
         parser.error("--artifact: a ledger's export is about no single file; give the release's certificate")
     since = _checkpoint(parser, arguments.since) if arguments.since is not None else None
     found = _verified(arguments, raw, since)
-    anchors = _anchors(arguments, found.key, [Export.parse(raw).checkpoint, *([] if since is None else [since])])
+    anchors = _anchors(arguments, found.key, {found.checkpoint, *([] if since is None else [_digest(since)])})
     document = {name: getattr(found, name) for name in Findings.__slots__}
     document["extends"] = since is not None
     return document, _summary(found, since is not None), anchors
@@ -342,7 +344,11 @@ def _verified(arguments: argparse.Namespace, raw: bytes, since: str | None = Non
     return found
 
 
-def _anchors(arguments: argparse.Namespace, key: str, notes: Sequence[str]) -> list[str]:
+def _digest(note: str) -> str:
+    return hashlib.sha256(note.encode()).hexdigest()
+
+
+def _anchors(arguments: argparse.Namespace, key: str, checkpoints: Set[str]) -> list[str]:
     """What of that which was named says whose it is: its key, or a checkpoint that this key signed.
 
     A signed checkpoint stands for the key: no second key can be found under which the same signature verifies, since
@@ -353,8 +359,7 @@ def _anchors(arguments: argparse.Namespace, key: str, notes: Sequence[str]) -> l
     """
     if arguments.key is not None and key != arguments.key.lower():
         raise Unsound(f"it is signed by another key than the one that you named: by {key}")
-    digests = {hashlib.sha256(note.encode()).hexdigest() for note in notes}
-    if arguments.checkpoint is not None and arguments.checkpoint.lower() not in digests:
+    if arguments.checkpoint is not None and arguments.checkpoint.lower() not in checkpoints:
         raise Unsound("neither its head nor what --from gives is the checkpoint that you named")
     return [name for name in ("key", "checkpoint") if getattr(arguments, name) is not None]
 
@@ -365,14 +370,12 @@ def _certificate(parser: argparse.ArgumentParser, arguments: argparse.Namespace,
         parser.error("--witnesses: of a certificate, give the ledger's export with --from")
     found = certificate.read(raw)
     head = attest.check(found, int(time.time()))
-    notes, revoked = [found.checkpoint], None
+    checkpoints, revoked = {_digest(found.checkpoint)}, None
     if arguments.since is not None:
         ledger = _read(parser, arguments.since)
-        _verified(arguments, ledger)
-        export = Export.parse(ledger)
-        revoked = attest.against(found, export)
-        notes.append(export.checkpoint)
-    anchors = _anchors(arguments, found.fingerprint, notes)
+        checkpoints.add(_verified(arguments, ledger).checkpoint)
+        revoked = attest.against(found, Export.parse(ledger))
+    anchors = _anchors(arguments, found.fingerprint, checkpoints)
     same = None if arguments.artifact is None else _sha256(parser, arguments.artifact)
     if same is not None and same != found.facts["artifact_sha256"]:
         raise Unsound("the certificate is about another file than the one given")
@@ -440,6 +443,7 @@ def _summary(found: Findings, extends: bool) -> list[str]:
         f"{found.origin}, {found.size} entries",
         f"  root {found.root}",
         f"  key  {found.key}",
+        f"  head {found.checkpoint}  (SHA-256 of the signed checkpoint)",
         f"  {found.grants} grants, {found.releases} releases admitted, {found.refusals} refusals, "
         f"{found.envelopes} signed envelopes, epoch {found.epoch}",
     ]
