@@ -144,7 +144,14 @@ def _ledger_export(arguments: argparse.Namespace) -> int:
     home = homes.Home(arguments.home)
     raw = export_file(arguments.home / "ledger.db", homes.origin(home.settings().site), home.sign_key())
     arguments.out.write_bytes(raw)
-    OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name}")
+    OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name} --key FINGERPRINT")
+    return 0
+
+
+def _ledger_fingerprint(arguments: argparse.Namespace) -> int:
+    home = homes.Home(arguments.home)
+    public = home.coordinator_key() if arguments.coordinator else home.sign_key().public_key().public_bytes_raw()
+    sys.stdout.write(f"{key_id(public)}\n")
     return 0
 
 
@@ -360,6 +367,11 @@ def _parser() -> argparse.ArgumentParser:
     backup_commands.add_commands(commands, add, _kept)
     add(commands, "console", _console, "the site console alone, as console.toml says; `serve` opens it too")
     login_command.add_commands(commands, add, TOOLS.say)
+    _add_ledger(commands, add)
+    return parser
+
+
+def _add_ledger(commands: Any, add: Callable[..., argparse.ArgumentParser]) -> None:
     ledger = commands.add_parser("ledger", help="the site's ledger").add_subparsers(required=True, metavar="WHAT")
     show = add(ledger, "show", _ledger_show, "print the ledger")
     show.add_argument("--json", action="store_true")
@@ -367,7 +379,9 @@ def _parser() -> argparse.ArgumentParser:
     add(ledger, "amend", _with_patients("amend"), "put policy.toml in force: here, and at the coordinator")
     export = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
     export.add_argument("out", type=Path)
-    return parser
+    text = "print the fingerprint of the ledger's key, which auditors give to lazaret-verify --key"
+    key = add(ledger, "fingerprint", _ledger_fingerprint, text)
+    key.add_argument("--coordinator", action="store_true", help="of the coordinator's, as received at enrolment")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,7 +37,7 @@ from agent.attacks.dp_law import Conformance
 from agent.attacks.dp_patients import OneRun
 from agent.stages.clipping import ClippedSum, bookkept, chunked, looped
 from agent.stages.noise import SystemEntropy
-from policies.figures import rounded_down, rounded_up
+from policies.figures import epsilon_at_least, epsilon_text
 
 ERR = Console(stderr=True, highlight=False)
 _PEOPLE: Final = 200
@@ -173,5 +173,5 @@ def _overproves(control: Control, device: str) -> Told:
     found = proved(control, *_digits(), SystemEntropy(), device)
     return (
         not found.holds,
-        f"proved {rounded_down(found.bound.epsilon, 2):.2f}, claimed {rounded_up(found.claimed, 2):.2f}",
+        f"proved {epsilon_at_least(found.bound.epsilon)}, claimed {epsilon_text(found.claimed)}",
     )

@@ -30,7 +30,7 @@ from agent.training.loop import write_whole
 from agent.unfinished import Unfinished, abandon
 from policies.accounting import NANO, epsilon_nano, tight_epsilon
 from policies.claims import Gaussian
-from policies.figures import never_less
+from policies.figures import epsilon_text
 from policies.review import Verdict
 from protos import hpke
 from protos.shards import Dicom, Png, room
@@ -184,7 +184,7 @@ def _both(desk: Desk, mechanism: Resumable) -> str:
     opened = desk.site.books.account(desk.site.name, claim).opened
     charged = epsilon_nano(claim, float(opened.delta), opened.order) / NANO
     tight = tight_epsilon([claim], float(opened.delta))
-    told = f"epsilon {never_less(tight, 2)} by loss distributions; the ledger charges {never_less(charged, 2)}"
+    told = f"epsilon {epsilon_text(tight)} by loss distributions; the ledger charges {epsilon_text(charged)}"
     return f"{told} (order {opened.order}), both at its delta {opened.delta}"
 
 
@@ -203,7 +203,7 @@ def _print(arguments: argparse.Namespace, name: str, goods: Parcel | None, verdi
         return
     commands.print_verdict(r.release, name, verdict, False)
     commands.OUT.print(
-        f"epsilon {charged:.9f} at delta {r.delta} per {r.claim.unit}, as the ledger has it; "
-        f"the same claim by loss distributions: {never_less(tight, 4)}",
+        f"epsilon {epsilon_text(charged)} at delta {r.delta} per {r.claim.unit}, as the ledger has it; "
+        f"the same claim by loss distributions: {epsilon_text(tight)}",
         soft_wrap=True,
     )

@@ -24,7 +24,7 @@ from coordinator.edges.witnesses import Witnesses
 from coordinator.report import render, views
 from coordinator.reports.document import NoReport
 from policies import governance, undone
-from policies.entries import InvalidEntry, Record
+from policies.entries import Enrolled, InvalidEntry, Record
 from policies.export import Unsound
 from policies.forms import WrongForm
 from policies.ledger import KeyReused
@@ -35,7 +35,7 @@ from policies.statement import PAYLOAD_TYPE, MalformedStatement
 from policies.store import LedgerBusy, LedgerStopped, LedgerUnsound, export, lines
 from policies.view import as_json, rows
 from protos import quiet
-from protos.envelope import BadEnvelope, seal
+from protos.envelope import BadEnvelope, key_id, seal
 from protos.identity import BadCertificate
 from protos.keyfile import BadKeyFile, pem, signing_key, write_private
 from protos.web import login_command
@@ -120,7 +120,21 @@ def _ledger_export(arguments: argparse.Namespace) -> int:
     seen = Witnesses(home.witnesses).notes()
     with contextlib.closing(homes.look_at_ledger(home)) as disk:
         homes.write_durably(arguments.out, export(disk, homes.ORIGIN, home.ledger_key(), seen))
-    OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name}")
+    OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name} --key FINGERPRINT")
+    return 0
+
+
+def _ledger_fingerprint(arguments: argparse.Namespace) -> int:
+    """Of this ledger's key, or of a site's, which signs its own ledger: each side can say it of the other one."""
+    home = homes.Home(arguments.home)
+    public = home.ledger_key().public_key().public_bytes_raw()
+    if arguments.site:
+        entries = (record.entry for record in _records(home))
+        keys = [e.sign_key for e in entries if isinstance(e, Enrolled) and e.site == arguments.site]
+        if not keys:
+            raise homes.BadCoordinator(f"no site {arguments.site} was ever enrolled")
+        public = keys[-1]
+    sys.stdout.write(f"{key_id(public)}\n")
     return 0
 
 
@@ -262,6 +276,9 @@ def _parser() -> argparse.ArgumentParser:
     waive.add_argument("--serial", required=True, help="of the proposal that two persons approved")
     out = add(ledger, "export", _ledger_export, "write the ledger for lazaret-verify")
     out.add_argument("out", type=Path)
+    text = "print the fingerprint of the ledger's key, which auditors give to lazaret-verify --key"
+    key = add(ledger, "fingerprint", _ledger_fingerprint, text)
+    key.add_argument("--site", default="", help="of this site's own ledger, by the key that it was enrolled with")
     report_commands.add_command(commands, add, _report)
     return parser
 

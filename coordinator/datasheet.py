@@ -20,7 +20,7 @@ from coordinator.pool import Budget, Cost, LeftOut, PoolRefused, Source, Worst
 from coordinator.promises import crowded, evidence, others, promise
 from coordinator.wording import LEVELS, MECHANISMS, count, utc
 from policies.claims import RELATION, UNIT
-from policies.figures import never_less
+from policies.figures import epsilon_text, never_less
 from policies.statement import claim_json
 
 CONFORMS_TO: Final = "http://mlcommons.org/croissant/1.0"
@@ -289,7 +289,7 @@ def _part(part: Part) -> list[str]:
         lines.append(f"- {evidence(source.reid_rate, source.vetting_power)}")
     if source.epsilon is not None and source.delta is not None:
         lines.append(
-            f"- epsilon {never_less(source.epsilon, 4)} at delta {never_less(source.delta)} for this release alone, "
+            f"- epsilon {epsilon_text(source.epsilon)} at delta {never_less(source.delta)} for this release alone, "
             f"per {UNIT}, {RELATION}; Rényi filter of order {source.order}"
         )
     if source.k is not None:
@@ -342,7 +342,7 @@ def _figure(cost: Cost | Worst) -> str:
     if cost.kind == "k" and cost.sets is not None:
         return f"{count(cost.sets, 'released group')}" + (" (does not compose)" if cost.sets > 1 else "")
     if cost.epsilon is not None and cost.delta is not None:
-        return f"epsilon {never_less(cost.epsilon, 4)} at delta {never_less(cost.delta)}"
+        return f"epsilon {epsilon_text(cost.epsilon)} at delta {never_less(cost.delta)}"
     return "no bound"
 
 

@@ -19,7 +19,7 @@ from typing import Final
 
 from policies.claims import UNIT, Claim, Gaussian, KAnonymous, NoClaim, UnsupportedClaim
 from policies.entries import Admitted, Enrolled, Record, RoundClosed
-from policies.figures import never_less
+from policies.figures import epsilon_text
 from policies.ledger import State
 from policies.rdp import NANO, epsilon_nano, epsilon_of
 from policies.statement import PAYLOAD_TYPE, MalformedStatement, Release, claim_from, load_json, parse
@@ -227,7 +227,7 @@ def _out_of_bounds(source: Source, wanted: Wanted) -> tuple[str, str] | None:
             return None
         if not math.isfinite(source.epsilon):
             return "epsilon", "its epsilon is no finite number"
-        return "epsilon", f"epsilon is {never_less(source.epsilon)}, more than {never_less(wanted.epsilon)}"
+        return "epsilon", f"epsilon is {epsilon_text(source.epsilon)}, more than {epsilon_text(wanted.epsilon)}"
     return "kind", "it has no figure that the bound is about"
 
 

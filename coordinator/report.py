@@ -31,6 +31,7 @@ from coordinator.wording import (
     QUARANTINE,
     STAGES,
     count,
+    epsilon_text,
     explain,
     never_less,
     rounded_up,
@@ -180,7 +181,7 @@ def _epsilon(certificate: _JsonMap, ledger: _JsonMap) -> str:
     if not priced or len(priced) != len(paid):
         return ""
     nano, dearest = max(priced, key=lambda pair: pair[0])
-    return stated(rounded_up(nano / 1e9, 2), dearest, ledger)
+    return stated(nano / 1e9, dearest, ledger)
 
 
 def _budget(account: _JsonMap, ledger: _JsonMap) -> dict[str, Any]:
@@ -201,8 +202,8 @@ def _budget(account: _JsonMap, ledger: _JsonMap) -> dict[str, Any]:
     epsilon, delta, order = float(account["epsilon"]), float(account["delta"]), account["order"]
     out["statement"] = stated(epsilon, account, ledger)
     out |= {"epsilon": epsilon, "delta": delta, "order": order}
-    out |= {"epsilon_spent": rounded_up(epsilon_of(spent, delta, order), 2) if spent else None}
-    out |= {"epsilon_bound": rounded_up(epsilon_of(spent + held, delta, order), 2) if held else None}
+    out |= {"epsilon_spent": epsilon_of(spent, delta, order) if spent else None}
+    out |= {"epsilon_bound": epsilon_of(spent + held, delta, order) if held else None}
     return out
 
 
@@ -447,5 +448,5 @@ def render(ledger: _JsonMap, releases: Sequence[ReleaseView], measured: Mapping[
         steps=_steps(measured),
         lines=_lines(ledger),
         count=count,
-        figure=lambda epsilon: f"{rounded_up(epsilon, 2):.2f}",
+        epsilon_text=epsilon_text,
     )

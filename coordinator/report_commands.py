@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace, everything: Act) -> int:
     homes.write_durably(out, made.body)
     OUT.print(f"wrote {out.name}", markup=False)
     if name == "certificate":
-        OUT.print(f"check it with: lazaret-verify {out.name} --key KEY, or --from ledger.export", markup=False)
+        OUT.print(f"check it with: lazaret-verify {out.name} --key FINGERPRINT --from ledger.export", markup=False)
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from policies import figures
 
 rounded_up, rounded_down, never_less = figures.rounded_up, figures.rounded_down, figures.never_less
+epsilon_text, epsilon_at_least = figures.epsilon_text, figures.epsilon_at_least
 
 # What to do, by who has to do it.
 _POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
@@ -363,7 +364,7 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
     if kind == "opened" and e["order"]:
         return (
             site,
-            f"epsilon {never_less(e['epsilon'])} at delta {never_less(e['delta'])} per patient, order {e['order']}",
+            f"epsilon {epsilon_text(e['epsilon'])} at delta {never_less(e['delta'])} per patient, order {e['order']}",
         )
     if kind == "opened":
         return site, f"{count(e['limit'], 'release')} without an epsilon per patient, ever"
@@ -378,6 +379,10 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
     return site, f"{hold['mechanism']}: {price}" + (f", {e['why']}" if "why" in e else "")
 
 
+def _limit(e: Mapping[str, Any]) -> str:
+    return f"epsilon {epsilon_text(e['epsilon'])}" if e["epsilon"] else str(e["limit"])
+
+
 _TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyType(
     {
         "amended": lambda e: f"own policy {e['policy'][:12]}…",
@@ -385,9 +390,7 @@ _TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyTyp
         "approved": lambda e: f"{e['person']} approves {e['serial']}",
         "dismissed": lambda e: f"{e['person']} is no longer in office",
         "requested": lambda e: f"{e['person']} asks for {e['serial']}",
-        "limit-set": lambda e: (
-            f"{e['account']}: {'epsilon ' + e['epsilon'] if e['epsilon'] else e['limit']}, approved as {e['serial']}"
-        ),
+        "limit-set": lambda e: f"{e['account']}: {_limit(e)}, approved as {e['serial']}",
         "restored": lambda e: f"epoch {e['epoch']}, from a backup of {count(e['size'], 'entry', 'entries')}",
         "issued": lambda e: f"certificate {e['number'][:12]}… until {utc(e['not_after'])}",
         "revoked": lambda e: (
@@ -404,7 +407,7 @@ def stated(epsilon: float, account: Mapping[str, Any], ledger: Mapping[str, Any]
     """An epsilon with all that it means nothing without (P1)."""
     relation = RELATIONS.get(ledger["relation"], ledger["relation"])
     where = f"delta {never_less(account['delta'])} per {ledger['unit']}, {relation}"
-    return f"epsilon {never_less(epsilon)} at {where}; Rényi filter of order {account['order']}"
+    return f"epsilon {epsilon_text(epsilon)} at {where}; Rényi filter of order {account['order']}"
 
 
 def utc(at: int) -> str:

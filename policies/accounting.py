@@ -33,6 +33,7 @@ from policies.claims import (
     SubsampledGaussian,
     UnsupportedClaim,
 )
+from policies.figures import epsilon_text
 from policies.rdp import NANO, allowance, cost, epsilon_nano, epsilon_of, integer_rdp, log_term
 
 ORDERS: Final = tuple(range(2, 65))
@@ -229,7 +230,8 @@ def calibrate(
     others = tight_epsilon(also, delta)
     if not others <= target_epsilon:
         raise Unreachable(
-            f"the job's other claims alone take epsilon {others:.4g} of {target_epsilon}: more noise there"
+            f"the job's other claims alone take epsilon {epsilon_text(others)} of {epsilon_text(target_epsilon)}: "
+            "more noise there"
         )
 
     def fits(thousandths: int, interval: float) -> bool:
@@ -239,7 +241,7 @@ def calibrate(
     if not fits(most, PLD_INTERVAL):
         raise Unreachable(
             f"no noise multiplier up to {MOST_NOISE:g} keeps {steps} steps at sampling rate {sampling_rate} under "
-            f"epsilon {target_epsilon}: take fewer steps, a smaller rate, or a larger epsilon"
+            f"epsilon {epsilon_text(target_epsilon)}: take fewer steps, a smaller rate, or a larger epsilon"
         )
     sigma = SIGMA_GRID
     for interval in SEARCH_INTERVALS:

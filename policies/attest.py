@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.audit import open_envelope
+from policies.audit import open_envelope, out_of_time
 from policies.certificate import FIRST, FORM, Certificate, Shown
 from policies.claims import RELATION, UNIT, assumption
 from policies.entries import (
@@ -28,6 +28,7 @@ from policies.entries import (
     decode,
 )
 from policies.export import Export, Unsound
+from policies.keys import is_owned
 from policies.merkle import BadCheckpoint, Checkpoint, CompactRange, included, leaf_hash, open_checkpoint
 from policies.rdp import NANO, cost, epsilon_nano
 from policies.review import level_of
@@ -44,9 +45,12 @@ MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def check(found: Certificate) -> Checkpoint:
+def check(found: Certificate, now: int | None = None) -> Checkpoint:
     """Does the ledger under the checkpoint hold what the certificate rests on, and does that say what it says?
 
+    Args:
+        found: the certificate.
+        now: seconds since 1970, by the verifier's clock; None: the times of its entries are not judged.
     Returns:
         The ledger's head that the certificate was made under.
     Raises:
@@ -58,16 +62,28 @@ def check(found: Certificate) -> Checkpoint:
         raise Unsound(str(error)) from None
     if head.origin != found.origin:
         raise Unsound("the checkpoint is another ledger's")
+    if not is_owned(found.public):
+        raise Unsound("the ledger's key is not an Ed25519 key of one owner: others can sign with it, too")
     for s in found.shown:
         if not included(leaf_hash(s.entry), s.seq, head.size, s.proof, head.root):
             raise Unsound(f"entry {s.seq} is not the ledger's: its proof does not lead to the signed root")
     try:
-        derived = derive(found.facts.get("subject"), lines(found.shown), found.envelopes, found.form)
+        records = lines(found.shown)
+        _in_time(records, now)
+        derived = derive(found.facts.get("subject"), records, found.envelopes, found.form)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unsound(str(error) or "the entries do not make a release") from None
     if canonical(dict(derived)) != canonical(dict(found.facts)):
         raise Unsound("the certificate says something else than the entries that it rests on")
     return head
+
+
+def _in_time(records: Sequence[tuple[int, Record]], now: int | None) -> None:
+    latest = 0
+    for seq, record in records:
+        if now is not None and (fault := out_of_time(record.at, latest, now)):
+            raise Unsound(f"entry {seq}: {fault}")
+        latest = max(latest, record.at)
 
 
 def lines(shown: Sequence[Shown]) -> list[tuple[int, Record]]:
@@ -360,7 +376,7 @@ def _epsilon(entry: Admitted, opened: Opened, said: Release) -> dict[str, Any] |
 def summary(
     found: Certificate, head: Checkpoint, revoked: Sequence[Mapping[str, Any]] | None = None
 ) -> Iterator[str]:
-    """What a sound certificate says, for a terminal.
+    """What a certificate says that holds, for a terminal.
 
     Args:
         found: the certificate.
@@ -368,7 +384,7 @@ def summary(
         revoked: of :func:`against`; None where there is no export: then what the certificate itself tells.
     """
     facts = found.facts
-    yield f"SOUND: certificate of {facts['kind']} {facts['subject']}, of {', '.join(facts['sites'])}"
+    yield f"certificate of {facts['kind']} {facts['subject']}, of {', '.join(facts['sites'])}"
     yield f"  level {facts['level']}: {facts['meaning']}"
     if facts["assumption"]:
         yield f"  {facts['assumption']}"

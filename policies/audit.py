@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable
+from typing import Any, Final
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -64,33 +65,76 @@ from policies.statement import (
 _OfSite = Enrolled | Amended | Reserved | Sent | Admitted | Refused | Recovered | Presented
 _OfPerson = Requested | Approved
 _Resting = _OfSite | _OfPerson | Freed | Spent
+SKEW: Final = 300  # seconds by which clocks may differ, or be set back, and times are still believed
 _FREED = {"refused": "coordinator", "unused": "unused"}  # why a grant was freed -> the reason in the site's word
 
 
 def open_envelope(raw: bytes, public: bytes | None) -> bytes:
     """The payload of a DSSE envelope with exactly one signature, by ``public`` (DSSE v1.0, PAE).
 
+    It takes exactly the bytes that the door takes (``open_sealed``, where statements come in): canonical JSON, base64
+    in its one form, the key's own name. So one signed statement has one envelope, and no room for a message. The two
+    share no code, as the verifier stands alone; ``tests/policies/test_envelopes.py`` holds them against each other.
+
     Without a key nothing is verified: that is only to learn who claims to have signed, and whose key to open it with.
 
     Raises:
         Unsound: malformed, or signed by another key.
     """
+    document = _envelope(raw)
     try:
-        envelope = load_json(raw, 2 * MAX_BYTES)  # as much as base64 makes of the largest statement
-        payload = base64.b64decode(envelope["payload"], validate=True)
-        (signature,) = envelope["signatures"]
-        if len(envelope) != 3 or len(signature) != 2:
+        payload = _unbase64(document["payload"])
+        (signature,) = document["signatures"]
+        named, signed = signature["keyid"], _unbase64(signature["sig"])
+        if len(document) != 3 or len(signature) != 2:
             raise Unsound("an envelope holds more than was signed")
         kind = PAYLOAD_TYPE.encode()
-        pae = b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
-        if envelope["payloadType"] != PAYLOAD_TYPE:
+        if document["payloadType"] != PAYLOAD_TYPE:
             raise Unsound("an envelope holds something else than a statement")
-        signed = base64.b64decode(signature["sig"], validate=True)
         if public is not None:
+            if named != hashlib.sha256(public).hexdigest():
+                raise Unsound("an envelope is signed by another key, or names another one")
+            pae = b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
             Ed25519PublicKey.from_public_bytes(public).verify(signed, pae)
+    except Unsound:
+        raise
     except (KeyError, TypeError, ValueError, InvalidSignature):
         raise Unsound("an envelope is malformed or signed by another key") from None
     return payload
+
+
+def _envelope(raw: bytes) -> dict[str, Any]:
+    """The JSON object of an envelope, in its one form."""
+    try:
+        document = load_json(raw, 2 * MAX_BYTES)  # as much as base64 makes of the largest statement
+        if isinstance(document, dict) and canonical(document) == raw:
+            return document
+    except (ValueError, RecursionError):
+        pass
+    raise Unsound("an envelope is not canonical JSON, or is too large")
+
+
+def _unbase64(text: str) -> bytes:
+    """Standard base64 in its one form: the last character's unused bits are zero."""
+    raw = base64.b64decode(text, validate=True)
+    if base64.b64encode(raw).decode() != text:
+        raise ValueError("base64 with unused bits set")
+    return raw
+
+
+def out_of_time(at: int, latest: int, now: int) -> str:
+    """What is wrong with an entry's time; "" when nothing is.
+
+    Args:
+        at: the time, seconds since 1970.
+        latest: the latest time of an entry before it.
+        now: by the verifier's clock.
+    """
+    if at < latest - SKEW:
+        return f"times run backwards: it was written {latest - at} s before an entry that stands before it"
+    if at > now + SKEW:
+        return f"it lies {at - now} s in the future of this machine's clock: the ledger's clock is wrong, or this one"
+    return ""
 
 
 def _same(entry: Entry, statement: Statement, *names: str) -> bool:
@@ -144,8 +188,10 @@ def _agrees(entry: _Resting, said: Statement) -> bool:  # noqa: PLR0911, C901 - 
 class Auditor:
     """Folds a ledger's entries, and checks each against the envelope it rests on and the law."""
 
-    def __init__(self, origin: str, envelopes: Iterable[bytes]) -> None:
+    def __init__(self, origin: str, envelopes: Iterable[bytes], now: int | None = None) -> None:
+        """``now``: seconds since 1970, by the verifier's clock; None: the times of entries are not judged."""
         self.origin, self.state, self.tree, self.refusals = origin, State(), CompactRange(), 0
+        self.now = now
         self.envelopes = {hashlib.sha256(raw).digest(): raw for raw in envelopes}
         self.seen: set[bytes] = set()
         self.policies: dict[str, Policy] = {}
@@ -164,6 +210,8 @@ class Auditor:
     def take(self, raw: bytes) -> None:
         record = decode(raw)
         entry = record.entry
+        if self.now is not None and (fault := out_of_time(record.at, self.state.latest, self.now)):
+            raise Unsound(fault)
         said = self.statement(entry) if isinstance(entry, _Resting) else None
         if isinstance(entry, Reserved | Sent | Admitted) and said is not None:
             self.judge(entry, said)
@@ -219,6 +267,8 @@ class Auditor:
         order = account.opened.order
         if not order:
             sound = account.limit <= policy.max_releases_per_patient
+            if account.opened.epsilon or account.opened.delta:
+                raise Unsound(f"account {name}: it counts releases, and has no epsilon and no delta")
         else:
             epsilon, delta = float(account.epsilon), float(account.opened.delta)
             within = epsilon <= policy.epsilon and delta <= policy.delta

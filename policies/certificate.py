@@ -23,7 +23,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from policies.export import Unsound
-from policies.statement import canonical, load_json
+from policies.statement import HEX, canonical, load_json
 
 PAYLOAD: Final = "application/vnd.lazaret.certificate+json"
 FIRST: Final = "lazaret-certificate/1"  # said nothing of what was revoked; read for ever, and made no more
@@ -149,7 +149,7 @@ def _envelope(raw: bytes) -> tuple[bytes, bytes, object]:
         if document["payloadType"] != PAYLOAD:
             raise Unsound("the envelope holds something else than a certificate")
         return _unbase64(document["payload"]), _unbase64(signature["sig"]), signature["keyid"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise Unsound(str(error) if isinstance(error, Unsound) else "not a certificate") from None
 
 
@@ -158,16 +158,37 @@ def _decode(payload: bytes) -> Certificate:
         body = load_json(payload, MAX_BYTES)
         if canonical(body) != payload or set(body) != _KEYS or body["form"] not in (FIRST, FORM):
             raise Unsound("not a certificate of a form that this program knows, in its one form")
+        _typed(body)
         shown = tuple(
-            Shown(int(e["seq"]), _unbase64(e["entry"]), tuple(_unbase64(p) for p in e["proof"]))
-            for e in body["entries"]
+            Shown(e["seq"], _unbase64(e["entry"]), tuple(_unbase64(p) for p in e["proof"])) for e in body["entries"]
         )
         envelopes = tuple(_unbase64(raw) for raw in body["envelopes"])
         public = bytes.fromhex(body["key"])
         said = (body["facts"], body["words"], body["form"])
         return Certificate(body["origin"], public, body["checkpoint"], shown, envelopes, *said)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Unsound(str(error) if isinstance(error, Unsound) else "the certificate is malformed") from None
+
+
+def _typed(body: Mapping[str, Any]) -> None:
+    """Each part has its type: whoever signs a certificate chooses what stands in it.
+
+    Raises:
+        Unsound: one has another.
+    """
+    words, entries = body["words"], body["entries"]
+    kinds = {"checkpoint": str, "entries": list, "envelopes": list, "facts": dict, "key": str, "origin": str}
+    wrong = [name for name, kind in kinds.items() if type(body[name]) is not kind]
+    wrong += [] if type(words) is dict and all(type(text) is str for text in words.values()) else ["words"]
+    wrong += [] if type(entries) is list and all(_is_entry(e) for e in entries) else ["entries"]
+    wrong += [] if type(body["key"]) is str and HEX.fullmatch(body["key"]) else ["key"]
+    if wrong:
+        raise Unsound(f"the certificate is malformed: {', '.join(sorted(set(wrong)))}")
+
+
+def _is_entry(e: object) -> bool:
+    keys = {"entry", "proof", "seq"}
+    return type(e) is dict and set(e) == keys and type(e["seq"]) is int and type(e["proof"]) is list
 
 
 def _b64(raw: bytes) -> str:

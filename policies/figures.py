@@ -1,7 +1,11 @@
 """How an epsilon, a delta or a share is written: what is lost is never told smaller than it is. Pure.
 
+Every table, page, report and message writes an epsilon by :func:`epsilon_text`, so that the same one reads the same
+wherever it stands; what is left, or proved, by :func:`epsilon_at_least`. JSON for machines and the sealed texts that
+persons sign hold it exactly.
+
 ``:g`` alone keeps six digits and takes the nearest: a delta of 1.2345644e-06 would read 1.23456e-06, and a limit of
-4.0000004 would read 4. Every report and page writes them through here. All of it is decimal arithmetic: a float
+4.0000004 would read 4. All of it is decimal arithmetic: a float
 that is scaled, rounded and printed again can come out smaller, or as infinity.
 """
 
@@ -12,6 +16,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Final
 
 _DIGITS: Final = 6  # as many as ``:g`` shows
+_PLACES: Final = 2  # of an epsilon, behind the point
 _NOISE: Final = Decimal("1e-12")  # of the value: what sums of floats add; the books themselves count in steps of 1e-9
 _SMALL: Final = -4  # powers of ten below it are written with an exponent, as ``:g`` does
 _EXACT: Final = 40  # digits that are worked with
@@ -35,21 +40,45 @@ def rounded_down(value: float, places: int) -> float:
     return float(_fitted(_quiet(value, ROUND_FLOOR), places, ROUND_FLOOR))
 
 
-def never_less(value: float | str, places: int | None = None) -> str:
-    """An epsilon or a delta as text of at most six digits, rounded up.
+def epsilon_text(value: float | str) -> str:
+    """An epsilon, rounded up: two places behind the point; below 0.1 two digits that are not zero; at most six.
 
     Args:
         value: the number, or its decimal text as a ledger keeps it: exact, so nothing of it is noise.
-        places: so many behind the point; None: as many as there are.
     Raises:
         ValueError: it is no finite number.
     """
+    return _written(value, ROUND_CEILING, _PLACES)
+
+
+def epsilon_at_least(value: float | str) -> str:
+    """What is left of an epsilon, or proved of one: like :func:`epsilon_text`, and rounded down.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    return _written(value, ROUND_FLOOR, _PLACES)
+
+
+def never_less(value: float | str) -> str:
+    """A delta as text of at most six digits, rounded up.
+
+    Args:
+        value: the number, or its decimal text as a ledger keeps it: exact, so nothing of it is noise.
+    Raises:
+        ValueError: it is no finite number.
+    """
+    return _written(value, ROUND_CEILING, None)
+
+
+def _written(value: float | str, rounding: str, places: int | None) -> str:
     try:
-        number = Decimal(value) if isinstance(value, str | int) else _quiet(value, ROUND_CEILING)
+        number = Decimal(value) if isinstance(value, str | int) else _quiet(value, rounding)
         if not number.is_finite():
             raise ValueError("an epsilon or a delta is a finite number")
-        fitted = number if places is None else _fitted(number, places, ROUND_CEILING)
-        return _text(Context(prec=_DIGITS, rounding=ROUND_CEILING).plus(fitted))
+        if places is not None and number:
+            number = _fitted(number, max(places, places - 1 - number.adjusted()), rounding)
+        return _text(Context(prec=_DIGITS, rounding=rounding).plus(number))
     except ArithmeticError:
         raise ValueError("an epsilon or a delta is a number") from None
 

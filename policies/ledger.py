@@ -83,6 +83,7 @@ class State(Office):
     recovered: Counter[str] = field(default_factory=Counter)  # site -> grants recovered in this epoch
     refused: set[bytes] = field(default_factory=set)  # envelopes of reservations that were never granted
     size: int = 0
+    latest: int = 0  # the latest time of an entry, seconds since 1970
 
     def apply(self, record: Record) -> None:
         """Take one more record into the books.
@@ -95,6 +96,7 @@ class State(Office):
         _APPLY[type(record.entry)](self, record.entry)
         self.keys[record.key] = self.size
         self.size += 1
+        self.latest = max(self.latest, record.at)
 
     def open_grant(self, name: str) -> Grant:
         """The held grant of this name.

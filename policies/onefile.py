@@ -24,7 +24,7 @@ START: Final = "policies.verify"
 ALLOWED: Final = sys.stdlib_module_names | {"cryptography"}
 SHEBANG: Final = b"#!/usr/bin/env python3\n"
 # Both checks end with 2: a machine that cannot run the verifier has not found a ledger unsound, which is 1.
-MAIN: Final = f'''"""lazaret-verify FILE [--from FILE] [--key HEX] [--artifact FILE] [--json]"""
+MAIN: Final = f'''"""lazaret-verify FILE [--key HEX] [--from FILE] [--witnesses N] [--artifact FILE] [--json]"""
 
 import importlib.util
 import sys

@@ -24,7 +24,7 @@ from policies.claims import (
     UnsupportedClaim,
     assumption,
 )
-from policies.figures import rounded_up
+from policies.figures import epsilon_text
 from policies.policy import Policy
 from policies.rdp import allowance, cost, epsilon_nano
 from policies.statement import (
@@ -254,8 +254,8 @@ def _shortage(claim: Claim, account: Account) -> str:
     share = max(0.0, 100 * account.left / account.limit) if account.limit else 0.0
     wanted = epsilon_nano(claim, float(opened.delta), opened.order) / 1e9
     return (
-        f"the claim alone is epsilon {rounded_up(wanted, 2):.2f} at delta {opened.delta} (order {opened.order}); "
-        f"the budget is epsilon {account.epsilon} per {UNIT}, {share:.0f} % of it left"
+        f"the claim alone is epsilon {epsilon_text(wanted)} at delta {opened.delta} (order {opened.order}); "
+        f"the budget is epsilon {epsilon_text(account.epsilon)} per {UNIT}, {share:.0f} % of it left"
     )
 
 

@@ -134,7 +134,8 @@ class Store:
             disk: where the entries are; it is closed with the store, and when they do not fold.
             origin: the name in checkpoints (C2SP), for example ``lazaret/site-a``.
             key: signs checkpoints.
-            clock: seconds since 1970, for the ``at`` of records; no decision rests on it.
+            clock: seconds since 1970, for the ``at`` of records; no decision rests on it. Where it went back, a
+                record bears the time of the one before it.
         Raises:
             LedgerUnsound: the entries on disk do not fold, or are not those of the last commit.
         """
@@ -250,7 +251,11 @@ class Store:
     def _stage(self, keys: Sequence[str], draft: Draft) -> list[Line]:
         if not draft.entries or "+" in keys[0]:
             raise InvalidEntry("a draft has entries, and its key no plus sign")
-        now, lines, bodies = self._clock(), [], []
+        now, lines, bodies = (
+            max(self._clock(), self.state.latest),
+            [],
+            [],
+        )  # a clock that went back tells none earlier
         try:
             for key, entry in zip(keys, draft.entries, strict=True):
                 record = Record(now, key, entry)

@@ -5,6 +5,11 @@ Merkle root under the signed checkpoint and under every head that a site cosigne
 overspend and no limit was raised by one person alone, that every envelope is signed by the site or person that the
 ledger knows and says what its entry says, and it reviews every grant and every admission again under the site's own
 signed policy. A certificate (:mod:`policies.certificate`) is checked against the ledger's key, or the whole ledger.
+
+Anybody can write a ledger that is consistent with itself, and sign it with a key of their own. So it is SOUND only
+where you have said whose it is: by the whole fingerprint of its key, or the SHA-256 of a signed checkpoint that you
+kept. Without either it is CONSISTENT, and the exit code is 3. A file that is given with ``--from`` says nothing of
+that: whoever made the ledger may have made that file, too.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ import hashlib
 import json
 import re
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,20 +31,27 @@ from policies import attest, certificate
 from policies.audit import Auditor
 from policies.claims import UNIT
 from policies.export import Export, Unsound
+from policies.figures import epsilon_text
+from policies.keys import is_owned
 from policies.merkle import BadCheckpoint, Checkpoint, cosigners, open_checkpoint
 from policies.office import APPROVING
+from policies.statement import HEX, ID
 
 MAX_EXPORT: Final = 1 << 33
+ANCHORED: Final = 0  # exit codes; 2 is a usage error
+UNSOUND: Final = 1
+UNANCHORED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a sound export says."""
+    """What an export says that is consistent with itself. Whose it is, its ``key`` says, and nobody vouches for."""
 
     origin: str
     size: int
     root: str
     key: str  # SHA-256 of the public key, to compare with the one that the ledger's owner publishes
+    checkpoint: str  # SHA-256 of the signed head: who keeps it can name it later
     accounts: dict[str, dict[str, Any]]
     grants: int
     releases: int
@@ -46,6 +59,7 @@ class Findings:
     envelopes: int
     epoch: int
     witnesses: dict[str, int]  # site -> size of the newest head that it cosigned
+    cosigned: list[str]  # the witnesses that cosigned this very head, see :func:`verify`
     persons: dict[str, str]  # whoever was appointed -> role and key: who they are is for people to check
     approving: list[str]  # those of them who may approve now
     limits_set: list[str]  # every change of a limit, and who approved it
@@ -62,6 +76,8 @@ def _heads(export: Export, since: str | None) -> tuple[Checkpoint, list[Checkpoi
     digests = [hashlib.sha256(raw).digest() for raw in export.envelopes]
     if digests != sorted(set(digests)):
         raise Unsound("the envelopes are not in their one order, each once")
+    if not is_owned(export.public):
+        raise Unsound("the ledger's key is not an Ed25519 key of one owner: others can sign with it, too")
     try:
         head = open_checkpoint(export.checkpoint, export.public)
         witnessed = [open_checkpoint(note, export.public) for note in export.witnessed]
@@ -83,15 +99,25 @@ def _extended(head: Checkpoint, old: Checkpoint, own: Checkpoint | None) -> None
         raise Unsound(f"the ledger does not extend the older checkpoint: its history was rewritten{lost}")
 
 
-def verify(raw: bytes, since: str | None = None) -> Findings:
+def verify(
+    raw: bytes, since: str | None = None, now: int | None = None, witnesses: Mapping[str, bytes] | None = None
+) -> Findings:
     """Check an export; with ``since``, also that it extends an older checkpoint of the same ledger.
 
+    Args:
+        raw: the export.
+        since: an older signed checkpoint.
+        now: seconds since 1970, by the verifier's clock: no entry may be more than ``audit.SKEW`` later, or earlier
+            than one that stands before it. None: times are not judged. That is for a site that takes its receipts
+            out of an export: a clock that was wrong once must not keep it from them.
+        witnesses: name -> Ed25519 public key, raw, of those whose cosignatures of the head count. None: the sites
+            that the ledger has enrolled and not revoked, each with its key of today.
     Raises:
         Unsound: it does not hold, with the first reason.
     """
     export = Export.parse(raw)
     head, older = _heads(export, since)
-    auditor, heads = Auditor(head.origin, export.envelopes), dict[int, Checkpoint]()
+    auditor, heads = Auditor(head.origin, export.envelopes, now), dict[int, Checkpoint]()
     wanted = {old.size for old in older}
     for n, body in enumerate(export.entries):
         if n in wanted:
@@ -107,10 +133,22 @@ def verify(raw: bytes, since: str | None = None) -> Findings:
         _extended(head, old, heads.get(old.size))
     if auditor.seen != set(auditor.envelopes):
         raise Unsound("the export holds an envelope that no entry rests on")
-    return _findings(export, head, auditor)
+    notes = [*export.witnessed, *([] if since is None else [since])]
+    over_head = [note for note, old in zip(notes, older, strict=True) if old == head]
+    return _findings(export, head, auditor, _cosigned(over_head, export.public, auditor, witnesses))
 
 
-def _findings(export: Export, head: Checkpoint, auditor: Auditor) -> Findings:
+def _cosigned(
+    notes: Sequence[str], public: bytes, auditor: Auditor, witnesses: Mapping[str, bytes] | None
+) -> list[str]:
+    """Whose valid cosignatures stand under these notes of the head; the ledger is no witness of itself."""
+    state = auditor.state
+    sites = {site: known.sign_key for site, known in state.sites.items() if site not in state.barred}
+    keys = {name: key for name, key in (sites if witnesses is None else witnesses).items() if key != public}
+    return sorted({name for note in notes for name in cosigners(note, keys)})
+
+
+def _findings(export: Export, head: Checkpoint, auditor: Auditor, cosigned: list[str]) -> Findings:
     state = auditor.state
     accounts = {
         name: {
@@ -131,9 +169,11 @@ def _findings(export: Export, head: Checkpoint, auditor: Auditor) -> Findings:
         head.size,
         head.root.hex(),
         fingerprint,
+        _digest(export.checkpoint),
         accounts,
         *counts,
         witnesses=_witnesses(export.witnessed, auditor.keys),
+        cosigned=cosigned,
         persons=persons,
         approving=[name for name in persons if name not in gone and state.persons[name].role in APPROVING],
         limits_set=auditor.limits_set,
@@ -151,6 +191,7 @@ def _members(auditor: Auditor) -> dict[str, dict[str, Any]]:
     revoked = Counter(state.issued[number].site for number in state.revoked)
     return {
         site: {
+            "key": state.sites[site].sign_key.hex(),
             "approved_by": auditor.enrolled_by[site],
             "enrolments": len(auditor.keys[site]),
             "revoked": site in state.barred,
@@ -174,9 +215,42 @@ def _witnesses(notes: Sequence[str], keys: Mapping[str, Sequence[bytes]]) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``lazaret-verify FILE [--from FILE] [--key HEX] [--artifact FILE] [--json]``: 0 sound, 1 not, 2 usage."""
+    """Check what is named on the command line.
+
+    Returns:
+        0 sound; 1 not sound; 2 usage; 3 consistent with itself, and nobody said whose it is.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    _usable(parser, arguments)
+    raw = _read(parser, arguments.export)
+    gc.disable()  # a million entries are no garbage; a tenth of the time
+    check = _certificate if certificate.is_certificate(raw) else _ledger
+    try:
+        document, lines, anchors = check(parser, arguments, raw)
+    except Unsound as error:
+        reason = "".join(c if c.isprintable() else "?" for c in str(error))  # it may quote what was signed
+        said = {"verdict": "NOT SOUND", "sound": False, "reason": reason}
+        _say(json.dumps(said) if arguments.json else f"NOT SOUND: {reason}")
+        return UNSOUND
+    verdict = "SOUND" if anchors else "CONSISTENT"
+    document = {"verdict": verdict, "sound": bool(anchors), "anchors": anchors, **document}
+    unknown = (
+        f"consistent with itself; signed by {document['key']}, whom you have not named: anybody can make one like it "
+        "with a key of their own. Give --key with the whole fingerprint of the ledger's key, as its owner publishes "
+        "it"
+    )
+    head, *rest = lines
+    text = "\n".join([f"{verdict}: {head}", *([] if anchors else [f"  {unknown}"]), *rest])
+    _say(json.dumps(document, indent=2) if arguments.json else text)
+    return ANCHORED if anchors else UNANCHORED
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lazaret-verify", description="check an exported ledger, or a release's certificate, offline"
+        prog="lazaret-verify",
+        description="check an exported ledger, or a release's certificate, offline",
+        epilog="exit codes: 0 SOUND, 1 NOT SOUND, 2 usage, 3 CONSISTENT with itself, and you did not say whose it is",
     )
     parser.add_argument(
         "export", type=Path, metavar="FILE", help="a ledger's export, or a release's certificate (JSON or PDF)"
@@ -189,64 +263,119 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of an export: an older signed checkpoint that it must extend; of a certificate: the ledger's export",
     )
     parser.add_argument(
-        "--key", metavar="HEX", help="the ledger's key, or how it begins, as you know it from elsewhere"
+        "--key", metavar="HEX", help="the whole fingerprint of the ledger's key, as you know it from elsewhere"
     )
     parser.add_argument(
-        "--artifact",
-        type=Path,
-        metavar="FILE",
-        help="is a certificate about this file?",
+        "--checkpoint",
+        metavar="HEX",
+        help="the whole SHA-256 of a signed checkpoint that you kept: of the one that --from gives, or of the head",
+    )
+    parser.add_argument("--artifact", type=Path, metavar="FILE", help="is a certificate about this file?")
+    parser.add_argument(
+        "--witnesses",
+        type=_number,
+        metavar="N",
+        help="so many different witnesses must have cosigned the ledger's head: its sites, or those of --witness",
+    )
+    parser.add_argument(
+        "--witness",
+        type=_witness,
+        action="append",
+        default=[],
+        metavar="NAME=HEX",
+        help="a witness and its public key, as you know it from elsewhere; then only those that you name count",
     )
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(argv)
-    if arguments.key is not None and not re.fullmatch(r"[0-9a-fA-F]{16,64}", arguments.key):
-        parser.error("--key: give at least 16 hexadecimal digits")
-    raw = _read(parser, arguments.export)
-    gc.disable()  # a million entries are no garbage; a tenth of the time
-    try:
-        if certificate.is_certificate(raw):
-            document, text = _certificate(parser, arguments, raw)
-        else:
-            document, text = _ledger(parser, arguments, raw)
-    except Unsound as error:
-        reason = "".join(c if c.isprintable() else "?" for c in str(error))  # it may quote what was signed
-        _say(json.dumps({"sound": False, "reason": reason}) if arguments.json else f"NOT SOUND: {reason}")
-        return 1
-    _say(json.dumps(document, indent=2) if arguments.json else text)
-    return 0
+    return parser
 
 
-def _ledger(parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw: bytes) -> tuple[dict[str, Any], str]:
-    """What a sound export says, for machines and for people."""
+def _number(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise argparse.ArgumentTypeError("a number from 1")
+    return int(text)
+
+
+def _witness(text: str) -> tuple[str, bytes]:
+    name, _, key = text.partition("=")
+    if not ID.fullmatch(name) or not HEX.fullmatch(key) or not is_owned(bytes.fromhex(key)):
+        raise argparse.ArgumentTypeError("a short name, an equals sign, and a public key of 64 hexadecimal digits")
+    return name, bytes.fromhex(key)
+
+
+def _usable(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with a usage error what cannot be meant. The beginning of a digest is none: somebody can find another."""
+    for name in ("key", "checkpoint"):
+        value = getattr(arguments, name)
+        if value is not None and not HEX.fullmatch(value.lower()):
+            parser.error(f"--{name}: give the whole of it, 64 hexadecimal digits")
+    if arguments.witness and arguments.witnesses is None:
+        parser.error("--witness: say with --witnesses how many of them must have cosigned the head")
+    for several in zip(*arguments.witness, strict=True):
+        if len(set(several)) != len(several):
+            parser.error("--witness: each name and each key once")
+
+
+_Checked = tuple[dict[str, Any], list[str], list[str]]  # for machines, for people, and what says whose it is
+
+
+def _ledger(parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw: bytes) -> _Checked:
+    """What an export says that holds."""
     if arguments.artifact is not None:
         parser.error("--artifact: a ledger's export is about no single file; give the release's certificate")
     since = _checkpoint(parser, arguments.since) if arguments.since is not None else None
-    found = verify(raw, since)
-    if arguments.key is not None and not found.key.startswith(arguments.key.lower()):
-        raise Unsound("the ledger is signed by another key than the one given")
-    document = {"sound": True, **{name: getattr(found, name) for name in Findings.__slots__}}
+    found = _verified(arguments, raw, since)
+    anchors = _anchors(arguments, found.key, {found.checkpoint, *([] if since is None else [_digest(since)])})
+    document = {name: getattr(found, name) for name in Findings.__slots__}
     document["extends"] = since is not None
-    return document, _summary(found, since is not None)
+    return document, _summary(found, since is not None), anchors
 
 
-def _certificate(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw: bytes
-) -> tuple[dict[str, Any], str]:
-    """What a sound certificate says. Its key must be known from elsewhere: anybody can make one with their own."""
-    found = certificate.read(raw)
-    head = attest.check(found)
-    if arguments.key is None and arguments.since is None:
+def _verified(arguments: argparse.Namespace, raw: bytes, since: str | None = None) -> Findings:
+    """An export that holds, under the quorum of witnesses that was demanded."""
+    named, wanted = dict(arguments.witness) or None, arguments.witnesses
+    found = verify(raw, since, int(time.time()), named)
+    if wanted is not None and not len(found.cosigned) >= wanted:
+        whose = "of those that you named" if named else "of the sites that it has enrolled and not revoked"
+        others = ", ".join(f"{site} at {size}" for site, size in sorted(found.witnesses.items())) or "none"
         raise Unsound(
-            "whose certificate this is cannot be told: give --key with the ledger's key as its owner publishes it, "
-            f"or --from with the ledger's export; it is signed by {found.fingerprint}"
+            f"{wanted} witnesses must have cosigned the head at {found.size}, and {len(found.cosigned)} {whose} did: "
+            f"{', '.join(found.cosigned) or 'nobody'} (newest cosigned heads: {others})"
         )
-    if arguments.key is not None and not found.fingerprint.startswith(arguments.key.lower()):
-        raise Unsound("the certificate is signed by another key than the one given")
-    revoked = None
+    return found
+
+
+def _digest(note: str) -> str:
+    return hashlib.sha256(note.encode()).hexdigest()
+
+
+def _anchors(arguments: argparse.Namespace, key: str, checkpoints: Set[str]) -> list[str]:
+    """What of that which was named says whose it is: its key, or a checkpoint that this key signed.
+
+    A signed checkpoint stands for the key: no second key can be found under which the same signature verifies, since
+    only keys of prime order are taken (Brendel et al., "The provable security of Ed25519", IEEE S&P 2021).
+
+    Raises:
+        Unsound: another one was named.
+    """
+    if arguments.key is not None and key != arguments.key.lower():
+        raise Unsound(f"it is signed by another key than the one that you named: by {key}")
+    if arguments.checkpoint is not None and arguments.checkpoint.lower() not in checkpoints:
+        raise Unsound("neither its head nor what --from gives is the checkpoint that you named")
+    return [name for name in ("key", "checkpoint") if getattr(arguments, name) is not None]
+
+
+def _certificate(parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw: bytes) -> _Checked:
+    """What a certificate says that holds, by itself or in the ledger whose export ``--from`` gives."""
+    if arguments.witnesses is not None and arguments.since is None:
+        parser.error("--witnesses: of a certificate, give the ledger's export with --from")
+    found = certificate.read(raw)
+    head = attest.check(found, int(time.time()))
+    checkpoints, revoked = {_digest(found.checkpoint)}, None
     if arguments.since is not None:
         ledger = _read(parser, arguments.since)
-        verify(ledger)
+        checkpoints.add(_verified(arguments, ledger).checkpoint)
         revoked = attest.against(found, Export.parse(ledger))
+    anchors = _anchors(arguments, found.fingerprint, checkpoints)
     same = None if arguments.artifact is None else _sha256(parser, arguments.artifact)
     if same is not None and same != found.facts["artifact_sha256"]:
         raise Unsound("the certificate is about another file than the one given")
@@ -254,7 +383,6 @@ def _certificate(
     lines += ["  the export of the ledger holds all of it"] if arguments.since is not None else []
     lines += ["  it is about the file that was given"] if same is not None else []
     document = {
-        "sound": True,
         "certificate": dict(found.facts),
         "words": dict(found.words),
         "origin": head.origin,
@@ -265,7 +393,7 @@ def _certificate(
         "in_export": arguments.since is not None,
         "artifact_checked": same is not None,
     }
-    return document, "\n".join(lines)
+    return document, lines, anchors
 
 
 def _sha256(parser: argparse.ArgumentParser, path: Path) -> str:
@@ -310,11 +438,12 @@ def _of_site(name: str, facts: Mapping[str, Any]) -> str:
     return f"  {name}: {said}{again}; {issued} certificates issued, {revoked} of them revoked{state}"
 
 
-def _summary(found: Findings, extends: bool) -> str:
+def _summary(found: Findings, extends: bool) -> list[str]:
     lines = [
-        f"SOUND: {found.origin}, {found.size} entries",
+        f"{found.origin}, {found.size} entries",
         f"  root {found.root}",
-        f"  key  {found.key}  (compare it with the one you know, or give --key)",
+        f"  key  {found.key}",
+        f"  head {found.checkpoint}  (SHA-256 of the signed checkpoint)",
         f"  {found.grants} grants, {found.releases} releases admitted, {found.refusals} refusals, "
         f"{found.envelopes} signed envelopes, epoch {found.epoch}",
     ]
@@ -328,12 +457,14 @@ def _summary(found: Findings, extends: bool) -> str:
     lines += [f"  GRANTED AGAIN in one run, which is refused today: {again}" for again in found.granted_twice]
     lines += [f"  WAIVED for any restore of that number, which is refused today: {w}" for w in found.waived_by_number]
     lines += [f"  head at {size} cosigned by {site}" for site, size in sorted(found.witnesses.items())]
+    lines += [f"  this head, at {found.size}, cosigned by {', '.join(found.cosigned)}"] if found.cosigned else []
     for name, account in found.accounts.items():
         share = 100 * (account["held"] + account["spent"]) / account["limit"] if account["limit"] else 0.0
-        budget = f"epsilon {account['epsilon']} at delta {account['delta']} per {UNIT}"
-        budget = f"the budget, {budget}," if account["epsilon"] else "the releases of each patient"
+        budget = "the releases of each patient"
+        if account["epsilon"]:
+            budget = f"the budget, epsilon {epsilon_text(account['epsilon'])} at delta {account['delta']} per {UNIT},"
         lines.append(f"  {name}: {share:.1f} % of {budget} held or spent")
-    return "\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from policies.entries import (
     Waived,
     kind_of,
 )
+from policies.figures import epsilon_text
 from policies.ledger import State
 from policies.statement import load_json
 
@@ -111,13 +112,18 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+def _opened(entry: Opened) -> str:
+    if entry.order:
+        return f"epsilon {epsilon_text(entry.epsilon)} at delta {entry.delta}, order {entry.order}"
+    return f"{entry.limit} release(s) without an epsilon for each patient"
+
+
 def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for each kind
     if isinstance(entry, Enrolled):
         by = f", approved as {entry.serial}" if entry.serial else ""
         return f"key {entry.sign_key.hex()[:12]}, policy {entry.policy.hex()[:12]}{by}"
     if isinstance(entry, Opened):
-        budget = f"epsilon {entry.epsilon} at delta {entry.delta}, order {entry.order}" if entry.order else ""
-        return budget or f"{entry.limit} release(s) without an epsilon for each patient"
+        return _opened(entry)
     if isinstance(entry, Reserved):
         return f"{entry.mechanism}: {_share(entry.amount, entry.account, state)} of {entry.account} held"
     if isinstance(entry, Refused):
@@ -165,7 +171,9 @@ def _personal(entry: _Personal) -> str:
         return f"{entry.person} asks for {entry.serial}"
     if isinstance(entry, Dismissed):
         return f"{entry.person} is no longer in office"
-    limit = f"epsilon {entry.epsilon}" if entry.epsilon else f"{entry.limit} release(s) for each patient"
+    limit = f"{entry.limit} release(s) for each patient"
+    if entry.epsilon:
+        limit = f"epsilon {epsilon_text(entry.epsilon)}"
     return f"{entry.account}: {limit}, approved as {entry.serial}"
 
 

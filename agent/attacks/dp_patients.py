@@ -30,7 +30,7 @@ from agent.stages.noise import Entropy
 from agent.training.loop import seeded
 from policies.accounting import tight_epsilon
 from policies.claims import SubsampledGaussian
-from policies.figures import never_less, rounded_down, rounded_up
+from policies.figures import epsilon_at_least, epsilon_text
 
 Training = Callable[[Task, Sequence[Unit], PrivateSgd, Entropy, ClippedSum], int]
 CANARIES: Final = 500
@@ -60,8 +60,9 @@ class OneRun:
     def sentence(self) -> str:
         """For people."""
         return (
-            f"claimed {rounded_up(self.claimed, 2):.2f}, proved at least {rounded_down(self.bound.epsilon, 2):.2f} "
-            f"({self.bound.guessed:.2f} by guesses, {self.bound.curved:.2f} by the Gaussian curve; "
+            f"claimed {epsilon_text(self.claimed)}, proved at least {epsilon_at_least(self.bound.epsilon)} "
+            f"({epsilon_at_least(self.bound.guessed)} by guesses, "
+            f"{epsilon_at_least(self.bound.curved)} by the Gaussian curve; "
             f"{self.bound.canaries} canary patients). "
             "At a claim of 8 this could not even see that the noise is missing"
         )
@@ -99,7 +100,7 @@ def one_run_bound(
     claimed = tight_epsilon([SubsampledGaussian(JOB.sampling_rate, JOB.noise_multiplier, JOB.steps)], DELTA)
     if not claimed <= MOST_CLAIMED:
         raise ValueError(
-            f"an epsilon of {never_less(claimed)} is claimed, and one run cannot even see absent noise there: "
+            f"an epsilon of {epsilon_text(claimed)} is claimed, and one run cannot even see absent noise there: "
             f"audit the same code at {MOST_CLAIMED:g} or less"
         )
     rng = np.random.default_rng(np.frombuffer(entropy.take(16), np.uint32))

@@ -19,7 +19,7 @@ from agent.edges.credentials import Credentials
 from agent.edges.home import BadSite
 from policies.accounts import Account
 from policies.entries import Entry, kind_of
-from policies.figures import rounded_up
+from policies.figures import epsilon_text, rounded_up
 from policies.ledger import State
 from policies.proof import check
 from policies.rdp import epsilon_of
@@ -166,7 +166,9 @@ def _curves(desk: Desk, state: State, index: Index) -> Iterator[Any]:
 
 def _gone(account: Account, amount: int) -> float:
     opened = account.opened
-    return rounded_up(epsilon_of(amount, float(opened.delta), opened.order), 4) if opened.order else float(amount)
+    if not opened.order:
+        return float(amount)
+    return float(epsilon_text(epsilon_of(amount, float(opened.delta), opened.order)))
 
 
 def followed(desk: Desk) -> tuple[Index, str]:
@@ -300,6 +302,6 @@ def told(entry: Entry) -> str:
             continue
         if f.name in hidden:
             continue
-        shown = _plain(value)
+        shown = epsilon_text(str(value)) if f.name == "epsilon" else _plain(value)
         parts.append(f"{f.name.replace('_', ' ')} {shown[:16] + '…' if len(shown) > 48 else shown}")
     return ", ".join(parts)

@@ -9,7 +9,7 @@ from typing import Final
 
 from policies.accounts import Account
 from policies.claims import RELATION, UNIT, Claim, Composed, Gaussian, KAnonymous, NoClaim, assumption
-from policies.figures import never_less, rounded_up
+from policies.figures import epsilon_text, rounded_up
 from policies.rdp import epsilon_of
 from policies.review import level_of
 from policies.statement import Release, decimal
@@ -124,7 +124,7 @@ def loss(release: Release) -> str:
 
 def stated(epsilon: float, delta: str) -> str:
     """An epsilon as it may be printed: rounded up, per unit, relation, delta (P1)."""
-    return f"ε = {never_less(epsilon, 2)} at δ = {delta}, per {UNIT} ({_relation()})"
+    return f"ε = {epsilon_text(epsilon)} at δ = {delta}, per {UNIT} ({_relation()})"
 
 
 def _relation() -> str:

@@ -22,7 +22,7 @@ from agent.mechanisms.centroids import Centroids, Forecast, margin_for, noises_f
 from agent.nets.weights import BadWeights
 from agent.stages.codebook import codebook_from, codec_digest, fitted
 from agent.stages.styled import StyledCodec
-from policies.figures import never_less
+from policies.figures import epsilon_text, never_less
 
 FILE: Final = "codebook.safetensors"
 _TABLES: Final = ("mechanism", "cohort", "networks", "privacy", "cells")
@@ -167,7 +167,7 @@ def _asked(privacy: PrivacyTable) -> str:
     """The price that a release file names; "" where it names the noises."""
     if privacy.epsilon is None or privacy.delta is None:
         return ""
-    return f"epsilon {never_less(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+    return f"epsilon {epsilon_text(privacy.epsilon)} at delta {never_less(privacy.delta)}"
 
 
 def _told(mechanism: Centroids, forecast: Forecast, privacy: PrivacyTable) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from agent.stages.distil import Course, Output, Sampling
 from agent.stages.latent import LatentConfig
 from agent.stages.vet import Vetting
 from policies.accounting import calibrate
-from policies.figures import never_less
+from policies.figures import epsilon_text, never_less
 
 FOLDERS: Final = "folders"  # in the place of a list: a picture's folder names its condition
 _BOTH: Final = ("mechanism", "conditions", "templates", "cohort", "networks", "teacher", "student")
@@ -323,7 +323,7 @@ def _noise(privacy: PrivacyTable, say: Callable[[str, str], None]) -> tuple[floa
         return privacy.noise_multiplier, ()
     assert privacy.epsilon is not None
     assert privacy.delta is not None
-    asked = f"epsilon {never_less(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+    asked = f"epsilon {epsilon_text(privacy.epsilon)} at delta {never_less(privacy.delta)}"
     say("price", f"finding the noise for {asked}")
     job = calibrate(privacy.epsilon, privacy.delta, privacy.sampling_rate, privacy.steps)
     return job.noise_multiplier, (f"noise multiplier {job.noise_multiplier:g} for {asked} (loss distributions)",)

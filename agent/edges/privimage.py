@@ -27,7 +27,7 @@ from agent.stages.diffusion import DiffusionConfig
 from agent.stages.finetune import PrivateSgd
 from agent.stages.select import SHARE, Query
 from policies.accounting import calibrate, tight_epsilon
-from policies.figures import never_less
+from policies.figures import epsilon_text, never_less
 
 _VOUCH: Final = "if no patient is on them, put their SHA-256 into site.toml's public_components"
 # The loss distribution of a step is composed with itself so many times, once for each noise that is tried: a minute
@@ -270,14 +270,14 @@ def _noise(privacy: PrivacyTable, query: Query, say: Callable[[str, str], None])
     claim = query.claim()
     alone = tight_epsilon([claim], privacy.delta)
     if 0.0 < privacy.epsilon < alone:
-        told = f"the histogram alone takes epsilon {never_less(alone)} of {never_less(privacy.epsilon)}"
+        told = f"the histogram alone takes epsilon {epsilon_text(alone)} of {epsilon_text(privacy.epsilon)}"
         raise ValueError(f"{told}: a larger [semantics] noise, or a larger [privacy] epsilon")
-    asked = f"epsilon {never_less(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+    asked = f"epsilon {epsilon_text(privacy.epsilon)} at delta {never_less(privacy.delta)}"
     say("price", f"finding the noise for {asked}")
     job = calibrate(privacy.epsilon, privacy.delta, privacy.sampling_rate, privacy.steps, also=(claim,))
     return job.noise_multiplier, (
         f"noise multiplier {job.noise_multiplier:g} for {asked} (loss distributions); "
-        f"the histogram alone {never_less(alone)}",
+        f"the histogram alone {epsilon_text(alone)}",
     )
 
 

@@ -37,7 +37,7 @@ from policies.claims import (
     SubsampledGaussian,
     UnsupportedClaim,
 )
-from policies.figures import never_less
+from policies.figures import epsilon_text
 
 MISSED: Final = 0.01  # chance, at most, that any cell of fewer than k patients is behind a picture
 FAINT: Final = 0.5  # of R: more noise than that on an average cell's mean, and its picture shows noise
@@ -275,7 +275,7 @@ def noises_for(epsilon: float, delta: float, count_share: float) -> tuple[float,
         if tight_epsilon(claims, delta) <= epsilon:
             return counts, sums
     raise Unreachable(
-        f"the accountant of record confirms no noise for epsilon {never_less(epsilon)}: take another count_share"
+        f"the accountant of record confirms no noise for epsilon {epsilon_text(epsilon)}: take another count_share"
     )
 
 
@@ -287,7 +287,7 @@ def _least_noise(epsilon: float, delta: float) -> float:
 
     low, high = LEAST_NOISE, MOST_NOISE
     if not spends(high) <= delta:
-        raise Unreachable(f"no noise up to {MOST_NOISE:g} keeps to epsilon {never_less(epsilon)}")
+        raise Unreachable(f"no noise up to {MOST_NOISE:g} keeps to epsilon {epsilon_text(epsilon)}")
     while high > low * (1.0 + 1e-12):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spends(middle) <= delta else (middle, high)

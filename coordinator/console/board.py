@@ -13,7 +13,7 @@ from typing import Final
 
 from coordinator.edges.feed import ENDS, Event
 from coordinator.plan import Job
-from coordinator.wording import RULES, explain, never_less
+from coordinator.wording import RULES, epsilon_text, explain, never_less
 from policies.ledger import State
 from policies.rdp import epsilon_of
 
@@ -287,4 +287,4 @@ def _spent(used: int, delta: str, order: int) -> str:
     """What a part of a grant's amount means, rounded up."""
     if not used or not order:
         return ""
-    return f"epsilon {never_less(epsilon_of(used, float(delta), order), 3)} at delta {never_less(delta)}"
+    return f"epsilon {epsilon_text(epsilon_of(used, float(delta), order))} at delta {never_less(delta)}"

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from coordinator.console.desk import READERS, Desk
 from coordinator.console.narrative import percent_down, percent_up
-from coordinator.wording import RELATIONS, count, never_less, stated
+from coordinator.wording import RELATIONS, count, epsilon_text, never_less, stated
 from policies.accounts import Account
 from policies.claims import RELATION, UNIT
 from policies.flows import DAY
@@ -74,11 +74,10 @@ def budget_of(name: str, account: Account) -> Budget:
     says = stated(float(account.epsilon), facts, {"relation": RELATION, "unit": UNIT})
     gone = "nothing spent or held"
     if account.spent or account.held:
-        spent = never_less(epsilon_of(account.spent, delta, order), 2)
-        bound = never_less(epsilon_of(account.spent + account.held, delta, order), 2)
-        more = f", {bound} with what is held" if account.held else ""
+        spent, bound = (epsilon_of(n, delta, order) for n in (account.spent, account.spent + account.held))
+        more = f", {epsilon_text(bound)} with what is held" if account.held else ""
         where = f"delta {never_less(opened.delta)} per {UNIT}, {RELATIONS.get(RELATION, RELATION)}"
-        gone = f"epsilon {spent} spent{more}, of {never_less(account.epsilon)} at {where}"
+        gone = f"epsilon {epsilon_text(spent)} spent{more}, of {epsilon_text(account.epsilon)} at {where}"
     return Budget(name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone)
 
 

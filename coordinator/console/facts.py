@@ -143,7 +143,7 @@ def epsilon_of(told: Mapping[str, Any]) -> str:
     if "epsilon" not in told:
         return ""
     account = {"delta": told["delta"], "order": told["order"]}
-    return stated(rounded_up(told["epsilon"], 3), account, {"relation": RELATION, "unit": UNIT})
+    return stated(told["epsilon"], account, {"relation": RELATION, "unit": UNIT})
 
 
 def attacks_of(reid: str | None, power: str | None) -> tuple[Attack, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from coordinator.plan import FEDAVG, KEYS, MASKED, PLAIN, BadJob, Decision, Job, SiteCost
 from coordinator.strictjson import json_object
-from coordinator.wording import never_less, rounded_down, rounded_up
+from coordinator.wording import epsilon_at_least, epsilon_text, never_less, rounded_up
 from policies.claims import RELATION, UNIT
 from policies.statement import canonical
 
@@ -238,9 +238,9 @@ def costs_of(costs: Sequence[SiteCost]) -> list[Cost]:
         Cost(
             c.site,
             c.fits,
-            never_less(c.epsilon, 3) if c.epsilon else "",
+            epsilon_text(c.epsilon) if c.epsilon else "",
             never_less(c.delta) if c.delta else "",
-            f"{rounded_down(float(c.left_epsilon), 3):g}" if c.left_epsilon else "",
+            epsilon_at_least(c.left_epsilon) if c.left_epsilon else "",
             rounded_up(100 * c.amount / c.left, 1) if c.left > 0 else None,
             c.reason,
         )

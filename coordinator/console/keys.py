@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.edges.home import Home
 from policies.store import Store
+from protos.envelope import key_id
 from protos.identity import fingerprint, leaf_of, root_fingerprint
 
 
@@ -69,7 +70,7 @@ def keys_of(home: Home, store: Store) -> list[Key]:
     """The coordinator's own."""
     root, tls = home.root_crt(), leaf_of(home.tls()[1])
     return [
-        Key("Ledger", fingerprint(store.public), None, "signs the checkpoints; auditors and sites pin it"),
+        Key("Ledger", key_id(store.public), None, "signs the checkpoints; auditors and sites pin all of it"),
         Key(
             "Root of the federation",
             root_fingerprint(root),

@@ -12,7 +12,7 @@ from coordinator.console.bindings import Change, Row, Version, changes, compare
 from coordinator.console.desk import READERS, Desk
 from policies.audit import open_envelope
 from policies.entries import Amended, Enrolled
-from policies.figures import never_less
+from policies.figures import epsilon_text, never_less
 from policies.policy import Policy, PolicyError, parse, strictest
 from policies.search import Query
 from policies.statement import Amendment, Enrolment
@@ -159,8 +159,8 @@ def _purses(desk: Desk, site: str, both: Policy) -> list[Purse]:
                 delta = f"at delta {never_less(account.opened.delta)}"
                 row = Purse(
                     name,
-                    f"epsilon {never_less(account.epsilon)} {delta}",
-                    f"epsilon {never_less(both.epsilon)}",
+                    f"epsilon {epsilon_text(account.epsilon)} {delta}",
+                    f"epsilon {epsilon_text(both.epsilon)}",
                     bound,
                 )
             else:

@@ -22,7 +22,7 @@ from coordinator.edges.averaging import average_runs
 from coordinator.edges.home import Home
 from coordinator.edges.pooling import Options, as_json, export_pool, list_releases, read_books
 from coordinator.pool import PoolRefused, Wanted
-from coordinator.wording import count, never_less
+from coordinator.wording import count, epsilon_text
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -47,9 +47,9 @@ def _list(arguments: argparse.Namespace) -> int:
     for name in ("release or run", "site", "mechanism", "level", "modality", "k", "epsilon", "holds"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        epsilon = "" if row.epsilon is None else never_less(row.epsilon, 2)
+        spent = "" if row.epsilon is None else epsilon_text(row.epsilon)
         k, holds = "" if row.k is None else str(row.k), f"{row.holds}: {row.why}" if row.why else row.holds
-        table.add_row(row.id, row.site, row.mechanism, row.level, row.modality, k, epsilon, holds)
+        table.add_row(row.id, row.site, row.mechanism, row.level, row.modality, k, spent, holds)
     OUT.print(table)
     return 0
 

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from coordinator.edges import home as homes
+from policies.figures import epsilon_text
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from protos.versions import USER_AGENT
@@ -146,7 +147,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     table = Table("site", "epsilon of the run", "delta", "of what is left", "", title=f"{job['rounds']} round(s)")
     for c in reply.sites:
         share = f"{100 * c.amount / c.left:.0f} %" if c.left > 0 else "nothing is left"
-        table.add_row(c.site, c.epsilon, c.delta, share, "fits" if c.fits else c.reason)
+        shown = epsilon_text(c.epsilon) if c.epsilon else ""  # "": it cannot be told
+        table.add_row(c.site, shown, c.delta, share, "fits" if c.fits else c.reason)
     OUT.print(table)
     OUT.print(f"cannot go: {reply.refused}" if reply.refused else "can go", markup=False)
     return 1 if reply.refused else 0

@@ -285,10 +285,12 @@ What is here
 How to check it
   python3 lazaret-verify.pyz ledger.export --key {s.key}
 
-  The key must be the one that the ledger's owner publishes elsewhere: compare it there, not here.
+  The key must be the one that the ledger's owner publishes elsewhere: compare it there, not here. Each hospital that
+  takes part has it, too: lazaret-agent ledger fingerprint --coordinator
   It prints SOUND, the size {s.size} and the root
   {s.root}
-  or NOT SOUND with the first reason.
+  or NOT SOUND with the first reason. Without --key it prints CONSISTENT and exits with 3: the ledger is consistent
+  with itself, and whose it is nobody has said. --witnesses N demands that N hospitals have cosigned its head.
 
 Next time
   python3 lazaret-verify.pyz NEWER.export --key {s.key} --from checkpoint.txt

@@ -15,6 +15,7 @@ from rich.console import Console
 from coordinator.edges.home import BadCoordinator, Home
 from coordinator.edges.remote import Add, read_job
 from coordinator.plan import BadJob, Job
+from policies.figures import epsilon_text
 from protos import quiet
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _summary(shown: Simulated) -> str:
     return (
         f"{shown.failed or 'finished'}: {shown.granted} of {shown.sites} sites granted it; "
         f"{last if shown.rounds else ''}{shown.updates} updates admitted; each site would spend epsilon "
-        f"{shown.epsilon} at delta {shown.delta}; {shown.start_seconds} s to start, "
+        f"{epsilon_text(shown.epsilon)} at delta {shown.delta}; {shown.start_seconds} s to start, "
         f"{shown.price_seconds} s for the price"
     )
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from coordinator.promises import evidence, promise
 from coordinator.reports.document import NoReport, Source
 from coordinator.reports.told import Placed, Told
-from coordinator.wording import LEVELS, MECHANISMS, RELATIONS, never_less, utc
+from coordinator.wording import LEVELS, MECHANISMS, RELATIONS, epsilon_text, never_less, utc
 from policies.attest import derive, resting
 from policies.audit import open_envelope
 from policies.claims import RELATION, UNIT
@@ -174,7 +174,7 @@ def stated(epsilon: Mapping[str, Any] | None) -> str:
     if not epsilon:
         return ""
     where = f"delta {never_less(epsilon['delta'])} {per(epsilon)}"
-    said = f"epsilon {never_less(epsilon['value'], 2)} at {where}; Rényi filter of order {epsilon['order']}"
+    said = f"epsilon {epsilon_text(epsilon['value'])} at {where}; Rényi filter of order {epsilon['order']}"
     return said + together(epsilon)
 
 

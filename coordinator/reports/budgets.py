@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.reports.books import UNIT_OF, Books, per
 from coordinator.reports.document import Block, Curve, Document, Facts, Line, Section, Table, Text
-from coordinator.wording import MECHANISMS, count, never_less, rounded_down, rounded_up, utc
+from coordinator.wording import MECHANISMS, count, epsilon_text, never_less, rounded_down, rounded_up, utc
 from policies.rdp import epsilon_of
 
 _WHOLE = (
@@ -70,7 +70,7 @@ def _stated(books: Books, account: Mapping[str, Any]) -> str:
     if account["kind"] != "rdp":
         return f"a patient may be in {count(account['limit'], 'release')} without an epsilon, ever"
     where = f"delta {never_less(account['delta'])} {per(UNIT_OF)}"
-    return f"epsilon {never_less(account['epsilon'])} at {where}; Rényi filter of order {account['order']}"
+    return f"epsilon {epsilon_text(account['epsilon'])} at {where}; Rényi filter of order {account['order']}"
 
 
 def _worth(books: Books, account: Mapping[str, Any], amount: int) -> str:
@@ -78,7 +78,7 @@ def _worth(books: Books, account: Mapping[str, Any], amount: int) -> str:
         return ""
     epsilon = epsilon_of(amount, float(account["delta"]), account["order"])
     where = f"delta {never_less(account['delta'])} {per(UNIT_OF)}"
-    return f": epsilon {rounded_up(epsilon, 2):.2f} at {where}, so far"
+    return f": epsilon {epsilon_text(epsilon)} at {where}, so far"
 
 
 def _uses(books: Books, account: Mapping[str, Any]) -> Table:

@@ -12,7 +12,7 @@ from coordinator.promises import BRAIN
 from coordinator.reports.books import Books, Item, bound, level_words, together
 from coordinator.reports.certificates import admitted, revocations
 from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
-from coordinator.wording import never_less
+from coordinator.wording import epsilon_text, never_less
 
 _NOT_FOR: Final = (
     "Diagnosis or treatment of a patient: nobody has tested it for that.",
@@ -91,7 +91,7 @@ def _parts(item: Item) -> Table:
             p["site"],
             p["modality"],
             p["level"],
-            "" if not p["epsilon"] else f"{never_less(p['epsilon']['value'], 2)}{together(p['epsilon'])}",
+            "" if not p["epsilon"] else f"{epsilon_text(p['epsilon']['value'])}{together(p['epsilon'])}",
             "" if not p["epsilon"] else never_less(p["epsilon"]["delta"]),
             ", ".join(f"{name}: {origin}" for name, origin in sorted(p["components"].items())),
         )

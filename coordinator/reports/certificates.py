@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.reports.books import Books, Item, bound, level_words, together
 from coordinator.reports.document import Block, Document, Facts, Section, Table, Text
-from coordinator.wording import never_less, utc
+from coordinator.wording import epsilon_text, never_less, utc
 from policies.attest import resting, revoked_words
 from policies.certificate import Certificate, Shown
 from policies.merkle import Tree, leaf_hash
@@ -125,7 +125,7 @@ def admitted(item: Item) -> str:
 
 
 def _epsilon(epsilon: Any) -> str:
-    return f"{never_less(epsilon['value'], 2)} at delta {never_less(epsilon['delta'])}{together(epsilon)}"
+    return f"{epsilon_text(epsilon['value'])} at delta {never_less(epsilon['delta'])}{together(epsilon)}"
 
 
 def _how(books: Books, item: Item) -> tuple[Block, ...]:
@@ -138,7 +138,7 @@ def _how(books: Books, item: Item) -> tuple[Block, ...]:
         Facts(
             (
                 ("With the key", f"lazaret-verify FILE --key {books.source.key}"),
-                ("With the ledger", "lazaret-verify FILE --from ledger.export"),
+                ("With the ledger", "add --from ledger.export: does the ledger hold all of it, and what came later?"),
                 ("And the artifact", "add --artifact with the file itself: is it the one that this is about?"),
             )
         ),

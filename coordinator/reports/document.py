@@ -127,7 +127,11 @@ class Document:
             ("Ledger", f"{s.origin}, {s.size} entries until {s.until or 'now'} UTC"),
             ("Root", s.root),
             ("Key", s.key),
-            ("Made", f"{s.made} UTC; the proof is the exported ledger: lazaret-verify ledger.export"),
+            (
+                "Made",
+                f"{s.made} UTC; the proof is the exported ledger: lazaret-verify ledger.export --key KEY, with the "
+                "key as its owner publishes it elsewhere",
+            ),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from coordinator.reports.books import UNIT_OF, Books, Item
 from coordinator.reports.document import OPEN, Document, Section, Table, Text
-from coordinator.wording import RELATIONS, count, never_less
+from coordinator.wording import RELATIONS, count, epsilon_text, never_less
 
 LEDGER, SOFTWARE, DEPLOYER = "shown by the ledger", "by the software", "for the deployer"
 _COVERS: Final = (
@@ -153,7 +153,7 @@ def _unit(books: Books) -> tuple[tuple[str, str, str], ...]:
 
 def _budgets(books: Books) -> Table:
     rows = tuple(
-        (a["site"], never_less(a["epsilon"]), never_less(a["delta"]), str(a["order"]))
+        (a["site"], epsilon_text(a["epsilon"]), never_less(a["delta"]), str(a["order"]))
         for a in books.told.accounts
         if a["kind"] == "rdp"
     )

@@ -14,7 +14,7 @@ from typing import Any, Final
 from coordinator.reports.books import Books, Item, together
 from coordinator.reports.document import NoReport, plain
 from coordinator.reports.page import day
-from coordinator.wording import never_less, rounded_up
+from coordinator.wording import epsilon_text
 
 _OPEN: Final = "TO BE FILLED IN"
 _TYPES: Final[Mapping[str, str]] = {"model": "Machine learning model", "image-set": "Synthetic data"}
@@ -101,7 +101,7 @@ def _basic(books: Books, item: Item) -> dict[str, Any]:
 
 def _loss(item: Item, epsilon: Mapping[str, Any]) -> dict[str, Any]:
     priced = {p["site"]: p["epsilon"] for p in item.parts if p["epsilon"]}
-    each = [f"{site}: {never_less(e['value'], 4)}{together(e)}" for site, e in priced.items()]
+    each = [f"{site}: {epsilon_text(e['value'])}{together(e)}" for site, e in priced.items()]
     extra = "" if len(each) < 2 else " A patient who was in several of the hospitals is covered by the sum of theirs."
     return {
         "privacy_unit": f"{str(epsilon['unit']).capitalize()}-level",
@@ -110,7 +110,7 @@ def _loss(item: Item, epsilon: Mapping[str, Any]) -> dict[str, Any]:
             f"{epsilon['unit']} added or removed."
         ),
         "privacy_parameters": {
-            "epsilon": rounded_up(float(epsilon["value"]), 4),
+            "epsilon": float(epsilon_text(epsilon["value"])),
             "delta": float(epsilon["delta"]),
         },
         "privacy_parameters_details": (

@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from deploy.demo.scene import DemoFailed, Scale, Scene
+from policies.figures import epsilon_text, never_less
 
 OUT = Console(highlight=False)
 
@@ -84,10 +85,10 @@ def _summary(scene: Scene) -> None:
         "level",
         "promise",
         "why not",
-        title=f"releases (ε at δ = {summary['epsilon']['delta']:g}, per patient)",
+        title=f"releases (ε at δ = {never_less(summary['epsilon']['delta'])}, per patient)",
     )
     for release in summary["releases"]:
-        promise = "nothing" if release["epsilon"] is None else f"ε = {release['epsilon']:.2f}"
+        promise = "nothing" if release["epsilon"] is None else f"ε = {epsilon_text(release['epsilon'])}"
         promise = f"k = {release['k']}" if release["k"] else promise
         table.add_row(
             release["mechanism"],
@@ -106,7 +107,7 @@ def _summary(scene: Scene) -> None:
             f"{accuracy['non_private']:.1%} without (on {accuracy['test_images']} real digits)\n"
             f"{sum(step['seconds'] for step in scene.steps):.0f} s in all. "
             f"Look at {scene.out.name}/report.html, and check the books with\n"
-            f"  lazaret-verify {scene.out.name}/ledger.export",
+            f"  lazaret-verify {scene.out.name}/ledger.export --key {summary['ledger']['key']}",
             title="done",
         )
     )

@@ -29,7 +29,7 @@ from deploy.demo.folder import public_basis
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
 from policies.claims import Gaussian, KAnonymous, NoClaim
-from policies.figures import never_less
+from policies.figures import epsilon_text, never_less
 from policies.policy import preset
 from policies.statement import claim_from, claim_json
 from protos.artifact import unpack_vector
@@ -282,10 +282,10 @@ class Scene:
         rules = ", ".join(finding["rule"] for finding in answer["findings"])
         if not answer["admitted"]:
             return f"refused: {rules}"
-        charged, tight = (never_less(answer[name], 2) for name in ("epsilon", "epsilon_by_loss_distributions"))
         return (
-            f"admitted, level {answer['level']}: epsilon {charged} at delta {answer['delta']} in the ledger, per "
-            f"patient; {tight} by loss distributions"
+            f"admitted, level {answer['level']}: epsilon {epsilon_text(answer['epsilon'])} at delta "
+            f"{answer['delta']} in the ledger, per patient; "
+            f"{epsilon_text(answer['epsilon_by_loss_distributions'])} by loss distributions"
         )
 
     def distill(self, say: Say) -> str:
@@ -475,10 +475,10 @@ class Scene:
             "rounds": rounds,
         }
         a, e = self.measured["accuracy"], self.measured["epsilon"]
-        charged, tight = (never_less(e[name], 2) for name in ("filter", "tight"))
         return (
-            f"{a['private']:.1%} at epsilon {charged} (filter, order {order}; {tight} by PLD), "
-            f"delta {delta:g}, per patient; {a['non_private']:.1%} without privacy"
+            f"{a['private']:.1%} at epsilon {epsilon_text(e['filter'])} (filter, order {order}; "
+            f"{epsilon_text(e['tight'])} by PLD), delta {never_less(delta)}, per patient; "
+            f"{a['non_private']:.1%} without privacy"
         )
 
     def _account(self) -> tuple[int, float]:
@@ -511,8 +511,14 @@ class Scene:
         self.each(lambda s: self.run(self.agent(s, "ledger", "export", str(self.out / f"ledger-{s}.export"))))
         visible = shutil.ignore_patterns(".*")
         shutil.copytree(self.work / "coordinator" / "releases", self.out / "releases", ignore=visible)
-        verify = [sys.executable, "-m", "policies.verify"]
-        return "".join(self.run([*verify, str(path)]) for path in sorted(self.out.glob("*.export")))
+        verify, keys = [sys.executable, "-m", "policies.verify"], self._fingerprints()
+        return "".join(self.run([*verify, str(self.out / name), "--key", key]) for name, key in sorted(keys.items()))
+
+    def _fingerprints(self) -> dict[str, str]:
+        """The key of each export, as the other side knows it: an auditor asks there."""
+        asked = {"ledger.export": self.agent(SITES[0], "ledger", "fingerprint", "--coordinator")}
+        asked |= {f"ledger-{s}.export": self.coordinator("ledger", "fingerprint", "--site", s) for s in SITES}
+        return {name: self.run(command).strip() for name, command in asked.items()}
 
     def _for_report(self) -> dict[str, Any]:
         ingest = {site: {k: v for k, v in found.items() if k != "files"} for site, found in self.ingested.items()}
@@ -537,7 +543,11 @@ class Scene:
             "ingest": self.ingested,
             "releases": [r for e in ledger["entries"] if (r := _release(e, orders, asked)) is not None],
             **{k: v for k, v in self.measured.items() if k != "title"},
-            "ledger": {"size": ledger["size"], "accounts": ledger["accounts"]},
+            "ledger": {
+                "size": ledger["size"],
+                "key": self.run(self.agent(SITES[0], "ledger", "fingerprint", "--coordinator")).strip(),
+                "accounts": ledger["accounts"],
+            },
             "steps": self.steps,
         }
 

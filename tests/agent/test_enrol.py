@@ -16,6 +16,7 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from agent.__main__ import main
 from agent.edges import enrol as joining
 from agent.edges import home as agent_home
 from agent.edges.channel import open_channel
@@ -546,3 +547,19 @@ def test_a_coordinators_key_that_everybody_can_sign_with_is_none(hub: Hub) -> No
         (site.keys / "coordinator.pub").write_text(base64.b64encode(key).decode())
         with pytest.raises(BadSite, match="enrol again"):
             site.coordinator_key()
+
+
+def test_a_site_tells_the_fingerprint_of_its_own_ledger_and_of_the_coordinators(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An auditor asks it for the other side's, and the other side for its own."""
+    site = hub.site()
+    asked(site, hub.authority.invite("a"))
+    assert main(["--home", str(site.root), "ledger", "fingerprint", "--coordinator"]) == 1, "it knows none yet"
+    hub.approve(site)
+    asked(site)
+    public = site.sign_key().public_key().public_bytes_raw()
+    for words, key in (((), public), (("--coordinator",), hub.store.public)):
+        capsys.readouterr()
+        assert main(["--home", str(site.root), "ledger", "fingerprint", *words]) == 0
+        assert capsys.readouterr().out.strip() == hashlib.sha256(key).hexdigest()

@@ -68,7 +68,7 @@ def test_a_coordinator_keeps_its_ledger_in_postgresql(tmp_path: Path, capsys: py
         assert kinds == ["appointed"] * 2 + ["approved"] * 2 + ["enrolled", "opened", "opened", "issued"]
         out = tmp_path / "ledger.export"
         run("ledger", "export", str(out))
-        assert verify([str(out)]) == 0
+        assert verify([str(out), "--key", run("ledger", "fingerprint").strip()]) == 0
         assert not (tmp_path / "coordinator" / "ledger.db").exists()
         server.kill()
         capsys.readouterr()

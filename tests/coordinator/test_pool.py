@@ -46,9 +46,9 @@ from coordinator.pool import (
     source_of,
     weakest,
 )
-from coordinator.wording import rounded_up
 from policies.accounting import epsilon_of
 from policies.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
+from policies.figures import epsilon_text
 from policies.rdp import cost, epsilon_nano
 from policies.register import Facts, Register
 from policies.statement import claim_from, release_id
@@ -529,7 +529,7 @@ def test_a_set_with_several_claims_has_one_epsilon_in_the_pool_and_in_every_samp
     assert (report.level, cost_.kind) == ("A", "rdp")
     assert cost_.epsilon == pytest.approx(truth, abs=1e-9)
     assert "2 uses of the same patients, paid for together: (1) one set of counts" in text
-    assert f"epsilon {rounded_up(truth, 4):g} at delta 4e-06 for this release alone, per patient" in text
+    assert f"epsilon {epsilon_text(truth)} at delta 4e-06 for this release alone, per patient" in text
     assert "epsilon covers 1 of 1 releases" in text
     found = samples(world.root / "private")
     assert len(found) == 6

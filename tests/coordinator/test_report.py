@@ -370,7 +370,7 @@ def test_a_set_with_several_claims_is_shown_with_one_epsilon_and_counted_as_cove
     assert "ε covers 4 of 5 releases." in page.text
     assert "✓ in the ledger: entry" in page.text
     assert "2 uses of the same patients, paid for together: (1) one set of counts" in page.text
-    assert f"epsilon {wording.rounded_up(nano / 1e9, 2):g} at delta 4e-06 per patient" in page.text
+    assert f"epsilon {wording.epsilon_text(nano / 1e9)} at delta 4e-06 per patient" in page.text
     assert wording.MECHANISMS["privimage"] in page.text
     for level, has in (("A", True), ("A*", True), ("B", False), ("C", False), ("", False)):  # P7: void at another one
         assert (report._epsilon({**view.certificate, "level": level}, world.ledger()) != "") is has
@@ -430,7 +430,7 @@ def test_the_root_on_the_page_is_the_one_that_the_verifier_prints(world: World) 
     page = Page(render(ledger, (), None))
     assert found.root in page.text
     assert f"{found.size} entries" in page.text
-    assert "lazaret-verify ledger.export" in page.text
+    assert "lazaret-verify ledger.export --key FINGERPRINT" in page.text
 
 
 def test_every_ledger_line_is_a_row(world: World) -> None:
@@ -451,14 +451,14 @@ def test_no_limit_and_no_delta_on_the_page_is_smaller_than_it_is(world: World) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "_plot", lambda *_: text)
         page = Page(render(ledger, (), measured))
-    assert "budget 4.00001" in page.text
+    assert "budget 4.01" in page.text
     assert page.text.count("at delta 1.23457e-06") == 2
 
 
 def test_what_was_measured_is_plotted_and_told(world: World) -> None:
     page = Page(render(world.ledger(), (), MEASURED))
     rows = page.table("accuracy")
-    assert rows == [["round 1", "4.50", "40.0 %", "north, south"], ["round 2", "5.50", "71.0 %", "north"]]
+    assert rows == [["round 1", "4.5", "40.0 %", "north, south"], ["round 2", "5.5", "71.0 %", "north"]]
     (line,) = page.all("polyline")
     (x1, y1), (x2, y2) = (tuple(map(float, p.split(","))) for p in str(line["points"]).split())
     assert x1 < x2

@@ -59,7 +59,7 @@ def test_a_certificate_is_written_with_how_to_check_it(
 ) -> None:
     code, _ = typed(world, "certificate", tmp_path / "c.pdf", "--release", world.run)
     assert code == 0
-    assert "check it with: lazaret-verify c.pdf --key" in capsys.readouterr().out
+    assert "check it with: lazaret-verify c.pdf --key FINGERPRINT --from ledger.export" in capsys.readouterr().out
 
 
 def test_the_list_names_every_report(world: Stage, capsys: pytest.CaptureFixture[str]) -> None:

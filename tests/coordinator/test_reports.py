@@ -28,6 +28,7 @@ from coordinator.reports.page import as_html, drawn
 from coordinator.reports.paper import as_pdf
 from coordinator.reports.told import Told
 from policies.entries import encode
+from policies.figures import epsilon_text
 from tests.support.peers import lacking
 from tests.support.reported import LAX, NOW, Stage, stage
 
@@ -344,7 +345,7 @@ def test_a_registry_entry_is_in_the_registrys_schema_once_the_open_fields_are_fi
     jsonschema.validate(entry, SCHEMA, jsonschema.Draft7Validator)
     loss = entry["deployment"]["privacy_loss"]
     exact = max(float(part["epsilon"]["value"]) for part in item.parts)
-    assert exact <= loss["privacy_parameters"]["epsilon"] <= exact + 1e-4
+    assert loss["privacy_parameters"]["epsilon"] == float(epsilon_text(exact)) >= exact
     assert loss["privacy_unit"] == "Patient-level"
     assert "covered by the sum of theirs" in loss["privacy_parameters_details"]
     assert json.loads(registry.as_yaml(entry)) == entry

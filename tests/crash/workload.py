@@ -124,7 +124,9 @@ class _Planner:
 
     def enrol(self, site: str) -> Append:
         envelope = self.envelope()
-        enrolled = Enrolled(site, hashlib.sha256(site.encode()).digest(), bytes(32), _digest(envelope), "")
+        key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(site.encode()).digest())
+        public = key.public_key().public_bytes_raw()
+        enrolled = Enrolled(site, public, bytes(32), _digest(envelope), "")
         accounts = (Opened(f"{site}/rdp", LIMIT, 7, "3.0", "1e-06"), Opened(f"{site}/k", LIMIT, 0, "", ""))
         for account in accounts:
             self.held[account.account] = self.spent[account.account] = 0

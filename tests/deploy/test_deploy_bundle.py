@@ -460,7 +460,10 @@ def test_a_coordinator_installs_from_its_bundle_where_there_is_no_network(wheel:
     subprocess.run([*command, "init", "--policy", "controlled"], check=True, env=BARE, cwd=tmp_path)
     subprocess.run([*command, "ledger", "export", "ledger.export"], check=True, env=BARE, cwd=tmp_path)
     verify = tmp_path / "opt" / "bin" / "lazaret-verify"
-    subprocess.run([*isolation(), verify, "ledger.export"], check=True, env=BARE, cwd=tmp_path)
+    asked = [*command, "ledger", "fingerprint"]
+    told = subprocess.run(asked, check=True, env=BARE, cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    checked = [*isolation(), verify, "ledger.export", "--key", told]
+    subprocess.run(checked, check=True, env=BARE, cwd=tmp_path)
     again = subprocess.run([*command, "init"], check=False, capture_output=True, text=True, env=BARE, cwd=tmp_path)
     assert (again.returncode, "nothing was written" in again.stderr) == (1, True)
     assert subprocess.run([*command, "nonsense"], check=False, capture_output=True, env=BARE).returncode == 2

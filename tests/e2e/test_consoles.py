@@ -134,7 +134,9 @@ def test_an_auditor_finds_an_entry_checks_it_prints_it_and_takes_the_ledger_alon
             bundle.extractall(tmp_path)
     (export,) = tmp_path.rglob("*.export")
     (verifier,) = tmp_path.rglob("*.pyz")
-    done = subprocess.run([sys.executable, "-I", verifier, export], capture_output=True, text=True, check=False)
+    (command,) = re.findall(r"ledger\.export --key ([0-9a-f]{64})\n", next(tmp_path.rglob("README.txt")).read_text())
+    words = [sys.executable, "-I", verifier, export, "--key", command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SOUND: lazaret/coordinator" in done.stdout
     raw = bytearray(export.read_bytes())

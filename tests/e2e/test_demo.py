@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from agent.nouns import Selection
 from agent.phantoms import digits
 from agent.phantoms.chest import FINDINGS
 from deploy.demo.scene import SITES
+from policies.export import Export
 from protos.artifact import unpack_images
 from tests.e2e.conftest import NONET, PATIENTS, ROUNDS, Demo
 from tests.support import head_networks
@@ -121,6 +123,10 @@ def test_the_reviewers_sheet_is_a_page_without_a_network_and_stays_at_the_hospit
 @pytest.mark.parametrize("name", ["ledger.export", *(f"ledger-{site}.export" for site in SITES)])
 def test_every_ledger_verifies_and_a_changed_byte_does_not(demo: Demo, name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "policies.verify"]
+    assert subprocess.run([*command, str(demo.out / name)], capture_output=True, check=False).returncode == 3
+    key = hashlib.sha256(Export.parse((demo.out / name).read_bytes()).public).hexdigest()
+    assert (key == summary(demo)["ledger"]["key"]) == (name == "ledger.export")
+    command += ["--key", key]
     assert subprocess.run([*command, str(demo.out / name)], capture_output=True, check=False).returncode == 0
     raw = bytearray((demo.out / name).read_bytes())
     raw[len(raw) // 3] ^= 1

@@ -8,7 +8,6 @@ so is a :class:`Broken` promise about what was accepted.
 from __future__ import annotations
 
 import base64
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -348,20 +347,27 @@ def audit(data: bytes) -> bool:
 def envelope(data: bytes) -> bool:
     """Both readers of envelopes, on the bytes and on the bytes sealed as a payload: their own errors only.
 
-    Whatever the door opens, an auditor can open too, to the same payload, and only in the form that sealing gives:
-    what is unsigned in an envelope would leave with it.
+    The auditor opens exactly what the door opens, to the same payload, and only in the form that sealing gives: what
+    is unsigned in an envelope would leave with it.
     """
     shut = open_sealed(sealed(data), PAYLOAD_TYPE, _TRUSTED)
     _promise(shut.payload == data, "what was sealed opens to something else")
     _promise(open_envelope(sealed(data), _TRUSTED[shut.signer]) == data, "an auditor cannot open what was sealed")
-    for public_key in _TRUSTED.values():
-        with contextlib.suppress(Unsound):
-            open_envelope(data, public_key)
+    for name, public_key in _TRUSTED.items():
+        taken = refused_by_door = refused_by_auditor = None
+        try:
+            taken = open_sealed(data, PAYLOAD_TYPE, {name: public_key}).payload
+        except BadEnvelope as error:
+            refused_by_door = error
+        try:
+            _promise(open_envelope(data, public_key) == taken, "an auditor opens it to something else than the door")
+        except Unsound as error:
+            refused_by_auditor = error
+        _promise(bool(refused_by_door) == bool(refused_by_auditor), "one reader refuses what the other one takes")
     try:
         opened = open_sealed(data, PAYLOAD_TYPE, _TRUSTED)
     except BadEnvelope:
         return False
-    _promise(open_envelope(data, _TRUSTED[opened.signer]) == opened.payload, "an auditor opens it to something else")
     again = seal(opened.payload, PAYLOAD_TYPE, KEYS[opened.signer])
     _promise(data == again, "an envelope holds more than was signed")
     return True

@@ -523,7 +523,7 @@ def test_the_histogram_of_a_job_takes_its_part_of_the_budget() -> None:
 
 
 def test_what_no_noise_can_reach_is_refused_with_what_to_change() -> None:
-    with pytest.raises(Unreachable, match=r"other claims alone take epsilon 0\.72"):
+    with pytest.raises(Unreachable, match=r"other claims alone take epsilon 0\.73 of 0\.5"):
         calibrate(0.5, DELTA, 0.1, 100, also=(GaussianQuery(5.0, 1, 1),))
     with pytest.raises(Unreachable, match="fewer steps"):
         calibrate(1e-9, 1e-12, 1.0, 1000)

@@ -26,7 +26,7 @@ from policies import attest, certificate
 from policies.certificate import PAYLOAD, Certificate, Shown, read
 from policies.claims import KAnonymous, SubsampledGaussian
 from policies.entries import Admitted, Reserved, RoundClosed, decode, encode
-from policies.export import Unsound
+from policies.export import Export, Unsound
 from policies.merkle import Checkpoint, CompactRange, Tree, leaf_hash, sign_checkpoint
 from policies.onefile import archive
 from policies.rdp import cost, epsilon_nano, epsilon_of
@@ -76,7 +76,7 @@ def test_a_certificate_is_sound_under_the_ledgers_key_and_against_its_export(
     name: str, files: Path, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = ("--from", files / "ledger.export")
-    for pinned in (("--key", key[:16]), ledger, ("--key", key, *ledger)):
+    for pinned in (("--key", key), ("--key", key.upper()), ("--key", key, *ledger)):
         code, text = told(capsys, files / name, *pinned)
         assert (code, text.startswith("SOUND: certificate of ")) == (0, True), text
     assert "the export of the ledger holds all of it" in text
@@ -93,12 +93,18 @@ def test_what_it_prints_has_its_level_and_every_epsilon_with_unit_relation_delta
     assert "anonymous" not in crowd.replace("k-anonymous", "")
 
 
+@pytest.mark.parametrize("name", ["set.json", "model.pdf"])
 def test_whose_it_is_cannot_be_told_without_a_key_from_elsewhere(
-    files: Path, capsys: pytest.CaptureFixture[str]
+    name: str, files: Path, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = told(capsys, files / "set.json")
-    assert code == 1
-    assert "whose certificate this is cannot be told: give --key" in text
+    """Also not by the export, which whoever made the certificate may have made, too."""
+    for words in ((), ("--from", files / "ledger.export")):
+        code, text = told(capsys, files / name, *words)
+        assert (code, text.startswith("CONSISTENT: certificate of ")) == (3, True), text
+        assert f"consistent with itself; signed by {key}, whom you have not named" in text
+        code, text = told(capsys, files / name, *words, "--json")
+        document = json.loads(text)
+        assert (code, document["verdict"], document["sound"], document["anchors"]) == (3, "CONSISTENT", False, [])
 
 
 @pytest.mark.parametrize("name", ["set.json", "model.pdf"])
@@ -262,10 +268,11 @@ def test_two_grants_of_a_site_in_one_run_add_up_wherever_the_model_is_described(
             (tmp_path / f"model.{form}").write_bytes(make(shown.home, "certificate", form, run, NOW).body)
     found = verify(export)
     assert found.granted_twice == ["north, run twice: grant w3"], "it was paid for: told, and no reason to doubt"
-    code, text = told(capsys, tmp_path / "ledger.export")
+    named = ("--key", books.source.key)
+    code, text = told(capsys, tmp_path / "ledger.export", *named)
     assert (code, "GRANTED AGAIN in one run, which is refused today: north, run twice" in text) == (0, True)
     for form in ("json", "pdf"):
-        code, text = told(capsys, tmp_path / f"model.{form}", "--from", tmp_path / "ledger.export")
+        code, text = told(capsys, tmp_path / f"model.{form}", "--from", tmp_path / "ledger.export", *named)
         assert (code, text.count("north: epsilon ")) == (0, 1), text
         assert "order 4; 2 grants of this run together" in text
     item = books.item(run)
@@ -283,7 +290,7 @@ def test_two_grants_of_a_site_in_one_run_add_up_wherever_the_model_is_described(
     assert entry["privacy_parameters_details"].count("north: ") == 1
     page = model_of(books.state, [a for a in books.state.releases.values() if a.run == run], bytes(32), "{}")
     assert page is not None
-    assert [(part.site, part.epsilon.split()[1]) for part in page.parts] == [("north", "4.433"), ("south", "3.913")]
+    assert [(part.site, part.epsilon.split()[1]) for part in page.parts] == [("north", "4.44"), ("south", "3.92")]
     assert page.facts.epsilon == page.parts[0].epsilon
     assert page.facts.promise.count("10 steps") == 2
     priced = {i["release"]: i["epsilon"] for i in checklist(books).data["items"]}
@@ -346,17 +353,22 @@ def test_a_ledger_of_somebodys_own_making_is_told_by_its_key(
     for pinned in (("--key", key), ("--from", files / "ledger.export")):
         code, text = told(capsys, tmp_path / "false.json", *pinned)
         assert (code, "another key" in text) == (1, True)
+    mine = Export(made.public, books.export.entries, books.export.envelopes, note)
+    (tmp_path / "false.export").write_bytes(mine.encode())
+    code, text = told(capsys, tmp_path / "false.json", "--from", tmp_path / "false.export")
+    assert (code, text.startswith("CONSISTENT: ")) == (3, True), "whoever made one made the other, too"
 
 
 def test_it_stays_sound_as_the_ledger_grows_and_is_not_taken_for_an_older_one(
-    world: Stage, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: Stage, files: Path, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older = files / "ledger.export"
     assert not world.reserve(world.north, "g-later", _k(2))
     (tmp_path / "newer.export").write_bytes(snapshot(world.home, NOW)[0])
     (tmp_path / "newer.json").write_bytes(make(world.home, "certificate", "json", world.run, NOW).body)
-    assert told(capsys, files / "model.json", "--from", tmp_path / "newer.export")[0] == 0
-    assert told(capsys, tmp_path / "newer.json", "--from", tmp_path / "newer.export")[0] == 0
+    named = ("--from", tmp_path / "newer.export", "--key", key)
+    assert told(capsys, files / "model.json", *named)[0] == 0
+    assert told(capsys, tmp_path / "newer.json", *named)[0] == 0
     code, text = told(capsys, tmp_path / "newer.json", "--from", older)
     assert (code, "take a newer one" in text) == (1, True)
 
@@ -391,7 +403,7 @@ def test_machines_get_the_facts_and_the_words(files: Path, key: str, capsys: pyt
 )
 def test_what_is_no_certificate_is_refused_with_a_sentence(raw: bytes, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x").write_bytes(raw)
-    code, text = told(capsys, tmp_path / "x", "--key", "0" * 16)
+    code, text = told(capsys, tmp_path / "x", "--key", "0" * 64)
     assert (code, text.startswith("NOT SOUND: ")) == (1, True)
     assert "Traceback" not in text
 

@@ -67,8 +67,8 @@ def test_a_certificate_says_that_its_site_was_stolen_and_when_and_stays_sound(
     (tmp_path / "ledger.export").write_bytes(raw)
     for subject in (world.names["eleven"], world.run):
         (tmp_path / f"c.{form}").write_bytes(made(world, subject, form))
-        for pinned in (("--from", tmp_path / "ledger.export"), ("--key", books.source.key)):
-            code, text = told(capsys, tmp_path / f"c.{form}", *pinned)
+        for ledger in (("--from", tmp_path / "ledger.export"), ()):
+            code, text = told(capsys, tmp_path / f"c.{form}", *ledger, "--key", books.source.key)
             assert (code, text.startswith("SOUND: certificate of ")) == (0, True), text
             assert text.count("REVOKED: ") == 2
             assert "REVOKED: the certificate 3f of north was revoked on " in text
@@ -95,15 +95,16 @@ def test_machines_get_it_too(world: Stage, tmp_path: Path, capsys: pytest.Captur
 def test_a_newer_export_tells_what_was_revoked_after_the_certificate_was_made(
     world: Stage, before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = told(capsys, before / "set.json", "--from", before / "ledger.export")
+    named = ("--key", snapshot(world.home, NOW)[1].source.key)
+    code, text = told(capsys, before / "set.json", "--from", before / "ledger.export", *named)
     assert (code, "REVOKED" in text) == (0, False)
     assert read((before / "set.json").read_bytes()).facts["revoked"] == []
     (tmp_path / "ledger.export").write_bytes(snapshot(world.home, NOW)[0])
-    code, text = told(capsys, before / "set.json", "--from", tmp_path / "ledger.export")
+    code, text = told(capsys, before / "set.json", "--from", tmp_path / "ledger.export", *named)
     assert (code, text.startswith("SOUND")) == (0, True)
     assert text.count("; after this certificate was made") == 2
     document = json.loads(
-        told(capsys, before / "set.json", "--from", tmp_path / "ledger.export", "--json")[1],
+        told(capsys, before / "set.json", "--from", tmp_path / "ledger.export", *named, "--json")[1],
     )
     assert [one["why"] for one in document["revoked"]] == ["lost", "stolen"]
 
@@ -142,7 +143,8 @@ def test_one_of_the_first_form_stays_sound_says_that_it_cannot_tell_and_the_expo
     code, text = told(capsys, tmp_path / "c.json", "--key", books.source.key)
     assert (code, "REVOKED" in text, "give --from with the ledger's export" in text) == (0, False, True)
     assert json.loads(told(capsys, tmp_path / "c.json", "--key", books.source.key, "--json")[1])["revoked"] is None
-    code, text = told(capsys, tmp_path / "c.json", "--from", tmp_path / "ledger.export")
+    named = ("--key", books.source.key)
+    code, text = told(capsys, tmp_path / "c.json", "--from", tmp_path / "ledger.export", *named)
     assert (code, text.count("REVOKED: "), "older one" in text) == (0, 2, False)
 
 
@@ -164,9 +166,10 @@ def test_a_certificate_that_an_older_version_made_is_sound_today(
     made_then = HOMES.parent / "certificate.json"
     (tmp_path / "ledger.export").write_bytes(older(tmp_path / "homes").exported("coordinator"))
     assert read(made_then.read_bytes()).form == FIRST
-    code, text = told(capsys, made_then, "--from", tmp_path / "ledger.export")
+    named = ("--key", read(made_then.read_bytes()).fingerprint)
+    code, text = told(capsys, made_then, "--from", tmp_path / "ledger.export", *named)
     assert (code, "REVOKED" in text) == (0, False), text
-    code, text = told(capsys, made_then, "--key", read(made_then.read_bytes()).fingerprint)
+    code, text = told(capsys, made_then, *named)
     assert (code, "its form is an older one" in text) == (0, True), text
 
 

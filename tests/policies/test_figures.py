@@ -13,46 +13,68 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.figures import never_less, rounded_down, rounded_up
+from policies.figures import epsilon_at_least, epsilon_text, never_less, rounded_down, rounded_up
 
 LOST = st.floats(min_value=1e-12, max_value=1e7, allow_nan=False)
 
 
 @pytest.mark.parametrize(
-    ("value", "places", "told"),
+    ("value", "told"),
     [
-        (4.0000004, None, "4.00001"),
-        ("4.0000004", None, "4.00001"),
-        ("4.000000000001", None, "4.00001"),  # more digits than a float's printing keeps here
-        ("4.0000000000000001", 2, "4.01"),  # a ledger's text is exact: nothing of it is noise
-        ("1e-400", None, "1e-400"),
-        ("1e-400", 2, "0.01"),
-        ("1e400", 2, "1e+400"),
-        (1.797e308, None, "1.797e+308"),
-        (1.797e308, 2, "1.797e+308"),
-        (4.4e-323, None, "4.4466e-323"),  # the float behind it is larger than its own printing
-        (1.2345644e-06, None, "1.23457e-06"),
-        ("1.2345644e-06", None, "1.23457e-06"),
-        (4.000000001, 2, "4.01"),  # one step of the books above 4
-        (1234567.2, 2, "1.23457e+06"),
-        (1234562.2, 2, "1.23457e+06"),
-        (1e-15, 2, "0.01"),
-        (0.1 + 0.2, 2, "0.3"),  # what adding up left behind is no loss
-        (0.1 + 0.2, None, "0.3"),
-        (8.0, None, "8"),
-        ("8.0", None, "8"),
-        ("4e-06", None, "4e-06"),
-        (1e-06, None, "1e-06"),
-        (0.0001, None, "0.0001"),
-        (100000.0, None, "100000"),
-        (1e6, None, "1e+06"),
-        (0, 2, "0"),
+        (4.0000004, "4.01"),
+        ("4.0000004", "4.01"),
+        ("4.0000000000000001", "4.01"),  # a ledger's text is exact: nothing of it is noise
+        (4.000000001, "4.01"),  # one step of the books above 4
+        (0.1 + 0.2, "0.3"),  # what adding up left behind is no loss
+        (7.934, "7.94"),
+        (7.93, "7.93"),
+        (8.0, "8"),
+        ("8.0", "8"),
+        (0.3047, "0.31"),
+        (0.0996, "0.1"),
+        (0.0347, "0.035"),  # not 0.04: a small one keeps two digits
+        (0.00041, "0.00041"),
+        ("1e-400", "1e-400"),
+        (1234567.2, "1.23457e+06"),
+        ("1e400", "1e+400"),
+        (1.797e308, "1.797e+308"),
+        (0, "0"),
     ],
 )
-def test_an_epsilon_or_a_delta_is_rounded_up_and_one_that_fits_is_told_as_it_is(
-    value: float | str, places: int | None, told: str
-) -> None:
-    assert never_less(value, places) == told
+def test_an_epsilon_is_rounded_up_to_two_places(value: float | str, told: str) -> None:
+    assert epsilon_text(value) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(7.939, "7.93"), (8.0, "8"), (0.0347, "0.034"), (0.1 + 0.2, "0.3"), ("3.999999999", "3.99")]
+)
+def test_what_is_left_or_proved_is_rounded_down(value: float | str, told: str) -> None:
+    assert epsilon_at_least(value) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (4.0000004, "4.00001"),
+        ("4.0000004", "4.00001"),
+        ("4.000000000001", "4.00001"),  # more digits than a float's printing keeps here
+        ("1e-400", "1e-400"),
+        (1.797e308, "1.797e+308"),
+        (4.4e-323, "4.4466e-323"),  # the float behind it is larger than its own printing
+        (1.2345644e-06, "1.23457e-06"),
+        ("1.2345644e-06", "1.23457e-06"),
+        (1234562.2, "1.23457e+06"),
+        (0.1 + 0.2, "0.3"),
+        (8.0, "8"),
+        ("4e-06", "4e-06"),
+        (1e-06, "1e-06"),
+        (0.0001, "0.0001"),
+        (100000.0, "100000"),
+        (1e6, "1e+06"),
+    ],
+)
+def test_a_delta_is_rounded_up_and_one_that_fits_is_told_as_it_is(value: float | str, told: str) -> None:
+    assert never_less(value) == told
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -65,12 +87,23 @@ def test_no_text_is_less_than_its_number_and_none_is_far_above_it(value: float) 
     assert f"{float(told):g}" == never_less(value) or abs(value) < 1e-300 or abs(value) > 1e308, "it looks as :g"
 
 
+@given(st.floats(min_value=0, allow_infinity=False))
+def test_an_epsilon_is_between_what_it_is_told_to_be_at_least_and_at_most(value: float) -> None:
+    exact = Decimal(value)
+    step = max(Decimal(10) ** min(-2, exact.adjusted() - 1), Decimal(10) ** (exact.adjusted() - 5)) if exact else 0
+    with localcontext(prec=1200):
+        low, high = Decimal(epsilon_at_least(value)), Decimal(epsilon_text(value))
+        assert low <= exact * (1 + Decimal("1e-12"))
+        assert high >= exact * (1 - Decimal("1e-12"))
+        assert high - exact <= step
+        assert exact - low <= step + exact * Decimal("1e-12")
+        assert Decimal(epsilon_text(repr(value))) >= Decimal(repr(value))
+    assert epsilon_text(epsilon_text(value)) == epsilon_text(value)
+
+
 @given(st.floats(min_value=0, allow_infinity=False), st.integers(0, 9))
 def test_places_never_make_a_number_smaller_however_large_it_is(value: float, places: int) -> None:
-    exact = Decimal(value)
-    with localcontext(prec=1200):
-        assert Decimal(never_less(value, places)) >= exact * (1 - Decimal("1e-12"))
-        assert Decimal(never_less(repr(value), places)) >= Decimal(repr(value))
+    assert rounded_up(value, places) >= value * (1 - 2.1e-12)
     assert rounded_down(value, places) <= rounded_up(value, places) * (1 + 2.1e-12)
 
 
@@ -87,8 +120,9 @@ def test_rounding_up_and_down_enclose_the_number_and_leave_alone_what_fits(value
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, "nan", "inf", "sNaN", "four", "", "1e9999999999999999999"])
 def test_what_is_no_number_is_not_written_as_one(odd: float | str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - float() says it in its own words
-        never_less(odd)
+    for written in (never_less, epsilon_text, epsilon_at_least):
+        with pytest.raises(ValueError):  # noqa: PT011 - float() says it in its own words
+            written(odd)
     if isinstance(odd, float):
         for rounded in (rounded_up, rounded_down):
             with pytest.raises(ValueError, match="finite"):
@@ -96,63 +130,136 @@ def test_what_is_no_number_is_not_written_as_one(odd: float | str) -> None:
 
 
 ROOT = Path(__file__).parents[2]
-LOSS = re.compile(r"epsilon|delta|claimed|tight|charged|wanted")  # in the name of what is shown
-SAYS = re.compile(r"(?:epsilon|delta|alone|claimed|charges|[εδ])[ =]+$")  # before it
-NO_LOSS = (
-    "agent/reproduce/",  # tables of papers; the names of their rows are compared
-    "policies/accounting.py",  # why a noise is out of reach: nothing is spent
+EPSILON = re.compile(r"epsilon|claimed|tight|charged|alone", re.IGNORECASE)  # in the name of what is shown
+SAYS = re.compile(r"(?:epsilon|ε)(?: (?:is|of|takes|charges|to))?[ =:]*$", re.IGNORECASE)  # before it
+DELTA = re.compile(r"delta", re.IGNORECASE)
+SAYS_DELTA = re.compile(r"(?:delta|δ)[ =:]*$", re.IGNORECASE)
+NOT_SHOWN = (
+    "agent/reproduce/",  # tables of papers: their rows are named by the papers' round epsilons, and compared
+    "policies/figures.py",  # the functions themselves
+    "protos/v1/",  # generated
 )
+EXACT = "the exact text, beside the words that persons sign: they compare it"
+NO_LOSS = "no epsilon, but a part of what is said of one"
+EXCEPTIONS = {
+    ("agent/attacks/dp_patients.py", "MOST_CLAIMED:g"): "a constant of the program",
+    ("agent/mechanisms/centroids.py", "TIGHT_LIMIT:g"): "a constant of the program",
+    ("policies/accounting.py", "TIGHT_LIMIT"): "a constant of the program",
+    ("agent/nets/stable.py", "str(told.get('prediction_type', 'epsilon'))"): "the kind of a network, no loss",
+    ("coordinator/report.py", "round(left + (right - left) * epsilon / end, 1)"): "a place in a drawing",
+    ("coordinator/console/proposals.py", "value"): EXACT,
+    ("coordinator/console/proposals.py", "known.epsilon"): EXACT,
+    ("policies/audit.py", "entry.epsilon or entry.limit"): EXACT,
+    ("policies/people.py", "epsilon or limit"): EXACT,
+    ("policies/governance.py", "repr(epsilon)"): "what an entry holds",
+    ("policies/ledger.py", "repr(epsilon)"): "what an entry holds",
+    ("policies/register.py", "repr(policy.epsilon)"): "what an entry holds",
+    ("policies/attest.py", "e['value']"): "all nine digits, as the certificate that is checked has them",
+    ("policies/review.py", "release.epsilon_nano / 1000000000.0:.9f"): "in steps of the books: two that differ there",
+    ("coordinator/reports/books.py", "per(epsilon)"): NO_LOSS,
+    ("coordinator/reports/books.py", "per(item.dearest['epsilon'])"): NO_LOSS,
+    ("coordinator/reports/books.py", "epsilon['order']"): NO_LOSS,
+    ("coordinator/reports/books.py", "epsilon['grants']"): NO_LOSS,
+    ("coordinator/reports/cards.py", "together(p['epsilon'])"): NO_LOSS,
+    ("coordinator/reports/certificates.py", "together(epsilon)"): NO_LOSS,
+    ("coordinator/reports/registry.py", "str(epsilon['unit']).capitalize()"): NO_LOSS,
+    ("coordinator/reports/registry.py", "str(epsilon['unit'])"): NO_LOSS,
+    ("coordinator/reports/registry.py", "epsilon['unit']"): NO_LOSS,
+    ("coordinator/reports/registry.py", "epsilon['order']"): NO_LOSS,
+}
+FORMATTING = frozenset({"never_less", "rounded_up", "rounded_down", "round", "str", "repr", "format", "add_row"})
+ONE = ("epsilon_text(", "epsilon_at_least(")
 
 
 def sources(ending: str) -> Iterator[tuple[str, str]]:
-    for folder in ("agent", "coordinator", "policies"):
+    for folder in ("agent", "coordinator", "policies", "protos", "deploy"):
         for path in sorted((ROOT / folder).rglob(f"*.{ending}")):
-            if not (name := path.relative_to(ROOT).as_posix()).startswith(NO_LOSS):
+            if not (name := path.relative_to(ROOT).as_posix()).startswith(NOT_SHOWN):
                 yield name, path.read_text()
 
 
-def smaller(source: str) -> Iterator[str]:
-    """What in this Python may show an epsilon or a delta smaller than it is."""
-    for text in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.JoinedStr)):
-        before = ""
-        for part in text.values:
-            if not isinstance(part, ast.FormattedValue):
-                before = ast.literal_eval(part)
-                continue
-            shown, spec = ast.unparse(part.value), ast.unparse(part.format_spec)[2:-1] if part.format_spec else ""
-            rounded = shown.startswith(("rounded_up(", "rounded_down(")) and spec == ".2f"  # down: left, or proved
-            exact = spec == ".9f"  # the books count in steps of 1e-9
-            down = shown.startswith("rounded_down(") and spec == "g"  # what is left may not look larger
-            lost = re.fullmatch(r"[,.0-9]*[gfe]", spec) and (LOSS.search(shown) or SAYS.search(before))
-            if lost and not (rounded or exact or down):
-                yield f"{before[-20:]}{{{shown}:{spec}}}"
+def _shown(part: ast.FormattedValue) -> tuple[str, str]:
+    spec = ast.unparse(part.format_spec)[2:-1] if part.format_spec else ""
+    return ast.unparse(part.value), spec
+
+
+def _pieces(text: ast.JoinedStr) -> Iterator[tuple[str, str, str]]:
+    """What stands before each value of an f-string, the value, and how it is formatted."""
+    before = ""
+    for part in text.values:
+        if isinstance(part, ast.FormattedValue):
+            yield before, *_shown(part)
             before = ""
+        else:
+            before = str(ast.literal_eval(part))
 
 
-def smaller_in_page(source: str) -> list[str]:
-    """The same in a template."""
-    written = re.compile(r"%[.0-9]*[gfe]\b|\|\s*(?:round|float|string)\b|\bround\(")
+def _odd_call(call: ast.Call) -> bool:
+    """A call that makes a text or a rounded number of an epsilon, and is not the one that should."""
+    name = ast.unparse(call.func).rpartition(".")[2]
+    given = [ast.unparse(a) for a in (*call.args, *(k.value for k in call.keywords))]
+    lost = [one for one in given if EPSILON.search(one) and not DELTA.search(one) and not any(f in one for f in ONE)]
+    return name in FORMATTING and bool(lost)
+
+
+def other_ways(source: str) -> Iterator[str]:
+    """How else this Python writes an epsilon, or a delta so that it could look smaller than it is."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            for before, shown, spec in _pieces(node):
+                delta = (DELTA.search(shown) and not shown.startswith("epsilon")) or SAYS_DELTA.search(before)
+                if delta and re.fullmatch(r"[,.0-9]*[gfe]", spec):
+                    yield f"{shown}:{spec}"
+                lost = not delta and (EPSILON.search(shown) or SAYS.search(before))
+                if lost and (spec or not shown.startswith(ONE)):
+                    yield f"{shown}:{spec}" if spec else shown
+        elif isinstance(node, ast.Call) and _odd_call(node):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str):
+            right, said = ast.unparse(node.right), node.left.value
+            percent = isinstance(node.op, ast.Mod) and EPSILON.search(right)
+            joined = isinstance(node.op, ast.Add) and SAYS.search(said)
+            if (percent or joined) and not right.startswith(ONE):
+                yield ast.unparse(node)
+
+
+def other_ways_in_page(source: str) -> list[str]:
+    """The same in a template: a text that was made in Python stands as it is, a number goes through one function."""
+    written = re.compile(r"%[.0-9]*[gfe]\b|\|\s*(?:round|float|string|format|never_less)\b|\bround\(")
     shown = re.findall(r"\{\{.*?\}\}", source, re.DOTALL)
-    return [one for one in shown if re.search(r"epsilon|delta|budget", one) and written.search(one)]
+    told = [(one, re.sub(r"\bepsilon\.(?:delta|order)\b|\bdelta\b", "", one)) for one in shown]
+    lost = [one for one, rest in told if re.search(r"epsilon|budget", rest) and written.search(one)]
+    return lost + [one for one in shown if "delta" in one and re.search(r"%[.0-9]*[gfe]\b|\bround\b", one)]
 
 
 @pytest.mark.parametrize(
     ("source", "seen"),
     [
         ('f"{row.epsilon:.2f}"', True),
+        ('f"{row.epsilon}"', True),
         ('f"epsilon {x / 2:.4g} of it"', True),
-        ('f"the claim alone {x:.2f}"', True),
+        ('f"epsilon {x}"', True),
+        ('f"ε = {x:.2f}"', True),
+        ('f"the claim alone {alone:.2f}"', True),
         ('f"at delta {d:g}"', True),
         ('f"{rounded_up(epsilon, 7):g}"', True),
-        (
-            'f"{rounded_up(epsilon, 2):.2f} {rounded_down(left_epsilon, 3):g} {nano_epsilon / 1e9:.9f} {share:.1f}"',
-            False,
-        ),
-        ('f"{never_less(epsilon)} at delta {never_less(delta)}"', False),
+        ('f"epsilon {never_less(epsilon)}"', True),
+        ('f"{epsilon_text(epsilon):>9}"', True),
+        ("never_less(row.epsilon, 2)", True),
+        ("str(epsilon)", True),
+        ("round(row.epsilon, 2)", True),
+        ("table.add_row(row.site, row.epsilon)", True),
+        ('"epsilon %.2f" % epsilon', True),
+        ('"epsilon {}".format(epsilon)', True),
+        ('"epsilon " + text', True),
+        ('f"{epsilon_text(epsilon)} at delta {never_less(delta)}, {share:.1f} % of it"', False),
+        ('f"left {epsilon_at_least(left_epsilon)}"', False),
+        ('"epsilon " + epsilon_text(epsilon)', False),
+        ("str(epsilon_text(epsilon))", False),
     ],
 )
 def test_the_look_at_the_sources_sees_another_way_of_writing(source: str, seen: bool) -> None:
-    assert bool(list(smaller(source))) is seen
+    assert bool(list(other_ways(source))) is seen
 
 
 @pytest.mark.parametrize(
@@ -161,14 +268,17 @@ def test_the_look_at_the_sources_sees_another_way_of_writing(source: str, seen: 
         ('{{ "%g"|format(b.delta) }}', True),
         ('{{ "%.2f"|format(b.epsilon_spent) }}', True),
         ("{{ epsilon.tight|round(2) }}", True),
-        ("{{ b.delta|never_less }} {{ figure(epsilon.tight) }} {{ share|round }}", False),
+        ("{{ plot.budget.epsilon|never_less }}", True),
+        ("{{ b.delta|never_less }} {{ epsilon.delta|never_less }} {{ epsilon_text(epsilon.tight) }} {{ part|round }}",
+         False),
     ],
-)
+)  # fmt: skip
 def test_the_look_at_the_templates_sees_another_way_of_writing(source: str, seen: bool) -> None:
-    assert bool(smaller_in_page(source)) is seen
+    assert bool(other_ways_in_page(source)) is seen
 
 
-def test_nothing_writes_an_epsilon_or_a_delta_in_another_way() -> None:
-    found = [f"{name}: {one}" for name, text in sources("py") for one in smaller(text)]
-    found += [f"{name}: {one}" for name, text in sources("html") for one in smaller_in_page(text)]
-    assert not found
+def test_nothing_writes_an_epsilon_in_another_way() -> None:
+    found = {(name, one) for name, text in sources("py") for one in other_ways(text)}
+    found |= {(name, one) for name, text in sources("html") for one in other_ways_in_page(text)}
+    assert found - set(EXCEPTIONS) == set()
+    assert set(EXCEPTIONS) - found == set(), "an exception that nothing needs any longer"

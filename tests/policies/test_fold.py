@@ -58,6 +58,11 @@ from policies.store import Batch, Draft, Head, Store
 LIMIT = 100
 
 
+def key_of(text: str) -> bytes:
+    """An Ed25519 public key of its own for each text."""
+    return Ed25519PrivateKey.from_private_bytes(b32(text)).public_key().public_bytes_raw()
+
+
 def b32(text: str) -> bytes:
     """32 bytes that stand for a digest or a key."""
     return text.encode().ljust(32, b".")
@@ -122,7 +127,7 @@ def admitted(used: int = 10, release: str = "r1", n: int = 1, grant: str = "g") 
 
 
 def enrolled(site: str = "m", serial: str = "") -> Enrolled:
-    return Enrolled(site, b32(f"key of {site}"), b32("policy"), b32(f"envelope of {site}"), serial)
+    return Enrolled(site, key_of(site), b32("policy"), b32(f"envelope of {site}"), serial)
 
 
 def again(site: str = "m", serial: str = "") -> Enrolled:
@@ -139,7 +144,7 @@ def revoked(number: str = "", site: str = "m") -> Revoked:
 
 
 def appointed(person: str, role: str, serial: str = "") -> Appointed:
-    return Appointed(person, role, b32(f"key of {person}"), serial)
+    return Appointed(person, role, key_of(person), serial)
 
 
 C, H, O = appointed("cara", "compliance"), appointed("hugo", "hospital"), appointed("olaf", "operator")  # noqa: E741
@@ -203,20 +208,20 @@ def cases(why: str, before: tuple[Entry, ...], *entries: Entry) -> Iterator[Case
 
 BROKEN: list[Case] = [
     # enrolled, amended
-    *cases("enrolled already", (enrolled(),), replace(enrolled(), sign_key=b32("other"))),
+    *cases("enrolled already", (enrolled(),), replace(enrolled(), sign_key=key_of("other"))),
     *cases("not an Ed25519 key", (), replace(enrolled(), sign_key=bytes(31)), replace(enrolled(),
            sign_key=bytes(33))),
-    *cases("or another site's", (enrolled(), enrolled("n")), replace(enrolled("z"), sign_key=b32("key of m"))),
-    *cases("or another site's", (enrolled(), enrolled("n")), replace(enrolled("z"), sign_key=b32("key of n"))),
+    *cases("or another site's", (enrolled(), enrolled("n")), replace(enrolled("z"), sign_key=key_of("m"))),
+    *cases("or another site's", (enrolled(), enrolled("n")), replace(enrolled("z"), sign_key=key_of("n"))),
     *cases("not enrolled", (enrolled(),), amended(1, "n")),
     *cases("not newer", (enrolled(),), amended(0), amended(-1)),
     *cases("not newer", (enrolled(), amended(3)), amended(3), amended(2)),
     *cases("or was revoked", (enrolled(), revoked()), amended(1)),
-    *cases("another site's", (enrolled(), enrolled("n"), revoked()), replace(again(), sign_key=b32("key of n"))),
+    *cases("another site's", (enrolled(), enrolled("n"), revoked()), replace(again(), sign_key=key_of("n"))),
     *cases("has no serial", (), enrolled(serial="s")),
     *cases("has no serial", (O,), enrolled(serial="s")),
     *cases("has no serial", (enrolled(), revoked()), again(serial="s")),
-    *cases("enrolled before", (enrolled(), revoked()), enrolled(), replace(enrolled(), sign_key=b32("another"))),
+    *cases("enrolled before", (enrolled(), revoked()), enrolled(), replace(enrolled(), sign_key=key_of("another"))),
     *cases("enrolled before", (enrolled(), revoked(), again(), revoked()), enrolled(), again()),
     *cases("enrolled before", (enrolled(), *PERSONS, revoked(), *enrolling("s")), enrolled(serial="s")),
     *cases("enrolled before", (enrolled(), *PERSONS, *enrolling("s"), revoked()), enrolled(serial="s")),
@@ -259,7 +264,7 @@ BROKEN: list[Case] = [
     # persons
     *cases("no such role", (), replace(C, role="friend"), replace(C, role="")),
     *cases("not an Ed25519 key", (), replace(C, public=bytes(31)), replace(C, public=bytes(33))),
-    *cases("appointed already", (C,), replace(C, public=b32("other"), role="hospital")),
+    *cases("appointed already", (C,), replace(C, public=key_of("other"), role="hospital")),
     *cases("appointed already", (C, H), replace(O, public=C.public), replace(O, public=H.public)),
     *cases("first of a role", (), *(replace(p, serial="s") for p in (C, H, O))),
     *cases("first of a role", (C,), replace(H, serial="s")),
@@ -269,7 +274,7 @@ BROKEN: list[Case] = [
     *cases("2 role.*0 did", PERSONS, O, replace(O, serial="s"), appointed("cora", "compliance")),
     *cases("2 role.*1 did", (*PERSONS, *appointing("s", "cara")), replace(O, serial="s")),
     *cases("2 role.*0 did", (*PERSONS, *appointing("s")), replace(O, serial="t"),
-           replace(O, serial="s", public=b32("another")), replace(O, serial="s", role="hospital"),
+           replace(O, serial="s", public=key_of("another")), replace(O, serial="s", role="hospital"),
            replace(O, serial="s", person="otto")),
     *cases("2 role.*0 did", (*PERSONS, *agreed("s", "limit", "olaf", f"operator {O.public.hex()}")),
            replace(O, serial="s")),
@@ -317,7 +322,7 @@ BROKEN: list[Case] = [
            Dismissed("olaf", "s")),
     *cases("2 role.*0 did", (O, *PERSONS, *agreed("s", "dismiss", "olaf", "hospital")), Dismissed("olaf", "s")),
     *cases("may approve", LEFT, *agreed("s", "limit", "m/rdp", "0.1", "cora")),
-    *cases("appointed already", LEFT, appointed("cora", "compliance"), replace(O, public=b32("key of cora"))),
+    *cases("appointed already", LEFT, appointed("cora", "compliance"), replace(O, public=key_of("cora"))),
     *cases("2 role.*1 did", (*COMING, opened(), *agreed("s", "limit", "m/rdp", said(101), "cora", "hugo"),
            *agreed("l", "dismiss", "cora", "compliance"), Dismissed("cora", "l")), to(101)),
     # limits
@@ -538,7 +543,7 @@ def test_a_site_that_is_revoked_loses_every_certificate_and_nothing_else() -> No
 
 def test_a_site_that_is_admitted_again_keeps_its_accounts_and_gets_new_certificates() -> None:
     before = books(enrolled(), *GRANTED, issued(), amended(3), revoked())
-    fresh = Enrolled("m", b32("new key"), b32("new policy"), b32("new envelope"), "")
+    fresh = Enrolled("m", key_of("new key"), b32("new policy"), b32("new envelope"), "")
     after = takes(before, fresh)
     assert (after.sites, after.policies, after.amended) == ({"m": fresh}, {"m": b32("new envelope")}, {"m": 3})
     assert (account(after), after.grants, after.barred) == (account(before), before.grants, set())
@@ -592,7 +597,8 @@ def test_the_rest_are_appointed_by_all_roles_in_office(office: tuple[Appointed, 
 
 
 def test_a_key_between_others_is_a_key_of_its_own() -> None:
-    keys = [bytes([n]) * 32 for n in (5, 1, 9)]
+    low, middle, high = sorted(map(key_of, "abc"))
+    keys = [middle, low, high]
     people = [replace(p, public=key) for p, key in zip((O, C, H), keys, strict=True)]
     assert set(books(*people).persons) == {"cara", "olaf", "hugo"}
     sites = [replace(enrolled(s), sign_key=key) for s, key in zip("mna", keys, strict=True)]
@@ -1009,7 +1015,7 @@ WORDS = [
     ("limit", "m/k", "40"),
     *(("waive", "n", str(epoch)) for epoch in (1, 2, 3)),
     *(("enrol", site, enrolled(site).envelope.hex()) for site in SITES),
-    ("appoint", "cora", f"compliance {b32('key of cora').hex()}"),
+    ("appoint", "cora", f"compliance {key_of('cora').hex()}"),
     *(("dismiss", person, role) for person, role in PEOPLE.items()),
 ]
 

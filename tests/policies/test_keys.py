@@ -1,21 +1,52 @@
-"""Keys that belong to nobody: the list, against the curve itself, and where such a key is refused."""
+"""Keys that belong to nobody, or to somebody else too: which they are by the curve, and where they are refused."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies import governance
-from policies.entries import InvalidEntry
-from policies.keys import SMALL_ORDER, is_owned
+from policies.entries import Appointed, Enrolled, InvalidEntry, Record, encode
+from policies.export import Export, Unsound
+from policies.keys import is_owned
+from policies.ledger import State
+from policies.merkle import Checkpoint, CompactRange, leaf_hash, sign_checkpoint
+from policies.people import _key as typed_key
+from policies.verify import verify
 from tests.support.books import Hospital, open_register
 
 P = 2**255 - 19
 L = 2**252 + 27742317777372353535851937790883648493
 D = -121665 * pow(121666, -1, P) % P
+SEED = bytes(range(32))
+# Every encoding that reads as one of the eight points of small order: their own eight, and the six that are not in
+# their one form, with y + p instead of y, or with a sign for x = 0. Chalkias, Garillot and Nikolaenko, "Taming the
+# many EdDSAs" (SSR 2020), section 3 and table 1.
+SMALL_ORDER = frozenset(
+    bytes.fromhex(key)
+    for key in (
+        "01" + "00" * 31,  # the neutral point
+        "ec" + "ff" * 30 + "7f",  # order 2
+        "00" * 32,  # order 4
+        "00" * 31 + "80",
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",  # order 8
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc85",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03fa",
+        "01" + "00" * 30 + "80",  # the neutral point, written otherwise
+        "ee" + "ff" * 30 + "7f",
+        "ee" + "ff" * 31,
+        "ec" + "ff" * 31,  # order 2
+        "ed" + "ff" * 30 + "7f",  # order 4
+        "ed" + "ff" * 31,
+    )
+)
 KEYS = sorted(SMALL_ORDER)
 
 
@@ -54,6 +85,30 @@ def torsion() -> set[tuple[int, int]]:
     raise AssertionError
 
 
+def point(public: bytes) -> tuple[int, int]:
+    """The point of an encoding that is in its one form."""
+    y, sign = int.from_bytes(public, "little") & (1 << 255) - 1, public[31] >> 7
+    x = root((y * y - 1) * pow(D * y * y + 1, -1, P) % P)
+    assert x is not None
+    return (P - x if x & 1 != sign else x), y
+
+
+def encoded(a: tuple[int, int]) -> bytes:
+    return (a[1] | (a[0] & 1) << 255).to_bytes(32, "little")
+
+
+def secret(seed: bytes) -> int:
+    """The scalar of a private key (RFC 8032, section 5.1.5)."""
+    h = bytearray(hashlib.sha512(seed).digest()[:32])
+    h[0], h[31] = h[0] & 248, h[31] & 127 | 64
+    return int.from_bytes(h, "little")
+
+
+EIGHT = sorted(torsion())
+OWNER = Ed25519PrivateKey.from_private_bytes(SEED).public_key().public_bytes_raw()
+MIXED = [encoded(add(point(OWNER), t)) for t in EIGHT if t != (0, 1)]
+
+
 def test_the_list_is_every_encoding_of_the_curves_eight_points_of_small_order() -> None:
     encodings = set()
     for x, y in torsion():
@@ -78,6 +133,40 @@ def test_for_each_of_them_a_signature_without_a_secret_verifies(key: bytes) -> N
     neutral = bytes([1]) + bytes(31)
     assert any(verifies(neutral, b"limit %d" % n) for n in range(200))
     assert not is_owned(key)
+
+
+def as_another(key: bytes, message: bytes) -> bytes:
+    """A signature by the secret of ``OWNER`` that verifies under A + T: R is tried until the hash makes T vanish."""
+    a, base = secret(SEED), point(bytes([0x58]) + bytes([0x66]) * 31)
+    for r in range(1, 200):
+        big_r = encoded(times(r, base))
+        h = int.from_bytes(hashlib.sha512(big_r + key + message).digest(), "little") % L
+        if h % 8 == 0:
+            return big_r + ((r + h * a) % L).to_bytes(32, "little")
+    raise AssertionError
+
+
+@pytest.mark.parametrize("key", MIXED, ids=bytes.hex)
+def test_whoever_owns_a_key_signs_as_each_of_its_seven_neighbours_too_and_none_of_them_is_owned(key: bytes) -> None:
+    """The library says yes, so the books must not hold such a key: one person would stand there as two."""
+    Ed25519PublicKey.from_public_bytes(key).verify(as_another(key, b"limit 50"), b"limit 50")
+    assert is_owned(OWNER)
+    assert not is_owned(key)
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(0, 7))
+def test_of_the_eight_neighbours_of_any_key_exactly_the_one_of_prime_order_is_owned(seed: bytes, n: int) -> None:
+    public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
+    assert is_owned(encoded(add(point(public), EIGHT[n]))) == (EIGHT[n] == (0, 1))
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_of_any_32_bytes_exactly_the_points_of_prime_order_are_owned(raw: bytes) -> None:
+    """Against the affine law above: on the curve, in its one encoding, and L times it is the neutral point."""
+    y, sign = int.from_bytes(raw, "little") & (1 << 255) - 1, raw[31] >> 7
+    x = root((y * y - 1) * pow(D * y * y + 1, -1, P) % P) if y < P else None
+    on_curve = x is not None and not (x == 0 and sign)
+    assert is_owned(raw) == (on_curve and raw not in SMALL_ORDER and times(L, point(raw)) == (0, 1))
 
 
 def test_the_keys_of_persons_and_sites_are_owned() -> None:
@@ -105,3 +194,19 @@ def test_no_site_is_enrolled_with_a_key_that_everybody_can_sign_for(tmp_path: Pa
         pass
     with pytest.raises(InvalidEntry, match="not an Ed25519 key of one owner"):
         open_register(tmp_path / "other.db", Nowhere("weak"))
+
+
+@pytest.mark.parametrize("key", MIXED, ids=bytes.hex)
+def test_no_person_stands_in_the_books_as_two(key: bytes) -> None:
+    """A + T is typed, appointed, enrolled and audited nowhere, also where a ledger of before holds it."""
+    appointed = Appointed("head-1", "hospital", key, "")
+    for entry in (appointed, Enrolled("site-a", key, bytes(32), bytes(32), "")):
+        with pytest.raises(InvalidEntry, match="not an Ed25519 key of one owner"):
+            State().apply(Record(1, "k", entry))
+    with pytest.raises(ValueError, match="has 32 bytes, and an owner"):
+        typed_key(key.hex())
+    raw, tree, signer = encode(Record(1, "k", appointed)), CompactRange(), Ed25519PrivateKey.generate()
+    tree.append(leaf_hash(raw))
+    note = sign_checkpoint(Checkpoint("lazaret/test", 1, tree.root()), signer)
+    with pytest.raises(Unsound, match="entry 0: no such role, or not an Ed25519 key of one owner"):
+        verify(Export(signer.public_key().public_bytes_raw(), (raw,), (), note).encode())

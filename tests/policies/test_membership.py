@@ -230,6 +230,7 @@ def test_a_site_comes_back_with_a_new_key_and_policy_to_the_accounts_it_had(worl
     assert [e.serial for e in entries if isinstance(e, Enrolled)] == ["", "s-2", "s-4"]
     found = verify(world.export())
     assert found.sites["site-a"] == {
+        "key": again.public.hex(),
         "approved_by": ["dpo-1 (compliance)", "head-1 (hospital)"],
         "enrolments": 3,
         "revoked": False,
@@ -257,7 +258,7 @@ def test_the_verifier_says_who_approved_each_enrolment(world: World, capsys: pyt
     world.register.revoke("site-b", "", "left")
     raw = world.export()
     (world.path.parent / "export").write_bytes(raw)
-    assert main([str(world.path.parent / "export")]) == 0
+    assert main([str(world.path.parent / "export")]) == 3, "nobody said whose ledger it is"
     said = capsys.readouterr().out
     assert "site-a: enrolled when nobody could approve it; 1 certificates issued, 0 of them revoked\n" in said
     assert (

@@ -139,7 +139,7 @@ def test_a_smaller_budget_refuses_the_price_with_a_reason_for_people() -> None:
     small = Account(Opened("site-a/rdp", allowance(2.0, 4e-6, 9), 9, "2.0", "4e-06"))
     verdict = review_reservation(SITE.reservation("g", DP, "federated", "run-1"), Standing(small), POLICY)
     assert [f.rule for f in verdict.findings] == ["budget"]
-    assert "the budget is epsilon 2.0" in verdict.findings[0].detail
+    assert "the budget is epsilon 2 per" in verdict.findings[0].detail
 
 
 def test_the_k_account_counts_releases_and_is_then_used_up() -> None:

@@ -26,6 +26,7 @@ from policies.claims import (
     UnsupportedClaim,
 )
 from policies.entries import LimitSet, Opened, Recovered, Reserved
+from policies.figures import epsilon_text
 from policies.policy import Policy, parse
 from policies.rdp import allowance, cost, epsilon_nano
 from policies.review import (
@@ -284,7 +285,7 @@ def test_a_shortage_is_told_in_epsilon_and_in_what_is_left() -> None:
     nano = epsilon_nano(dear.claim, 4e-6, ORDER)
     assert nano % 10**7 < 10**7 // 2, "the nearest lies below it"
     wanted = f"{(nano // 10**7 + 1) / 100:.2f}"
-    start = f"the claim alone is epsilon {wanted} at delta 4e-06 (order 4); the budget is epsilon 8.0 per patient, "
+    start = f"the claim alone is epsilon {wanted} at delta 4e-06 (order 4); the budget is epsilon 8 per patient, "
     assert text(dear, purse(1000)) == start + "100 % of it left"
     assert text(dear, purse(1000, held=300, spent=100)) == start + "60 % of it left"
     assert text(dear, purse(1000, spent=1001)) == start + "0 % of it left"
@@ -293,10 +294,10 @@ def test_a_shortage_is_told_in_epsilon_and_in_what_is_left() -> None:
     assert text(dear, purse(0)) == start + "0 % of it left"
     assert text(dear, purse(1)) == start + "100 % of it left"
     lowered = purse(1000, changed=LimitSet("site-m/rdp", 500, "4.0", "s"), spent=250)
-    assert text(dear, lowered) == start.replace("epsilon 8.0", "epsilon 4.0") + "50 % of it left"
-    loud = replace(dear, claim=SubsampledGaussian(1.0, 0.0011, 1000))  # so large that a unit of 1e9 + 1 would show
-    whole = epsilon_nano(loud.claim, 4e-6, ORDER) // 10**9
-    assert text(loud, purse(1)).startswith(f"the claim alone is epsilon {whole}.")
+    assert text(dear, lowered) == start.replace("epsilon 8 ", "epsilon 4 ") + "50 % of it left"
+    loud = replace(dear, claim=SubsampledGaussian(1.0, 0.0011, 1000))  # of more than six digits
+    exact = f"{epsilon_nano(loud.claim, 4e-6, ORDER)}e-9"
+    assert text(loud, purse(1)).startswith(f"the claim alone is epsilon {epsilon_text(exact)} at delta")
     assert text(ASKED, shelf(3, spent=3)) == "every patient may be in 3 release(s), and that is used up"
 
 

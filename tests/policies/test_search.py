@@ -32,13 +32,14 @@ RULES = ("min_k", "budget", "l_diversity")
 
 
 class Jumping(Clock):
-    """A clock that mostly goes on, by hours, and sometimes back by days."""
+    """A clock that mostly goes on, by hours, and sometimes back by days; a ledger of before wrote that down."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, store: Store) -> None:
         super().__init__()
-        self.rng = rng
+        self.rng, self.store = rng, store
 
     def __call__(self) -> int:
+        self.store.state.latest = 0  # today's store writes no time before the last one
         self.now += self.rng.randrange(7_200) if self.rng.random() > 0.02 else -self.rng.randrange(5 * DAY)
         return self.now
 
@@ -89,7 +90,7 @@ def make(path: Path, seed: int, times: int = 150) -> Store:
     hospitals = [Hospital(name, policy(max_releases_per_patient=9)) for name in SITES]
     register = open_register(path, *hospitals, key=KEY)
     store = register.store
-    store._clock = Jumping(rng)
+    store._clock = Jumping(rng, store)
     for person in (CAREFUL, LOCAL):
         governance.appoint(store, person.name, person.role, person.public)
     fill(store, rng, times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -93,6 +94,8 @@ def ledger(auditor: Auditor, tmp_path_factory: pytest.TempPathFactory) -> Audito
     register.store.close()
     raw = export_file(path, "lazaret/test", key)
     (auditor.folder / "sound.export").write_bytes(raw)
+    public = key.public_key().public_bytes_raw()
+    (auditor.folder / "key.txt").write_text(hashlib.sha256(public).hexdigest())
     (auditor.folder / "older.checkpoint").write_text(older)
     at = raw.index(b"\nenvelopes ") + 200
     (auditor.folder / "changed.export").write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
@@ -150,7 +153,7 @@ def _written(path: Path, raw: bytes) -> Path:
 
 
 def test_a_sound_export_gives_0_and_says_what_it_found(ledger: Auditor) -> None:
-    done = ledger.verify("sound.export")
+    done = ledger.verify("sound.export", "--key", (ledger.folder / "key.txt").read_text())
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("SOUND: lazaret/test, ")
     assert "3 grants, 2 releases admitted, 1 refusals" in done.stdout
@@ -170,7 +173,8 @@ def test_a_missing_file_or_a_wrong_call_gives_2(ledger: Auditor, arguments: tupl
 
 
 def test_json_says_the_same_for_machines(ledger: Auditor) -> None:
-    sound, changed = ledger.verify("sound.export", "--json"), ledger.verify("changed.export", "--json")
+    named = ("--key", (ledger.folder / "key.txt").read_text(), "--json")
+    sound, changed = ledger.verify("sound.export", *named), ledger.verify("changed.export", *named)
     found = json.loads(sound.stdout)
     assert (sound.returncode, found["sound"], found["grants"], found["refusals"]) == (0, True, 3, 1)
     assert found["accounts"]["site-a/k"]["spent"] == 1
@@ -185,9 +189,11 @@ def test_a_composed_claim_is_priced_again_from_its_parts(ledger: Auditor) -> Non
 
 
 def test_an_older_checkpoint_is_extended_by_the_true_ledger_and_not_by_a_rewritten_one(ledger: Auditor) -> None:
-    assert ledger.verify("rewritten.export").returncode == 0  # nobody can tell without the checkpoint
-    assert ledger.verify("sound.export", "--from", "older.checkpoint").returncode == 0
-    done = ledger.verify("rewritten.export", "--from", "older.checkpoint")
+    named = ("--key", (ledger.folder / "key.txt").read_text())
+    assert ledger.verify("rewritten.export", *named).returncode == 0  # nobody can tell without the checkpoint
+    assert ledger.verify("sound.export", "--from", "older.checkpoint", *named).returncode == 0
+    assert ledger.verify("sound.export", "--from", "older.checkpoint").returncode == 3
+    done = ledger.verify("rewritten.export", "--from", "older.checkpoint", *named)
     assert done.returncode == 1
     assert "rewritten" in done.stdout
 
@@ -248,3 +254,12 @@ def test_packages_and_modules_are_found_however_they_are_imported(tmp_path: Path
         (tmp_path / name).write_text(text)
     wanted = {"top", "top.start", "top.a", "top.b", "top.b.c", "top.d", "top.d.e", "top.g"}
     assert set(needed(tmp_path, "top.start")) == wanted
+
+
+def test_without_a_key_that_was_named_it_is_consistent_and_no_more(ledger: Auditor) -> None:
+    done = ledger.verify("sound.export")
+    key = (ledger.folder / "key.txt").read_text()
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout.startswith("CONSISTENT: lazaret/test, ")
+    assert f"consistent with itself; signed by {key}, whom you have not named" in done.stdout
+    assert "SOUND" not in done.stdout

@@ -43,6 +43,10 @@ def ledger(tmp_path: Path) -> tuple[Path, Ed25519PrivateKey]:
     return tmp_path / "ledger.db", key
 
 
+def fingerprint(key: Ed25519PrivateKey) -> str:
+    return hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest()
+
+
 def test_an_honest_export_is_sound_and_says_what_the_ledger_says(ledger: tuple[Path, Ed25519PrivateKey]) -> None:
     found = verify(export_file(ledger[0], "lazaret/test", ledger[1]))
     assert (found.grants, found.releases, found.refusals) == (3, 2, 1)
@@ -154,18 +158,25 @@ def test_an_envelope_that_no_entry_rests_on_is_found(tmp_path: Path) -> None:
         verify(smuggled.encode())
 
 
-def test_the_command_exits_0_1_and_2(
+def test_the_command_exits_0_1_2_and_3(
     ledger: tuple[Path, Ed25519PrivateKey], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = ledger[0].with_suffix(".export")
     path.write_bytes(export_file(ledger[0], "lazaret/test", ledger[1]))
-    assert main([str(path)]) == 0
-    assert "SOUND" in capsys.readouterr().out
-    assert main([str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sound"] is True
+    named = ["--key", fingerprint(ledger[1])]
+    assert main([str(path), *named]) == 0
+    assert capsys.readouterr().out.startswith("SOUND: lazaret/test, ")
+    assert main([str(path), *named, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["sound"], said["verdict"], said["anchors"]) == (True, "SOUND", ["key"])
+    assert main([str(path)]) == 3
+    assert capsys.readouterr().out.startswith("CONSISTENT: lazaret/test, ")
     path.write_bytes(path.read_bytes()[:-2] + b"x\n")
-    assert main([str(path)]) == 1
+    assert main([str(path), *named]) == 1
     assert "NOT SOUND" in capsys.readouterr().out
+    assert main([str(path), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["sound"], said["verdict"]) == (False, "NOT SOUND")
     with pytest.raises(SystemExit) as caught:
         main([str(path.with_suffix(".nowhere"))])
     assert caught.value.code == 2
@@ -178,7 +189,7 @@ def test_the_verifier_needs_nothing_but_the_standard_library_and_cryptography(
     path.write_bytes(export_file(ledger[0], "lazaret/test", ledger[1]))
     code = (
         "import sys, policies.verify as v\n"
-        "assert v.main(sys.argv[1:]) == 0\n"
+        "assert v.main(sys.argv[1:]) == 3\n"
         "ours = {'policies', 'cryptography', 'cffi', '_cffi_backend', 'typing_extensions'}\n"
         "bad = {m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names) - ours\n"
         "print('FOREIGN', sorted(m for m in bad if not m.startswith(('_', 'editable'))))\n"

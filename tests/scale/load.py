@@ -123,15 +123,19 @@ def drive(root: Path, port: int, names: list[str], load: Load) -> list[dict[str,
 
 
 def books(root: Path) -> dict[str, Any]:
-    """The exported ledger, once lazaret-verify has found it sound."""
+    """The exported ledger, once lazaret-verify has found it sound under the key that the coordinator tells."""
     out, home = root / "ledger.export", str(root / "coordinator")
+    told = ""
     for command in (
-        [sys.executable, "-m", "coordinator", "--home", home, "ledger", "export", str(out)],
-        [sys.executable, "-m", "policies.verify", str(out), "--json"],
+        ["coordinator", "--home", home, "ledger", "export", str(out)],
+        ["coordinator", "--home", home, "ledger", "fingerprint"],
+        ["policies.verify", str(out), "--json", "--key"],
     ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+        whole = [sys.executable, "-m", *command, *([told] if command[-1] == "--key" else [])]
+        done = subprocess.run(whole, capture_output=True, text=True, check=False, env=_environment())
         if done.returncode != 0:
-            raise LoadFailed(f"{command[2]} {command[-1]}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+            raise LoadFailed(f"{command[0]} {command[-1]}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        told = done.stdout.strip()
     export = Export.parse(out.read_bytes())
     return as_json(coordinator_home.ORIGIN, [decode(body) for body in export.entries])
 

@@ -192,7 +192,7 @@ def test_an_entry_is_proved_and_the_search_finds_it(place: Hospital) -> None:
         proof = rita.get(f"/ledger/{seq[1]}/proof").json()
         assert proof["seq"] == int(seq[1])
         assert rita.get("/ledger/999999").status_code == 404
-        assert "epsilon 8.0" in words(rita.get("/ledger?kind=opened"))
+        assert "epsilon 8, delta" in words(rita.get("/ledger?kind=opened"))
         assert "per patient (add or remove one)" in words(rita.get("/budget"))
 
 

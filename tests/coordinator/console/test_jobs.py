@@ -81,7 +81,7 @@ def test_every_key_of_a_mechanism_has_an_input_with_words(mechanism: str) -> Non
 
 def test_a_price_is_rounded_up_and_what_is_left_down() -> None:
     (cost,) = jobs.costs_of([COST])
-    assert (cost.epsilon, cost.left, cost.share) == ("1.001", "2.999", 25.0)
+    assert (cost.epsilon, cost.left, cost.share) == ("1.01", "2.99", 25.0)
     (none,) = jobs.costs_of([replace(COST, left=0, left_epsilon="", epsilon="", fits=False)])
     assert (none.share, none.left, none.epsilon) == (None, "", "")
 
