@@ -205,4 +205,6 @@ def test_a_corrected_list_gives_a_volume_to_its_patient(site: Path, way: Way) ->
                 [one for one in way.lying(way.usual(), way.lists(way.usual())) if one.path == "head.nii"]
             )
         persons.append((report.kept, report.quarantined))
-    assert persons == [(1, {}), (0, {"conflicting_instance": 1})], "whose it is now is for a person to settle"
+    assert persons == [(1, {}), (1, {})], "neither patient's volume decides on the other's"
+    (alike,) = way.vault.alike()
+    assert (len(alike.persons), alike.why) == (2, ("study", "series", "instance")), "whose it is, a person settles"

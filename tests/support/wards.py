@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +118,12 @@ class Vault:
             if f"{i:04d}" not in excluded:
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
+
+    def alike_ids(self) -> tuple[frozenset[str], ...]:
+        return ()
+
+    def second_ids(self, selection: Selection, taken: Set[str]) -> frozenset[str]:
+        return frozenset()
 
     def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
         excluded = set(without) | self.out
