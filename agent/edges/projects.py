@@ -156,7 +156,7 @@ def _open(home: Home, name: str, *, upgrading: bool = False) -> Vault:
     _database(home, name).parent.mkdir(mode=0o700, exist_ok=True)
     notes = _notes(home, upgrading=upgrading)
     try:
-        return Vault(notes, _database(home, name), key)
+        return Vault(notes, _database(home, name), key, upgrading=upgrading)
     except BaseException:
         notes.close()
         raise

@@ -44,18 +44,20 @@ _MAX_LABEL: Final = 64
 class Vault(Withheld):
     """The records of one project, and the site's notes."""
 
-    def __init__(self, notes: Notes, path: Path, key: bytes) -> None:
+    def __init__(self, notes: Notes, path: Path, key: bytes, *, upgrading: bool = False) -> None:
         """Open or create a project's records.
 
         Args:
             notes: the site's; closed with this vault.
             path: of the project's database.
             key: the project's, 32 bytes: see :func:`agent.edges.projects.keys`.
+            upgrading: take an older program's file, for :meth:`name_by_patient`.
         Raises:
+            OlderVault: an older program made it.
             VaultError: the key does not open it, or the disk failed.
         """
         self._notes = notes
-        super().__init__(SealedFile(path, key, _SCHEMA))
+        super().__init__(SealedFile(path, key, _SCHEMA, upgrading=upgrading))
         self._split_key = derive(key, "vault/split")
         self._claims: dict[str, str] = {}  # series that were let in and are not kept yet -> their studies
 
