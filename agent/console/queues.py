@@ -27,7 +27,7 @@ STATES: Final = {
     "face": "a face may be rebuilt from it: withheld",
     "volume": "a volume",
     "waiting": "its series is not complete yet",
-    "held": "held back: text was read in a picture, or it names two patients",
+    "held": "held back: text was read in a picture, or its series names two studies",
 }
 
 
