@@ -35,8 +35,7 @@ from agent.edges.room import RoomError
 from agent.edges.secret import SecretError, make_secret, read_secret
 from agent.edges.stow import StowError, StowSettings
 from agent.edges.vault import VaultError
-from agent.edges.way import forget, open_way
-from agent.edges.way import here as patients_here
+from agent.edges.way import forget, of_files, open_way
 from protos.keyfile import BadKeyFile
 
 OUT = Console(highlight=False)
@@ -126,9 +125,12 @@ def _of_somebody(home: Home, named: list[str], *, anyway: bool) -> None:
     here = set(projects.opted_out(home))
     for name in projects.names(home):
         with open_way(home, name) as way:
-            here |= patients_here(way)
+            here |= {head.person for head in way.vault.heads()}
             for one in way.vault.note("releases") or []:  # who was released may be deleted here by now
                 here.update(*one["clusters"], *one.get("again", []), one.get("persons", []))
+    for name in () if here.issuperset(named) else projects.names(home):
+        with open_way(home, name) as way:
+            here |= of_files(way)
     unknown = [number for number, person in enumerate(named, 1) if person not in here]
     if not unknown:
         return

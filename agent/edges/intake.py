@@ -26,6 +26,7 @@ from agent.edges.room import Arrival, Taken
 from agent.edges.waiting import Found, Refusal, Retried
 
 _BATCH: Final = 64  # records of one transaction
+_SENDERS: Final = 1024  # further senders of what is kept, noted at once
 _BATCH_BYTES: Final = 64 * 2**20
 _UNDER_WAY_BYTES: Final = 512 * 2**20  # of files in the hands of workers; one larger than this goes alone
 
@@ -39,8 +40,8 @@ class Shelf(Protocol):
     def kept(self, name: str) -> tuple[str, str] | None:
         """Digest and patient of what is kept under a name; None when nothing is."""
 
-    def sent_again(self, key: str, mark: str) -> None:
-        """What is kept, by name or keyed digest, came from a sender (:attr:`Record.sent`), too."""
+    def sent_again(self, marks: Iterable[tuple[str, str]]) -> None:
+        """What is kept, by name or keyed digest, came from these senders (:attr:`Record.sent`), too."""
 
     def refusal(self, record: Record) -> str | None:
         """Why this record may not be kept (a key of REASONS), or None."""
@@ -114,8 +115,9 @@ class Intake:
         self._under_way: deque[_Read] = deque()
         self._batch: list[tuple[_Read, Record]] = []
         self._new: dict[str, tuple[str, str]] = {}  # name -> digest and patient of what is read and not yet kept
-        # digest of a file under way -> others with the same bytes
+        # digest of a file under way -> others with the same bytes, and how they came
         self._same: dict[str, list[tuple[Found, Arrival]]] = {}
+        self._senders: list[tuple[str, str]] = []  # of what is kept already: name or digest, and who sent it, too
         self._kept = self._duplicates = self._files = 0
         self._codes: Counter[str] = Counter()
 
@@ -166,6 +168,7 @@ class Intake:
                 self._end(self._under_way.popleft())
                 progress(self._files - len(self._under_way))
             self._flush()
+            self._note_senders()
         finally:
             self._give_back()
         return IngestReport(self._files, self._kept, self._duplicates, dict(sorted(self._codes.items())))
@@ -184,6 +187,7 @@ class Intake:
         self._batch.clear()
         self._new.clear()
         self._same.clear()
+        self._senders.clear()
 
     def _begin(self, found: Found) -> None:
         """Load a file and hand it to a worker, unless it is known or refused already."""
@@ -192,9 +196,8 @@ class Intake:
             arrival = found.load()
             digest = self._digest(arrival)
             if digest in self._same:
-                self._same[digest].append(
-                    (found, arrival)
-                )  # whether it is known is seen when the first one is judged
+                # whether it is known is seen when the first one is judged; of its bytes one copy is enough
+                self._same[digest].append((found, replace(arrival, body=b"")))
                 return
             if self._ports.shelf.has(digest):
                 self._again(found, arrival, digest)
@@ -261,10 +264,16 @@ class Intake:
     def _again(self, found: Found, arrival: Arrival, digest: str, name: str = "") -> None:
         """It is kept already; that this sender has it, too, is worth knowing."""
         self._duplicates += 1
-        sent = self._sent(arrival)
-        if sent:
-            self._ports.shelf.sent_again(name or digest, sent)
+        if mark := self._sent(arrival):
+            self._senders.append((name or digest, mark))
+        if len(self._senders) >= _SENDERS:
+            self._note_senders()
         self._settle(found, arrival, digest)
+
+    def _note_senders(self) -> None:
+        """What is lost of them by a crash costs one more question to an archive."""
+        marks, self._senders = self._senders, []
+        self._ports.shelf.sent_again(marks)
 
     def _sent(self, arrival: Arrival) -> str:
         """The keyed mark of a sender and of what it calls the instance; "" where it did not say."""

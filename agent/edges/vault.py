@@ -100,11 +100,15 @@ class Vault(Withheld):
         """Has a sender sent an instance that is kept? The mark is of both: see :attr:`Record.sent`."""
         return bool(self._file.rows("SELECT 1 FROM sent WHERE mark = ? LIMIT 1", (mark,)))
 
-    def sent_again(self, key: str, mark: str) -> None:
-        """What is kept, by name or digest, came from this sender, too."""
-        if not self.was_sent(mark):
-            query = "INSERT OR IGNORE INTO sent SELECT ?, id FROM instance WHERE name = ? OR digest = ?"
-            self._file.rows(query, (mark, key, key))
+    def sent_again(self, marks: Iterable[tuple[str, str]]) -> None:
+        """What is kept, by name or digest, came from these senders, too. Durable when this returns."""
+        new = [(key, mark) for key, mark in marks if not self.was_sent(mark)]
+        if not new:
+            return
+        query = "INSERT OR IGNORE INTO sent SELECT ?, id FROM instance WHERE name = ? OR digest = ?"
+        with self._file.transaction():
+            for key, mark in new:
+                self._file.rows(query, (mark, key, key))
 
     def after(self, name: str) -> str | None:
         """SHA-256 of the file that is kept under a name; None when nothing is."""

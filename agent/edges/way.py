@@ -137,9 +137,9 @@ def forget(way: Way, persons: Set[str]) -> int:
     return gone
 
 
-def here(way: Way) -> set[str]:
-    """The patients of whom a project keeps anything: in its vault, waiting, or refused."""
-    return {head.person for head in way.vault.heads()} | {person for _, _, person in _in_rooms(way)}
+def of_files(way: Way) -> set[str]:
+    """The patients of whom a file waits or was refused."""
+    return {person for _, _, person in _in_rooms(way)}
 
 
 def _in_rooms(way: Way) -> Iterator[tuple[Room, str, str]]:
