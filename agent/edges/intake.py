@@ -273,7 +273,8 @@ class Intake:
     def _note_senders(self) -> None:
         """What is lost of them by a crash costs one more question to an archive."""
         marks, self._senders = self._senders, []
-        self._ports.shelf.sent_again(marks)
+        if marks:
+            self._ports.shelf.sent_again(marks)
 
     def _sent(self, arrival: Arrival) -> str:
         """The keyed mark of a sender and of what it calls the instance; "" where it did not say."""

@@ -392,9 +392,11 @@ def test_who_has_opted_out_is_refused_and_in_no_cohort_even_before_the_deletion(
 
 def test_a_purge_leaves_no_ciphertext_of_the_patient_in_the_file_or_its_log(tmp_path: Path) -> None:
     vault = open_vault(tmp_path)
-    big = replace(record(1), payload=bytes(range(256)) * 2000, trace=(Step("0010,0020", "replaced", "profile"),))
+    big = replace(
+        said(record(1)), payload=bytes(range(256)) * 2000, trace=(Step("0010,0020", "replaced", "profile"),)
+    )
     vault.keep_all([big, record(2), *(record(n, person=2) for n in range(10, 60))])
-    vault.relabel({record(1).name: "later"})
+    assert vault.relabel({UID_1: "later"}) == 1
     look = apsw.Connection(str(tmp_path / "main.db"))
     query = "SELECT head, pixels, payload FROM instance JOIN body USING (id) WHERE name IN (?, ?)"
     boxes: list[Any] = [
