@@ -31,7 +31,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -49,13 +49,13 @@ from agent import masked, participant, pipeline
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
 from agent.edges import reader
-from agent.edges.intake import Intake, Ports
+from agent.edges.intake import Intake, Ports, sent
 from agent.edges.notes import Notes
 from agent.edges.quarantine import Quarantine
 from agent.edges.room import Arrival, Room
 from agent.edges.vault import Vault
 from agent.edges.waiting import in_room
-from agent.mechanisms import MECHANISMS, Federated, FederatedMasked
+from agent.mechanisms import MECHANISMS, Federated, FederatedMasked, Synthesis
 from agent.mechanisms.centroids import Centroids
 from agent.mechanisms.distill import _counted, _stacked
 from agent.nouns import Cohort, Selection, Split
@@ -86,7 +86,7 @@ class File:
     instance: int
     picture: int
     text: bool = False
-    sender: str = field(default="PACS")
+    sender: str = "PACS"  # what the newcomer's sender has, another archive has not: an archive has one of each UID
 
     @property
     def uid(self) -> str:
@@ -197,11 +197,11 @@ def assert_neighbours(hospital: Hospital, arrivals: Sequence[File], newcomer: in
     """
     with closing(hospital.let_in(arrivals)) as vault:
         having, cohort = told(vault), vault.cohort(Selection("CT", (SIDE, SIDE)))
-        marks = {file: vault.was_sent(reader_mark(file)) for file in arrivals} if hasattr(vault, "was_sent") else {}
+        asked = {file: vault.was_sent(mark_of(file)) for file in arrivals}
     with closing(hospital.let_in(file for file in arrivals if file.patient != newcomer)) as vault:
         lacking = told(vault)
-        for file in (one for one in marks if one.patient != newcomer and one.sender != "EVIL"):
-            assert marks[file] == vault.was_sent(reader_mark(file)), "what an archive is asked for has changed"
+        for file in (one for one in arrivals if one.patient != newcomer):
+            assert asked[file] == vault.was_sent(mark_of(file)), "what an archive is asked for has changed"
     having.pop(person(newcomer), None)
     assert having == lacking, "one patient more has changed another patient"
     for patient in {file.patient for file in arrivals} - {newcomer}:
@@ -210,10 +210,8 @@ def assert_neighbours(hospital: Hospital, arrivals: Sequence[File], newcomer: in
     return cohort
 
 
-def reader_mark(file: File) -> str:
-    """As a site notes that a sender has sent an instance."""
-    from agent.edges.intake import sent
-
+def mark_of(file: File) -> str:
+    """As a site notes that a sender has sent an instance, for which that sender is not asked again."""
     return sent(WHO, file.uid, "dimse", file.sender)
 
 
@@ -253,13 +251,13 @@ def test_one_patient_more_changes_that_patients_contribution_only(
 
 PLAIN = (File(0, 0, 0, 0, 0), File(1, 1, 1, 1, 1), File(2, 2, 2, 2, 2))
 ATTACKS = {
-    "another's series": File(NEWCOMER, 7, 0, 7, 7),
-    "another's study and series": File(NEWCOMER, 0, 0, 7, 7),
-    "another's study, with a text": File(NEWCOMER, 0, 7, 7, 7, text=True),
-    "another's instance": File(NEWCOMER, 7, 7, 0, 7),
-    "another's instance and picture": File(NEWCOMER, 7, 7, 0, 0),
-    "all of another's but the id": File(NEWCOMER, 0, 0, 0, 0),
-    "another's picture": File(NEWCOMER, 7, 7, 7, 0),
+    "another's series": File(NEWCOMER, 7, 0, 7, 7, sender="EVIL"),
+    "another's study and series": File(NEWCOMER, 0, 0, 7, 7, sender="EVIL"),
+    "another's study, with a text": File(NEWCOMER, 0, 7, 7, 7, text=True, sender="EVIL"),
+    "another's instance": File(NEWCOMER, 7, 7, 0, 7, sender="EVIL"),
+    "another's instance and picture": File(NEWCOMER, 7, 7, 0, 0, sender="EVIL"),
+    "all of another's but the id": File(NEWCOMER, 0, 0, 0, 0, sender="EVIL"),
+    "another's picture": File(NEWCOMER, 7, 7, 7, 0, sender="EVIL"),
 }
 
 
@@ -396,15 +394,15 @@ TAKES: dict[str, tuple[Callable[[], Any], Callable[[Any, Cohort], list[bytes]]]]
 }
 
 
-def level_a() -> set[str]:
-    """The mechanisms whose claim has an epsilon, by the type of their claims."""
+def claiming(*wanted: type) -> set[str]:
+    """The mechanisms with a claim of one of these types, by what their ``claim`` says that it returns."""
     kinds = {name: get_type_hints(kind.claim)["return"] for name, kind in MECHANISMS.items()}
     assert all(kind in (*get_args(Gaussian), KAnonymous, NoClaim) for kind in kinds.values()), "a kind nobody knows"
-    return {name for name, kind in kinds.items() if kind in get_args(Gaussian)}
+    return {name for name, kind in kinds.items() if kind in wanted}
 
 
 def test_no_mechanism_of_level_a_is_forgotten_here() -> None:
-    assert level_a() == set(TAKES)
+    assert claiming(*get_args(Gaussian)) == set(TAKES)
 
 
 @pytest.mark.parametrize("name", sorted(TAKES))
@@ -437,6 +435,7 @@ def test_only_roads_of_k_ask_which_ids_may_be_one_patient() -> None:
         if any(word in path.read_text() for word in (".second_ids(", ".alike_ids(", "out_of_it("))
     }
     assert asks == {"edges/vault.py", "released.py", "pipeline.py", "searching.py"}
+    assert claiming(KAnonymous) == {kind.name for kind in get_args(Synthesis)}, "all of k go by one road"
     of_k = pipeline.release_synthetic.__code__.co_names
     assert {"out_of_it", "kept_clusters"} <= set(of_k)
     for road in (pipeline.release_resumable, pipeline.release_heads):

@@ -19,6 +19,7 @@ from scipy.sparse.csgraph import connected_components
 from agent.__main__ import main
 from agent.deidentify.record import Record, own
 from agent.edges import projects
+from agent.edges import vault as vaults
 from agent.edges.alike import alike, left_out
 from agent.edges.cohorts import Head, head_of
 from agent.edges.home import Home
@@ -172,6 +173,14 @@ def test_k_of_five_is_not_reached_by_two_persons_of_many_ids(ward: Stage) -> Non
     with pytest.raises(CohortTooSmall):
         release_synthetic(ward.site, ksame(), "OT", RNG)
     assert ward.spent("k") == ((0, 0), (0, 0)), "known beforehand: nothing is priced"
+
+
+def test_a_count_of_ids_would_let_them_through(ward: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule broken on purpose: two persons are behind every picture of a release of k = 5."""
+    monkeypatch.setattr(vaults, "left_out", lambda *_: frozenset())
+    goods, verdict = release_synthetic(ward.site, ksame(), "OT", RNG)
+    assert verdict.admitted
+    assert len(made_of(ward.site, goods.release.release)) == DOUBLES
 
 
 def test_once_a_person_has_told_them_apart_they_count(ward: Stage, vault: Vault) -> None:
