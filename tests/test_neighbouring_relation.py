@@ -233,7 +233,7 @@ def files(patients: Iterable[int], sender: str) -> st.SearchStrategy[File]:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     others=st.lists(files(range(3), "PACS"), min_size=1, max_size=7, unique=True),
     more=st.lists(files([NEWCOMER], "EVIL"), min_size=1, max_size=4, unique=True),

@@ -150,10 +150,14 @@ class Withheld(Holds):
         self.let_go(name, {head.study for head in self.heads() if name in (head.study, *head.uids[:1])} | {name})
 
     def _picture(self, raw: bytes, shape: tuple[int, ...]) -> str:
-        """The keyed digest of packed pixels, by which equal ones are found; "" of a picture of one value."""
-        if not bool(np.ptp(unpacked(raw, shape)) > 0):
+        """The keyed digest of packed pixels, by which equal ones are found; "" of a picture of one value.
+
+        They are packed once more: an older version packed all of them in 65,536 levels.
+        """
+        pixels = unpacked(raw, shape)
+        if not bool(np.ptp(pixels) > 0):
             return ""
-        return self._file.mac("picture", f"{shape}".encode() + raw)
+        return self._file.mac("picture", f"{shape}".encode() + packed(pixels))
 
     def overwrite(self) -> bool:
         """Cut the log in which old bytes may stand, sealed; False while another process reads."""

@@ -23,6 +23,7 @@ from agent.edges import vault as vaults
 from agent.edges.alike import alike, left_out
 from agent.edges.cohorts import Head, head_of
 from agent.edges.home import Home
+from agent.edges.levels import packed
 from agent.edges.notes import Notes
 from agent.edges.vault import Vault
 from agent.edges.way import open_way
@@ -127,6 +128,15 @@ def test_a_picture_whose_face_was_taken_off_is_compared_as_it_is_now(vault: Vaul
     (face,) = vault.faces_of(record(1, 1).study)
     vault.defaced([Bare(face.name, b"NEW", record(0, 9).pixels)])
     assert len(vault.alike()) == 1
+
+
+def test_a_picture_that_an_older_version_packed_is_equal_to_the_same_one_of_today(vault: Vault) -> None:
+    pixels = record(0, 0).pixels
+    assert pixels is not None
+    fine = np.rint(pixels * np.float32(65535)).astype("<u2").tobytes()
+    assert len(packed(pixels)) < len(fine)
+    assert vault._picture(packed(pixels), SHAPE) == vault._picture(fine, SHAPE) != ""
+    assert vault._picture(packed(pixels), (4, 16)) != vault._picture(fine, SHAPE)
 
 
 def test_a_person_decides_once_and_a_new_id_asks_again(vault: Vault) -> None:
