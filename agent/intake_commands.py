@@ -21,6 +21,7 @@ from rich.table import Table
 from agent import site_commands
 from agent.deidentify.manifest import explain, manifest
 from agent.deidentify.reasons import REASONS, Refused
+from agent.edges.alike import Alike
 from agent.edges.archives import FAULTS, Ears, Pulling, named, narrowed
 from agent.edges.files import Folder, contents
 from agent.edges.home import BadSite, Home
@@ -36,6 +37,12 @@ from agent.edges.way import Way, open_way, total
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
+_SAME: Final = {  # what two patient ids have in common
+    "picture": "equal pictures",
+    "study": "one study UID",
+    "series": "one series UID",
+    "instance": "one instance UID",
+}
 _LOOK_S: Final = 1.0  # how often what an archive sends is let in
 
 
@@ -348,18 +355,14 @@ def _as_text(told: object) -> str:
 def cohort(arguments: argparse.Namespace) -> int:
     """How many patients there are to work with, by modality, body part and state: for this console alone."""
     with open_way(Home(arguments.home), arguments.project) as way:
-        if arguments.labels is not None:
-            raw = read_pairs(arguments.labels, ("sop_instance_uid", "label"))
-            changed = way.vault.relabel({way.name_of(uid): label for uid, label in raw.items()})
-            ERR.print(f"{changed} labels changed")
-        if arguments.lift:
-            if arguments.lift not in way.vault.held():
-                raise BadSite("no study of that name is held back: `cohort --held` lists them")
-            way.vault.lift(arguments.lift)
-            open_log(way.home.root / "agent.log").info("study_lifted", where=arguments.lift)
+        _decide(way, arguments)
         if arguments.held:
-            held = sorted(way.vault.held())
+            held = sorted(way.vault.held() | way.vault.barred())
             sys.stdout.write(json.dumps(held) + "\n" if arguments.json else "".join(f"{one}\n" for one in held))
+            return 0
+        same = way.vault.alike()
+        if arguments.same:
+            _print_same(same, as_json=arguments.json)
             return 0
         found = way.vault.counts(way.ingestion.rules.min_instances_per_series)
     if arguments.json:
@@ -369,7 +372,48 @@ def cohort(arguments: argparse.Namespace) -> int:
     for c in found:
         table.add_row(c.modality, c.body_part or "-", c.state, str(c.instances), str(c.patients))
     OUT.print(table)
+    if same:
+        _say(f"{len(same)} groups of patient ids count as one patient each towards k: `cohort --same` says why")
     return 0
+
+
+def _decide(way: Way, arguments: argparse.Namespace) -> None:
+    """What a person has decided: labels, a study or series that was looked at, ids that are as many patients."""
+    log = open_log(way.home.root / "agent.log")
+    if arguments.labels is not None:
+        raw = read_pairs(arguments.labels, ("sop_instance_uid", "label"))
+        changed = way.vault.relabel({way.name_of(uid): label for uid, label in raw.items()})
+        ERR.print(f"{changed} labels changed")
+    if arguments.lift:
+        if arguments.lift not in way.vault.held() | way.vault.barred():
+            raise BadSite("no study or series of that name is held back: `cohort --held` lists them")
+        way.vault.lift(arguments.lift)
+        log.info("study_lifted", where=arguments.lift)
+    if arguments.apart:
+        try:
+            count = way.vault.tell_apart(arguments.apart)
+        except KeyError:
+            raise BadSite("no patient ids of that name count as one: `cohort --same` lists them") from None
+        log.info("ids_told_apart", where=arguments.apart, count=count)
+
+
+def _print_same(same: Sequence[Alike], *, as_json: bool) -> None:
+    """Patient ids that may be one person: how many, why, and the studies that a person looks at."""
+    if as_json:
+        told = [{"name": o.name, "ids": len(o.persons), "why": list(o.why), "studies": list(o.studies)} for o in same]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    for one in same:  # no table: it would cut names, which are to be typed again
+        why = ", ".join(_SAME[kind] for kind in one.why)
+        OUT.print(f"{one.name}  {len(one.persons)} ids  {why}", markup=False, soft_wrap=True)
+        for study in one.studies:
+            OUT.print(f"    study {study}", markup=False, soft_wrap=True)
+    if same:
+        OUT.print(
+            "Each group counts as one patient towards k. Look in the PACS whether it is one person. If each id is "
+            "another person, say `cohort --apart NAME`; if not, leave it so. Level A does not depend on it.",
+            soft_wrap=True,
+        )
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

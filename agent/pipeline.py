@@ -24,6 +24,7 @@ from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet
 from agent.released import (
     freeze,
     kept_clusters,
+    out_of_it,
     remember,
     remember_persons,
     retire_clusters,
@@ -169,8 +170,9 @@ def release_synthetic(
     """A k-anonymous synthetic set, from price to verdict; as PNG in clear unless ``wrapping`` says otherwise.
 
     What an earlier release showed of a cluster is shown again as it was, or never again (:mod:`agent.stages.freeze`);
-    the mechanism sees only patients whom no release has shown. With an ``inspection`` everything that would leave is
-    compared with whatever is comparable (:mod:`agent.vetted`), and the statement says what that left, and found.
+    the mechanism sees only patients whom no release has shown, and of ids that may be one patient's only one
+    (:mod:`agent.edges.alike`). With an ``inspection`` everything that would leave is compared with whatever is
+    comparable (:mod:`agent.vetted`), and the statement says what that left, and found.
 
     Raises:
         Refused: k is none of those that were searched, or the price was refused; nothing was read.
@@ -183,7 +185,7 @@ def release_synthetic(
     tried = searched(site, selection.modality)
     if tried and mechanism.k not in tried:
         raise Refused("site", Verdict((Finding("menu", "k is none of those that were tried: tune with it first"),)))
-    labels = [majority(own) for own in site.vault.roster(selection, taken)]
+    labels = [majority(own) for own in site.vault.roster(selection, out_of_it(site, selection, taken))]
     if not possible(labels, mechanism.k, mechanism.l_diversity):
         raise CohortTooSmall  # known from labels alone: nothing is priced, and nobody outside hears of it
     wide = compared(selection)
@@ -193,16 +195,17 @@ def release_synthetic(
     try:
         site.say("read", "the eligible patients, from the vault")
         everybody = site.vault.cohort(selection).patients
-        cohort = Cohort(tuple(patient for patient in everybody if patient.pseudonym not in taken))
-        others = tuple(patient for patient in everybody if patient.pseudonym in taken)
+        out = out_of_it(site, selection, taken)  # asked again: more may have come since
+        cohort = Cohort(tuple(patient for patient in everybody if patient.pseudonym not in out))
+        others = tuple(patient for patient in everybody if patient.pseudonym in out)
         known = everybody if not inspection or wide == selection else site.vault.cohort(wide).patients
         examiner = Examiner.of(known, inspection, rng) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
         made, clusters = mechanism.run(cohort, rng, others)
         fresh = freeze(made, clusters, mechanism, selection)
         passed = examiner.examine(fresh, again, partial(retire_clusters, site)) if examiner else Passed(fresh, again)
-        missing = len(cohort.patients) - sum(len(cluster.members) for cluster in passed.fresh)
-        if missing:  # said to the site's own operator, and to nobody else
+        if missing := len(cohort.patients) - sum(len(cluster.members) for cluster in passed.fresh):
+            # said to the site's own operator, and to nobody else
             site.say("make", f"{missing} patients are behind no picture: their clusters were {_UNSHOWN}")
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         draft = passed.stated(replace(draft, menu=",".join(map(str, tried))))

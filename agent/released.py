@@ -77,7 +77,8 @@ def kept_clusters(
 
     Shown again is what has set out before. A release that waits for persons may yet be withdrawn: its clusters only
     keep their patients out. A cluster with somebody who has opted out is retired: its pictures are forgotten, here,
-    if the opt-out itself could not (:func:`agent.edges.projects.opt_out`).
+    if the opt-out itself could not (:func:`agent.edges.projects.opt_out`). Nor is a cluster shown again that, by what
+    is known of ids by now, has fewer than k patients.
     """
     old: list[Frozen] = []
     gone, state = site.vault.opted_out(), site.books.store.state
@@ -89,7 +90,29 @@ def kept_clusters(
             if kept is not None and not gone.isdisjoint(members):
                 site.vault.write_project_note(place, kept := None)
             old.append(from_note(members, kept if set_out else None))
-    return plan(old, gone, mechanism.k, mechanism.l_diversity, form_of(mechanism, selection))
+    again, taken = plan(old, gone, mechanism.k, mechanism.l_diversity, form_of(mechanism, selection))
+    return enough(again, mechanism.k, site.vault.alike_ids()), taken
+
+
+def enough(clusters: Sequence[Frozen], k: int, alike: Iterable[frozenset[str]]) -> tuple[Frozen, ...]:
+    """Those clusters with k patients or more, though groups of their ids were found to be alike since they were made.
+
+    Args:
+        clusters: of earlier releases.
+        k: patients.
+        alike: disjoint groups of ids that count as one patient.
+    """
+    groups = tuple(alike)
+    return tuple(
+        one
+        for one in clusters
+        if len(one.members) - sum(max(0, len(group.intersection(one.members)) - 1) for group in groups) >= k
+    )
+
+
+def out_of_it(site: Site, selection: Selection, taken: frozenset[str]) -> frozenset[str]:
+    """Who is in no new cluster: who is taken, and every id but one of those that may be one patient's (P3)."""
+    return taken | site.vault.second_ids(selection, taken)
 
 
 def remember(site: Site, release: str, fresh: Sequence[Frozen], again: Sequence[Frozen]) -> None:

@@ -11,7 +11,7 @@ from agent.mechanisms import AnonFaces, KSalsa
 from agent.nets.pictures import to_tensor
 from agent.nets.siamese import Recogniser
 from agent.nouns import Clusters, Cohort, CohortTooSmall, Latents, Selection
-from agent.released import kept_clusters, note_search
+from agent.released import kept_clusters, note_search, out_of_it
 from agent.site import Site
 from agent.stages.average import average, majority, patient_label
 from agent.stages.cluster import partition, possible
@@ -49,6 +49,7 @@ def search(
     """
     note_search(site, selection.modality, menu.ks)  # before labels too: that no k is possible is an answer
     _, taken = kept_clusters(site, mechanism, selection)
+    taken = out_of_it(site, selection, taken)
     labels = [majority(own) for own in site.vault.roster(selection, taken)]
     if not any(possible(labels, k, menu.l_diversity) for k in menu.ks):
         raise CohortTooSmall

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,12 @@ class Vault(Protocol):
         self, modality: str | Selection, shape: tuple[int, ...] | None = None, without: Iterable[str] = ()
     ) -> Cohort:
         """The eligible patients."""
+
+    def alike_ids(self) -> tuple[frozenset[str], ...]:
+        """Groups of ids that count as one patient towards k, disjoint."""
+
+    def second_ids(self, selection: Selection, taken: Set[str]) -> frozenset[str]:
+        """Who is left out of a k-anonymous release, since another id stands for the same patient there."""
 
     def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
         """The labels of every eligible patient's images, without a name; no image is opened."""

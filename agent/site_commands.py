@@ -35,10 +35,11 @@ from agent.edges.room import RoomError
 from agent.edges.secret import SecretError, make_secret, read_secret
 from agent.edges.stow import StowError, StowSettings
 from agent.edges.vault import VaultError
-from agent.edges.way import forget, open_way
+from agent.edges.way import forget, of_files, open_way
 from protos.keyfile import BadKeyFile
 
 OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
 EXPECTED: Final = (
     BadFolder,
     BadSite,
@@ -94,7 +95,10 @@ def opt_out(arguments: argparse.Namespace) -> int:
             OUT.print(f"{count} patients have opted out")
         return 0
     with open_way(home, projects.MAIN) as way:
-        persons = {way.who.person(arguments.issuer, one) for one in lines_of(arguments.patients)}
+        named = [way.who.person(arguments.issuer, one) for one in lines_of(arguments.patients)]
+    persons = set(named)
+    if arguments.what == "add":
+        _of_somebody(home, named, anyway=arguments.anyway)
     gone = 0
     for person in sorted(persons):
         if arguments.what == "add":
@@ -110,6 +114,34 @@ def opt_out(arguments: argparse.Namespace) -> int:
     else:
         OUT.print(f"{len(persons)} patients may be kept again from now on; nothing that was deleted comes back")
     return 0
+
+
+def _of_somebody(home: Home, named: list[str], *, anyway: bool) -> None:
+    """Say which lines name nobody, before anybody is put on the list: a mistyped id protects no one.
+
+    Raises:
+        BadSite: of a patient nothing is here, and ``anyway`` was not said.
+    """
+    here = set(projects.opted_out(home))
+    for name in projects.names(home):
+        with open_way(home, name) as way:
+            here |= {head.person for head in way.vault.heads()}
+            for one in way.vault.note("releases") or []:  # who was released may be deleted here by now
+                here.update(*one["clusters"], *one.get("again", []), one.get("persons", []))
+    for name in () if here.issuperset(named) else projects.names(home):
+        with open_way(home, name) as way:
+            here |= of_files(way)
+    unknown = [number for number, person in enumerate(named, 1) if person not in here]
+    if not unknown:
+        return
+    lines = ", ".join(map(str, unknown[:20])) + (", ..." if len(unknown) > 20 else "")
+    told = f"of {len(unknown)} of the {len(named)} ids nothing is here (id {lines} of the file)"
+    if not anyway:
+        raise BadSite(
+            f"{told}: nobody was opted out. Check how the ids are written, and their issuer (--issuer). To put them "
+            "on the list before anything of them comes, say --anyway"
+        )
+    ERR.print(f"{told}: they are put on the list all the same", markup=False, soft_wrap=True)
 
 
 def project(arguments: argparse.Namespace) -> int:

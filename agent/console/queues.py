@@ -27,7 +27,7 @@ STATES: Final = {
     "face": "a face may be rebuilt from it: withheld",
     "volume": "a volume",
     "waiting": "its series is not complete yet",
-    "held": "held back: text was read in a picture, or it names two patients",
+    "held": "held back: text was read in a picture, or its series names two studies",
 }
 
 
@@ -39,7 +39,8 @@ class Queue:
     waiting: int
     oldest_s: float  # seconds since the oldest arrival; 0 where none waits
     refused: int
-    held: int  # studies that a person must look at
+    held: int  # studies and series that a person must look at
+    alike: int  # groups of patient ids that count as one patient towards k until a person decides
     counts: tuple[Count, ...]
 
 
@@ -154,7 +155,8 @@ def queue_of(desk: Desk, project: str) -> Queue:
                 oldest = 0.0  # somebody took it meanwhile
         found = way.vault.counts(way.ingestion.rules.min_instances_per_series)
         refused_count = sum(way.quarantine.counts().values())
-        return Queue(project, len(names), oldest, refused_count, len(way.vault.held()), found)
+        held = len(way.vault.held() | way.vault.barred())
+        return Queue(project, len(names), oldest, refused_count, held, len(way.vault.alike_ids()), found)
 
 
 def page_of(way: Way, code: str, after: str) -> Sequence[Entry]:

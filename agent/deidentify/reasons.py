@@ -38,12 +38,12 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "missing_patient": "No patient identifier, or one that cannot be read as one plain text, so the patient"
         " cannot be counted once. Complete or correct it in the PACS and export again.",
         "undecodable": "The pixel data cannot be decoded or makes no sense. Export it again, uncompressed.",
-        "conflicting_instance": "This instance was already kept with other bytes. Find out which one is"
-        " right, and remove the other.",
+        "conflicting_instance": "This instance of the patient was already kept with other bytes. Find out which one"
+        " is right, and remove the other.",
         "manufacturer_not_allowed": "The device's manufacturer is not on the site's list. Add it to the rules if"
         " the protocol covers it.",
-        "inconsistent_series": "Its series holds instances of another patient or another study. Find out in the"
-        " PACS whose it is; the whole series is held back.",
+        "inconsistent_series": "Its series holds instances of another study of the patient. Find out in the PACS"
+        " which is right; the patient's whole series is held back until `cohort --lift`.",
         "opted_out": "The patient has opted out. Nothing to do; the file is not kept.",
         "residual_identifier": "An identifier of the patient is still in what would be kept. Report it: the"
         " rules of de-identification must cover it first.",

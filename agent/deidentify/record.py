@@ -14,12 +14,24 @@ from agent.deidentify.colour import grey
 from agent.deidentify.trace import Step
 
 _KEYED: Final = re.compile(r"[0-9a-f]{32}")
-_NO_SERIES: Final = "0" * 32
+NO_SERIES: Final = "0" * 32  # a record that names no series is one by itself
+
+
+def own(person: str, name: str) -> str:
+    """Name a study, a series or an instance of one patient: SHA-256 of pseudonym and keyed name, 32 hex characters.
+
+    A UID is whatever a file says, and another patient's file can say the same. So nothing is looked up by a UID
+    alone: what two patients call by one name are two things, and neither decides on the other (P1).
+    """
+    return hashlib.sha256(f"{person}/{name}".encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """One file that was let in. Every identity in it is keyed; it stays inside the site all the same."""
+    """One file that was let in. Every identity in it is keyed; it stays inside the site all the same.
+
+    ``name``, ``study`` and ``series`` are the patient's own (:func:`own`): no other patient's record has them.
+    """
 
     name: str  # of the instance: from its SOP Instance UID, or from the content of a volume file
     digest: str  # of the source file's bytes
@@ -31,16 +43,22 @@ class Record:
     pixels: NDArray[np.float32] | None  # (h, w) or RGB (h, w, 3) in [0, 1]; None for volumes and multi-frame images
     payload: bytes  # the de-identified DICOM or NIfTI file
     face: bool  # a face may be reconstructed from it: not eligible for any release before defacing
-    series: str = _NO_SERIES  # keyed; of a volume file: its own
+    series: str = NO_SERIES  # keyed; of a volume file: its own
     body_part: str = ""  # one of the terms that ``keep`` admits; "" when the file does not say
     trace: tuple[Step, ...] = ()  # what was done to every attribute, and why: for the manifest
     text: bool = False  # drawn text was seen in the picture
+    # Keyed study, series and instance UID as the file says them (of a volume file: its content), which another
+    # patient's file may say, too: to find a label, and to show people what two patients share
+    uids: tuple[str, ...] = ()
+    sent: str = ""  # keyed: who sent it as which instance; "" where no sender named one
 
     def __post_init__(self) -> None:
         """Refuse what is not keyed and pixels outside [0, 1]: this also checks what the reader sent."""
         for value in (self.name, self.digest, self.pseudonym, self.study, self.series):
             if not _KEYED.fullmatch(value):
                 raise ValueError("identities of a record must be 32 hex characters")
+        if len(self.uids) not in (0, 3) or not all(_KEYED.fullmatch(value) for value in self.uids):
+            raise ValueError("a file says a study, a series and an instance, or none of them")
         if self.kind not in ("image", "volume") or (self.pixels is None) is (self.kind == "image"):
             raise ValueError("an image has pixels, a volume has none")
         if not re.fullmatch(r"[A-Z0-9]{1,16}", self.modality) or not self.payload:

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Final, Literal
+from typing import Literal
 
-from agent.deidentify.record import Record
+from agent.deidentify.record import NO_SERIES, Record
 from agent.nouns import Selection, Split
 
 State = Literal["eligible", "unlabelled", "face", "volume", "waiting", "held"]
-NO_SERIES: Final = "0" * 32  # a record that names no series is one by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,13 @@ class Head:
     after: str  # SHA-256 of the file that is kept
     trace: str  # under which name the vault holds its trace; "": there is none
     defaced: bool = False
+    uids: tuple[str, ...] = ()  # study, series and instance as the file says them; see Record
+    picture: str = ""  # keyed, of the pixels as they are kept; "": there are none, or they show nothing
+    box: str = ""  # under which name pixels and file are sealed, where it is not ``name``: of an older version
+
+    def held(self, back: Set[str]) -> bool:
+        """Is it among the studies and series that are held back? An older version held them by their UIDs alone."""
+        return not back.isdisjoint((self.study, self.series, *self.uids))
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -46,13 +52,14 @@ def decode(raw: bytes) -> Head:
     """Back from :meth:`Head.encode`."""
     found = json.loads(raw)
     shape = found.pop("shape")
+    found["uids"] = tuple(map(sys.intern, found.get("uids", ())))
     for name in ("person", "study", "series", "modality", "label", "body_part", "trace"):
         found[name] = sys.intern(found[name])  # many instances share them
     return Head(shape=None if shape is None else tuple(shape), **found)
 
 
-def head_of(record: Record, trace: str) -> Head:
-    """The head of a record whose trace lies under that name."""
+def head_of(record: Record, trace: str, picture: str) -> Head:
+    """The head of a record: the name under which its trace lies, and its picture's keyed digest."""
     return Head(
         name=record.name,
         digest=record.digest,
@@ -67,6 +74,8 @@ def head_of(record: Record, trace: str) -> Head:
         body_part=record.body_part,
         after=record.after,
         trace=trace,
+        uids=record.uids,
+        picture=picture,
     )
 
 
@@ -114,7 +123,7 @@ class Tally:
     def state(self, head: Head) -> State:
         """Of an instance, once all have been counted. The first reason is told."""
         size = 1 if head.series == NO_SERIES else self._sizes[head.series]
-        if head.series in self._barred or head.study in self._barred:
+        if head.held(self._barred):
             return "held"
         if head.kind == "volume":
             return "volume"

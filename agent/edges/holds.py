@@ -1,6 +1,12 @@
-"""What of a project is held back: series of two patients, and studies in whose pictures text was read."""
+"""What of a project is held back: series of two studies, and studies in whose pictures text was read.
+
+Both are one patient's own names (:func:`agent.deidentify.record.own`): what one patient's file says holds nothing of
+another patient back. What an older version held back by a UID alone stays so until a person lifts it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from agent.edges.sealed import SealedFile
 
@@ -17,12 +23,6 @@ class Holds:
         with self._file.transaction():
             self._file.write_note("held", sorted(self.held() | {study}))
 
-    def lift(self, study: str) -> None:
-        """A person has looked at the study: it is as eligible as any, and no alarm is raised for it again."""
-        with self._file.transaction():
-            self._file.write_note("held", sorted(self.held() - {study}))
-            self._file.write_note("looked_at", sorted({*(self._file.note("looked_at") or ()), study}))
-
     def looked_at(self, study: str) -> bool:
         """Has a person looked at the study's pictures?"""
         return study in (self._file.note("looked_at") or ())
@@ -32,8 +32,16 @@ class Holds:
         return frozenset(self._file.note("held") or ())
 
     def barred(self) -> frozenset[str]:
-        """The series that are held back, since they hold instances of two patients or two studies."""
+        """The series that are held back, since they hold instances of two studies."""
         return frozenset(self._file.note("barred") or ())
 
     def bar(self, series: set[str]) -> None:
+        """Hold series back: within a transaction."""
         self._file.write_note("barred", sorted(self.barred() | series))
+
+    def let_go(self, name: str, looked_at: Iterable[str]) -> None:
+        """A study or series is held back no more; no alarm is raised again for the studies that were looked at."""
+        with self._file.transaction():
+            self._file.write_note("held", sorted(self.held() - {name}))
+            self._file.write_note("barred", sorted(self.barred() - {name}))
+            self._file.write_note("looked_at", sorted({*(self._file.note("looked_at") or ()), *looked_at}))

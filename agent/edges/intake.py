@@ -26,6 +26,7 @@ from agent.edges.room import Arrival, Taken
 from agent.edges.waiting import Found, Refusal, Retried
 
 _BATCH: Final = 64  # records of one transaction
+_SENDERS: Final = 1024  # further senders of what is kept, noted at once
 _BATCH_BYTES: Final = 64 * 2**20
 _UNDER_WAY_BYTES: Final = 512 * 2**20  # of files in the hands of workers; one larger than this goes alone
 
@@ -38,6 +39,9 @@ class Shelf(Protocol):
 
     def kept(self, name: str) -> tuple[str, str] | None:
         """Digest and patient of what is kept under a name; None when nothing is."""
+
+    def sent_again(self, marks: Iterable[tuple[str, str]]) -> None:
+        """What is kept, by name or keyed digest, came from these senders (:attr:`Record.sent`), too."""
 
     def refusal(self, record: Record) -> str | None:
         """Why this record may not be kept (a key of REASONS), or None."""
@@ -80,9 +84,22 @@ class Ports:
     deidentifier: Deidentifier
     shelf: Shelf
     quarantine: Quarantine
-    labels: Mapping[str, str] = field(default_factory=dict, repr=False)  # keyed instance name -> label
+    labels: Mapping[str, str] = field(default_factory=dict, repr=False)  # keyed SOP Instance UID -> label
     alarm: Callable[[Record], str | None] = lambda _record: None  # a reason to hold a picture back: OCR
     limits: Limits = USUAL_LIMITS
+
+
+def sent(who: Deidentifier, instance: str, road: str, source: str) -> str:
+    """The keyed mark of an instance as a sender names it, by which the site knows what it need not ask for again.
+
+    Args:
+        who: the project's keys.
+        instance: SOP Instance UID as the sender says it; "" where it does not.
+        road: by which it comes.
+        source: the sender.
+    """
+    parts = (instance.strip("\0 "), road, source)
+    return who.mac("sent", *(part.encode("utf-8", "surrogateescape") for part in parts)) if parts[0] else ""
 
 
 class Intake:
@@ -98,7 +115,9 @@ class Intake:
         self._under_way: deque[_Read] = deque()
         self._batch: list[tuple[_Read, Record]] = []
         self._new: dict[str, tuple[str, str]] = {}  # name -> digest and patient of what is read and not yet kept
-        self._same: dict[str, list[Found]] = {}  # digest of a file under way -> others with the same bytes
+        # digest of a file under way -> others with the same bytes, and how they came
+        self._same: dict[str, list[tuple[Found, Arrival]]] = {}
+        self._senders: list[tuple[str, str]] = []  # of what is kept already: name or digest, and who sent it, too
         self._kept = self._duplicates = self._files = 0
         self._codes: Counter[str] = Counter()
 
@@ -107,7 +126,7 @@ class Intake:
         return self
 
     def relabel(self, labels: Mapping[str, str]) -> None:
-        """Use these labels (keyed instance name -> label) from the next run on."""
+        """Use these labels (keyed SOP Instance UID -> label) from the next run on."""
         self._ports = replace(self._ports, labels=labels)
 
     def __exit__(
@@ -149,6 +168,7 @@ class Intake:
                 self._end(self._under_way.popleft())
                 progress(self._files - len(self._under_way))
             self._flush()
+            self._note_senders()
         finally:
             self._give_back()
         return IngestReport(self._files, self._kept, self._duplicates, dict(sorted(self._codes.items())))
@@ -161,12 +181,13 @@ class Intake:
         for read in (*self._under_way, *(read for read, _ in self._batch)):
             read.found.release()
         for others in self._same.values():
-            for found in others:
+            for found, _ in others:
                 found.release()
         self._under_way.clear()
         self._batch.clear()
         self._new.clear()
         self._same.clear()
+        self._senders.clear()
 
     def _begin(self, found: Found) -> None:
         """Load a file and hand it to a worker, unless it is known or refused already."""
@@ -175,11 +196,11 @@ class Intake:
             arrival = found.load()
             digest = self._digest(arrival)
             if digest in self._same:
-                self._same[digest].append(found)  # whether it is known is seen when the first one is judged
+                # whether it is known is seen when the first one is judged; of its bytes one copy is enough
+                self._same[digest].append((found, replace(arrival, body=b"")))
                 return
             if self._ports.shelf.has(digest):
-                self._duplicates += 1
-                self._settle(found, arrival, digest)
+                self._again(found, arrival, digest)
                 return
             spent = None
             if not isinstance(found, Retried):
@@ -215,11 +236,10 @@ class Intake:
         """Label what a worker made of a file, and keep it with the next batch."""
         try:
             record = read.record.result()
-            label = read.arrival.label or self._ports.labels.get(record.name, "")
-            record = replace(record, label=label)
+            listed = self._ports.labels.get(record.uids[2], "") if record.uids else ""
+            record = replace(record, label=read.arrival.label or listed, sent=self._sent(read.arrival))
             if self._known(record):
-                self._duplicates += 1
-                self._settle(read.found, read.arrival, read.digest)
+                self._again(read.found, read.arrival, read.digest, record.name)
                 self._others(read, known=True)
                 return
             self._judge(record)
@@ -234,16 +254,34 @@ class Intake:
 
     def _others(self, read: _Read, *, known: bool) -> None:
         """Files with the same bytes as one that was judged: known with it, or judged for themselves."""
-        for found in self._same.pop(read.digest, ()):
+        for found, arrival in self._same.pop(read.digest, ()):
             if known:
-                self._duplicates += 1
-                self._settle(found, read.arrival, read.digest)
+                self._again(found, arrival, read.digest)
             else:
                 found.release()
                 self._begin(found)
 
+    def _again(self, found: Found, arrival: Arrival, digest: str, name: str = "") -> None:
+        """It is kept already; that this sender has it, too, is worth knowing."""
+        self._duplicates += 1
+        if mark := self._sent(arrival):
+            self._senders.append((name or digest, mark))
+        if len(self._senders) >= _SENDERS:
+            self._note_senders()
+        self._settle(found, arrival, digest)
+
+    def _note_senders(self) -> None:
+        """What is lost of them by a crash costs one more question to an archive."""
+        marks, self._senders = self._senders, []
+        if marks:
+            self._ports.shelf.sent_again(marks)
+
+    def _sent(self, arrival: Arrival) -> str:
+        """The keyed mark of a sender and of what it calls the instance; "" where it did not say."""
+        return sent(self._ports.deidentifier, arrival.instance, arrival.road, arrival.source)
+
     def _judge(self, record: Record) -> None:
-        """The vault's and the alarm's word; an alarm holds the whole study back.
+        """The vault's and the alarm's word; an alarm holds the patient's whole study back, and nobody else's.
 
         Raises:
             Refused: what the vault says, or ``burned_in_text``.
@@ -257,10 +295,10 @@ class Intake:
             raise Refused(code)
 
     def _known(self, record: Record) -> bool:
-        """The same instance with the same content, perhaps by another road.
+        """The patient's same instance with the same content, perhaps by another road.
 
         Raises:
-            Refused: ``conflicting_instance``, kept before with other content or as another patient's.
+            Refused: ``conflicting_instance``, kept before with other content.
         """
         before = self._new.get(record.name) or self._ports.shelf.kept(record.name)
         if before is None:

@@ -7,7 +7,7 @@ a project changes none of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Final
 
 from agent.edges.sealed import SealedFile
@@ -41,8 +41,22 @@ class Notes(SealedFile):
         self._change(set(), {person}, set(), set())
 
     def purged(self, persons: Set[str]) -> None:
-        """These are deleted from every project."""
+        """These are deleted from every project, and so is what a person said of their ids."""
+        with self.transaction():
+            self._write_apart(group - persons for group in self.apart())
         self._change(set(), set(), set(), persons)
+
+    def apart(self) -> tuple[frozenset[str], ...]:
+        """Groups of ids of which a person has said that each is another patient."""
+        return tuple(map(frozenset, self.note("apart") or ()))
+
+    def tell_apart(self, persons: Set[str]) -> None:
+        """A person says that these ids are as many patients. Durable when this returns."""
+        with self.transaction():
+            self._write_apart((*self.apart(), frozenset(persons)))
+
+    def _write_apart(self, groups: Iterable[frozenset[str]]) -> None:
+        self.write_note("apart", sorted({tuple(sorted(group)) for group in groups if len(group) > 1}))
 
     def _change(self, come: Set[str], go: Set[str], begun: Set[str], done: Set[str]) -> None:
         with self.transaction():  # two processes may do this at once

@@ -24,7 +24,7 @@ from typing import Final
 import apsw
 import numpy as np
 
-from agent.deidentify.record import Record
+from agent.deidentify.record import Record, own
 from agent.edges.home import MAIN, BadSite, Home, new_key
 from agent.edges.notes import Notes
 from agent.edges.room import sync_folder
@@ -156,7 +156,7 @@ def _open(home: Home, name: str, *, upgrading: bool = False) -> Vault:
     _database(home, name).parent.mkdir(mode=0o700, exist_ok=True)
     notes = _notes(home, upgrading=upgrading)
     try:
-        return Vault(notes, _database(home, name), key)
+        return Vault(notes, _database(home, name), key, upgrading=upgrading)
     except BaseException:
         notes.close()
         raise
@@ -184,6 +184,12 @@ def upgrade(home: Home) -> None:
     finish(home)
     notes = _notes(home, upgrading=True)
     try:
+        for name in names(home):
+            vault = _open(home, name, upgrading=True)
+            try:
+                vault.name_by_patient()
+            finally:
+                vault.close()
         _migrate(home, notes)
         notes.finish_upgrade()
     finally:
@@ -231,7 +237,10 @@ def _migrate(home: Home, notes: Notes) -> None:
 
 
 def _older(name: str, digest: str, plain: bytes) -> Record:
-    """A record as format 1 wrote it, which said neither study nor series."""
+    """A record as format 1 wrote it, which said neither study nor series.
+
+    Its name is of its UID alone, so that it gets the patient's own.
+    """
     size = int.from_bytes(plain[:4], "big")
     header, rest, pixels = json.loads(plain[4 : 4 + size]), plain[4 + size :], None
     if header["shape"] is not None:
@@ -239,7 +248,9 @@ def _older(name: str, digest: str, plain: bytes) -> Record:
         pixels = np.frombuffer(rest, "<f4", count).reshape(header["shape"]).astype(np.float32)
         rest = rest[4 * count :]
     said = (header["modality"], header["kind"], header["label"])
-    return Record(name, digest, header["pseudonym"], _UNKNOWN, *said, pixels, rest, header["face"])
+    person, uids = header["pseudonym"], (_UNKNOWN, _UNKNOWN, name)
+    named, study = own(person, name), own(person, _UNKNOWN)
+    return Record(named, digest, person, study, *said, pixels, rest, header["face"], uids=uids, sent=name)
 
 
 # -- a patient's no

@@ -39,7 +39,7 @@ from agent.deidentify.needles import identifiers, of_patient
 from agent.deidentify.prescan import DEFLATED_LE, Meta, read_meta, scan, undeflate
 from agent.deidentify.profile import Pixels, Profile
 from agent.deidentify.reasons import REASONS, Refused
-from agent.deidentify.record import Record
+from agent.deidentify.record import Record, own
 from agent.deidentify.residual import residual
 from agent.deidentify.rules import (
     DECODERS,
@@ -240,12 +240,15 @@ def _record(reply: dict[str, Any], parts: list[bytes], digest: str) -> Record:
         values = np.frombuffer(picture, dtype="<f4").reshape(shape)  # of bytes: nobody can write to it
     if type(reply["face"]) is not bool or type(reply["text"]) is not bool:
         raise ValueError("not an answer")
+    person, said = reply["pseudonym"], (reply["study"], reply["series"], reply["name"])
+    study, series, name = (own(person, uid) for uid in said)
     return Record(
-        name=reply["name"],
+        name=name,
         digest=digest,
-        pseudonym=reply["pseudonym"],
-        study=reply["study"],
-        series=reply["series"],
+        pseudonym=person,
+        study=study,
+        series=series,
+        uids=said,
         modality=reply["modality"],
         body_part=reply["body_part"],
         kind=reply["kind"],
@@ -262,7 +265,7 @@ def _record(reply: dict[str, Any], parts: list[bytes], digest: str) -> Record:
 
 
 def instance_name(deidentifier: Deidentifier, sop_instance_uid: str) -> str:
-    """The keyed name of an instance, the same in the worker and for the hospital's label list."""
+    """The keyed SOP Instance UID, the same in the worker and for the hospital's label list."""
     return deidentifier.mac("instance", sop_instance_uid.strip("\0 ").encode())
 
 

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from agent.edges.room import sync_folder
 from agent.nouns import NotKept
 
-FORMAT: Final = 2  # of the files; 1 had records and notes in one
+FORMAT: Final = 3  # of the files; 1 had records and notes in one, 2 named studies, series and instances by UIDs alone
 _BUSY_MS: Final = 30_000
 _NONCE: Final = 12
 _PART: Final = 1 << 25  # bytes of a long value in one row
@@ -140,6 +140,10 @@ class SealedFile:
             self._db.execute(_NOTES + schema)
             if not version:
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
+
+    def upgraded(self) -> bool:
+        """Is the file in this program's form?"""
+        return form_of(self._db) == FORMAT
 
     def finish_upgrade(self) -> None:
         """Everything of an older form has come over: from here on the file says that it has this one."""

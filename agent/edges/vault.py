@@ -17,9 +17,10 @@ from typing import Any, Final
 from agent.deidentify.manifest import Instance
 from agent.deidentify.profile import Pixels
 from agent.deidentify.reasons import Refused
-from agent.deidentify.record import Record
+from agent.deidentify.record import NO_SERIES, Record, own
 from agent.deidentify.trace import Step
-from agent.edges.cohorts import NO_SERIES, Count, Head, Tally, choose, counts, decode, head_of
+from agent.edges.alike import Alike, alike, left_out
+from agent.edges.cohorts import Count, Head, Tally, choose, counts, decode, head_of
 from agent.edges.levels import packed, seen, unpacked
 from agent.edges.notes import Notes
 from agent.edges.sealed import SealedFile, SealedPlace, VaultError, derive
@@ -34,28 +35,31 @@ CREATE TABLE IF NOT EXISTS instance(id INTEGER PRIMARY KEY AUTOINCREMENT, name T
 CREATE TABLE IF NOT EXISTS body(id INTEGER PRIMARY KEY, pixels BLOB, payload BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS series(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS trace(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sent(mark TEXT NOT NULL, id INTEGER NOT NULL, PRIMARY KEY(mark, id)) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS sent_of ON sent(id);
 """
-_NOBODY: Final = ("", "")
 _MAX_LABEL: Final = 64
 
 
 class Vault(Withheld):
     """The records of one project, and the site's notes."""
 
-    def __init__(self, notes: Notes, path: Path, key: bytes) -> None:
+    def __init__(self, notes: Notes, path: Path, key: bytes, *, upgrading: bool = False) -> None:
         """Open or create a project's records.
 
         Args:
             notes: the site's; closed with this vault.
             path: of the project's database.
             key: the project's, 32 bytes: see :func:`agent.edges.projects.keys`.
+            upgrading: take an older program's file, for :meth:`name_by_patient`.
         Raises:
+            OlderVault: an older program made it.
             VaultError: the key does not open it, or the disk failed.
         """
         self._notes = notes
-        super().__init__(SealedFile(path, key, _SCHEMA))
+        super().__init__(SealedFile(path, key, _SCHEMA, upgrading=upgrading))
         self._split_key = derive(key, "vault/split")
-        self._claims: dict[str, tuple[str, str]] = {}  # series that were let in and are not kept yet -> whose
+        self._claims: dict[str, str] = {}  # series that were let in and are not kept yet -> their studies
 
     def close(self) -> None:
         """Release the files."""
@@ -92,6 +96,20 @@ class Vault(Withheld):
         """Is there a record of that name, or read from a file of that keyed digest?"""
         return bool(self._file.rows("SELECT 1 FROM instance WHERE name = ? OR digest = ?", (key, key)))
 
+    def was_sent(self, mark: str) -> bool:
+        """Has a sender sent an instance that is kept? The mark is of both: see :attr:`Record.sent`."""
+        return bool(self._file.rows("SELECT 1 FROM sent WHERE mark = ? LIMIT 1", (mark,)))
+
+    def sent_again(self, marks: Iterable[tuple[str, str]]) -> None:
+        """What is kept, by name or digest, came from these senders, too. Durable when this returns."""
+        new = [(key, mark) for key, mark in marks if not self.was_sent(mark)]
+        if not new:
+            return
+        query = "INSERT OR IGNORE INTO sent SELECT ?, id FROM instance WHERE name = ? OR digest = ?"
+        with self._file.transaction():
+            for key, mark in new:
+                self._file.rows(query, (mark, key, key))
+
     def after(self, name: str) -> str | None:
         """SHA-256 of the file that is kept under a name; None when nothing is."""
         found = self._find(name)
@@ -105,28 +123,28 @@ class Vault(Withheld):
     def refusal(self, record: Record) -> str | None:
         """Why this record may not be kept: ``opted_out``, ``inconsistent_series`` or None.
 
-        A series belongs to one patient and one study. With the first instance that says otherwise the whole series
-        is barred, by note, for good: whose it is cannot be told.
+        A patient's series belongs to one study. With the first instance that says otherwise the whole series is
+        barred, by note, until a person lifts it. The name of a series holds its patient (:func:`own`), so that no
+        other patient's file can say anything of it.
         """
         if record.pseudonym in self.opted_out():
             return "opted_out"
         if record.series == NO_SERIES:
             return None
-        whose = (record.pseudonym, record.study)
-        if (self._owner(record.series) or self._claims.setdefault(record.series, whose)) != whose:
+        known = self._study_of(record.series) or self._claims.setdefault(record.series, record.study)
+        if known != record.study:
             with self._file.transaction():
                 self.bar({record.series})
             return "inconsistent_series"
         return None
 
-    def _owner(self, series: str) -> tuple[str, str] | None:
+    def _study_of(self, series: str) -> str | None:
         name = self._file.mac("series", series.encode())
         for (body,) in self._file.rows("SELECT body FROM series WHERE name = ?", (name,)):
-            _, person, study = json.loads(self._file.unseal(f"series:{name}", body))
-            return person, study
+            return str(json.loads(self._file.unseal(f"series:{name}", body))[2])
         return None
 
-    def _own(self, series: str, person: str, study: str) -> None:
+    def _write_series(self, series: str, person: str, study: str) -> None:
         name = self._file.mac("series", series.encode())
         body = self._file.seal(f"series:{name}", json.dumps([series, person, study]).encode())
         self._file.rows("INSERT OR REPLACE INTO series VALUES(?, ?)", (name, body))
@@ -164,18 +182,22 @@ class Vault(Withheld):
         if self._known(record):
             return
         if record.series != NO_SERIES:
-            owner = self._owner(record.series)
-            if owner is None:
-                self._own(record.series, record.pseudonym, record.study)
-            elif owner != (record.pseudonym, record.study):
+            study = self._study_of(record.series)
+            if study is None:
+                self._write_series(record.series, record.pseudonym, record.study)
+            elif study != record.study:
                 contradicted.add(record.series)
                 raise Refused("inconsistent_series")
         file, name = self._file, record.name
-        head = head_of(record, self._put_trace(record.trace)).encode()
+        raw = None if record.pixels is None else packed(record.pixels)
+        picture = "" if raw is None or record.pixels is None else self._picture(raw, record.pixels.shape)
+        head = head_of(record, self._put_trace(record.trace), picture).encode()
         row = (name, record.digest, file.seal(f"head:{name}", head))
         ((key,),) = file.rows("INSERT INTO instance(name, digest, head) VALUES(?, ?, ?) RETURNING id", row)
-        pixels = None if record.pixels is None else file.seal(f"pixels:{name}", packed(record.pixels))
+        pixels = None if raw is None else file.seal(f"pixels:{name}", raw)
         file.rows("INSERT INTO body VALUES(?, ?, ?)", (key, pixels, file.seal(f"payload:{name}", record.payload)))
+        if record.sent:
+            file.rows("INSERT INTO sent VALUES(?, ?)", (record.sent, key))
 
     def _known(self, record: Record) -> bool:
         before = self.after(record.name)
@@ -200,6 +222,55 @@ class Vault(Withheld):
             return tuple(Step(*step) for step in json.loads(self._file.unseal(f"trace:{name}", body)))
         return ()
 
+    def name_by_patient(self) -> None:
+        """Bring a file of form 2 into this one's: there, studies, series and instances were named by UIDs alone.
+
+        All or nothing; a file of this form is left as it is. Pixels and files stay sealed as they are. What was held
+        back stays so: its UID is no name of a patient's own, and counts for whoever's files say it, until a person
+        lifts it. What came counts as sent by every sender, so that no archive is asked for all of it again.
+        """
+        with self._file.transaction():
+            if self._file.upgraded():
+                return
+            last = 0
+            while heads := self._file.rows(
+                "SELECT id, name, head FROM instance WHERE id > ? ORDER BY id LIMIT 1000", (last,)
+            ):
+                for last, name, box in heads:
+                    head = decode(self._file.unseal(f"head:{name}", box))
+                    self._name_by_patient(last, head)
+            self._file.rows("DELETE FROM series")
+            looked_at = set(self._file.note("looked_at") or ())
+            mine = set()
+            for head in self.heads():
+                if head.series != NO_SERIES:
+                    mine.add((head.series, head.person, head.study))
+                if head.uids and head.uids[0] in looked_at:
+                    looked_at.add(head.study)
+            for series, person, study in sorted(mine):
+                self._write_series(series, person, study)
+            self._file.write_note("looked_at", sorted(looked_at))
+            self._file.finish_upgrade()
+
+    def _name_by_patient(self, key: int, head: Head) -> None:
+        """One instance: other names in its head, and the digest of its picture, for which its pixels are opened."""
+        picture = ""
+        if head.shape is not None:
+            ((box,),) = self._file.rows("SELECT pixels FROM body WHERE id = ?", (key,))
+            picture = self._picture(self._file.unseal(f"pixels:{head.name}", box), head.shape)
+        new = replace(
+            head,
+            name=own(head.person, head.name),
+            study=own(head.person, head.study),
+            series=head.series if head.series == NO_SERIES else own(head.person, head.series),
+            uids=(head.study, head.series, head.name),
+            picture=picture,
+            box=head.name,
+        )
+        sealed = self._file.seal(f"head:{new.name}", new.encode())
+        self._file.rows("UPDATE instance SET name = ?, head = ? WHERE id = ?", (new.name, sealed, key))
+        self._file.rows("INSERT OR IGNORE INTO sent VALUES(?, ?)", (head.name, key))
+
     # -- looking
 
     def images(self, selection: Selection, without: Iterable[str] = ()) -> Iterator[tuple[str, Image]]:
@@ -211,9 +282,10 @@ class Vault(Withheld):
         tally = Tally(self.barred() | self.held(), selection.min_instances)
         query = "SELECT head, pixels FROM body JOIN instance USING (id) WHERE name = ?"
         for person, name, label in choose(self.heads(), selection, tally, excluded, self._split_key):
-            for head, box in self._file.rows(query, (name,)):  # none, when it was deleted since
-                shape = decode(self._file.unseal(f"head:{name}", head)).shape
-                picture = seen(unpacked(self._file.unseal(f"pixels:{name}", box), shape or ()), selection)
+            for raw, box in self._file.rows(query, (name,)):  # none, when it was deleted since
+                head = decode(self._file.unseal(f"head:{name}", raw))
+                pixels = unpacked(self._file.unseal(f"pixels:{head.box or name}", box), head.shape or ())
+                picture = seen(pixels, selection)
                 if picture is not None:
                     yield person, Image(picture, label)
 
@@ -247,6 +319,37 @@ class Vault(Withheld):
         for person, image in self.images(modality, without):
             patients.setdefault(person, []).append(image)
         return Cohort(tuple(Patient(p, tuple(images)) for p, images in patients.items()))
+
+    def alike(self) -> tuple[Alike, ...]:
+        """The patient ids that count as one patient towards k until a person says otherwise, by name."""
+        return alike(self.heads(), self._notes.apart())
+
+    def alike_ids(self) -> tuple[frozenset[str], ...]:
+        """The ids of each of :meth:`alike`: disjoint groups."""
+        return tuple(one.persons for one in self.alike())
+
+    def second_ids(self, selection: Selection, taken: Set[str]) -> frozenset[str]:
+        """Who is left out of a k-anonymous release, since another id stands for the same patient there.
+
+        Of ids that count as one (:func:`agent.edges.alike.alike`) the first that the selection finds stands for all;
+        none does where one is taken, in an earlier release. No claim of level A asks this: there, whether a patient
+        takes part is a function of that patient's own files alone.
+        """
+        tally = Tally(self.barred() | self.held(), selection.min_instances)
+        found = {who for who, _, _ in choose(self.heads(), selection, tally, self.opted_out(), self._split_key)}
+        return left_out(self.alike_ids(), found, taken)
+
+    def tell_apart(self, name: str) -> int:
+        """A person has decided: the ids of that name in :meth:`alike` are as many patients. How many they are.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        for one in self.alike():
+            if one.name == name:
+                self._notes.tell_apart(one.persons)
+                return len(one.persons)
+        raise KeyError("no ids of that name count as one patient")
 
     def patients(self) -> int:
         """How many patients there are: for the site's own checks, never for a message or a log that leaves."""
@@ -282,7 +385,8 @@ class Vault(Withheld):
         """Give instances labels later than they came in; all or none.
 
         Args:
-            labels: keyed instance name -> label; "" takes a label away. Names that are not here are passed over.
+            labels: keyed SOP Instance UID -> label, whoever's files say it; "" takes a label away. What is not here
+                is passed over.
         Returns:
             How many instances have another label now.
         Raises:
@@ -292,10 +396,15 @@ class Vault(Withheld):
             raise ValueError(f"a label has at most {_MAX_LABEL} printable characters")
         changed = 0
         with self._file.transaction():
-            for name, label in labels.items():
-                found = self._find(name)
-                if found and found[1].label != label:
-                    self._write_head(found[0], replace(found[1], label=label))
+            wrong = [
+                replace(head, label=labels[head.uids[2]])
+                for head in self.heads()
+                if head.uids and labels.get(head.uids[2], head.label) != head.label
+            ]
+            for head in wrong:
+                found = self._find(head.name)
+                if found is not None:
+                    self._write_head(found[0], head)
                     changed += 1
         return changed
 
@@ -315,6 +424,7 @@ class Vault(Withheld):
                 else:
                     traces.add(head.trace)
             for name in gone:
+                self._file.rows("DELETE FROM sent WHERE id = (SELECT id FROM instance WHERE name = ?)", (name,))
                 self._file.rows("DELETE FROM body WHERE id = (SELECT id FROM instance WHERE name = ?)", (name,))
                 self._file.rows("DELETE FROM instance WHERE name = ?", (name,))
             for (name,) in self._file.rows("SELECT name FROM trace"):
@@ -327,11 +437,11 @@ class Vault(Withheld):
         return len(gone)
 
     def _disown(self, persons: Set[str]) -> None:
-        """Forget whose the series were; a barred one stays barred, and is nobody's, so that nothing enters it."""
-        barred = self.barred()
+        """Forget these patients' series, and what of them was barred."""
+        barred = set(self.barred())
         for name, body in self._file.rows("SELECT name, body FROM series"):
             series, person, _ = json.loads(self._file.unseal(f"series:{name}", body))
-            if person in persons and series in barred:
-                self._own(series, *_NOBODY)
-            elif person in persons:
+            if person in persons:
+                barred.discard(series)
                 self._file.rows("DELETE FROM series WHERE name = ?", (name,))
+        self._file.write_note("barred", sorted(barred))

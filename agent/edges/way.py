@@ -15,7 +15,7 @@ from agent.edges import projects
 from agent.edges.files import DICOMDIR, Folder, Lying, Missing, in_folder, listed_and_missing, retried
 from agent.edges.home import BadSite, Home
 from agent.edges.ingestion import Ingestion, read_ingestion
-from agent.edges.intake import IngestReport, Intake, Ports
+from agent.edges.intake import IngestReport, Intake, Ports, sent
 from agent.edges.lists import Lists, read_lists
 from agent.edges.ocr import Ocr
 from agent.edges.quarantine import Quarantine
@@ -44,18 +44,21 @@ class Way:
     def known(self, senders: Sequence[tuple[str, str]]) -> Callable[[str], bool]:
         """Has an instance (by its SOP Instance UID) come before?
 
-        It is in the vault, or one of these (road, source) sent it and it waits or was refused for what it is. What
-        somebody else sends under its UID does not count: nobody can keep an image out by sending junk first.
+        One of these (road, source) sent it, and it waits, is in the vault, or was refused for what it is. What
+        somebody else sends under its UID does not count: nobody can keep another patient's image out, by junk or by a
+        picture. What an older version kept counts for every sender.
         """
 
         def known(uid: str) -> bool:
-            here = self.inbox.holds(uid, senders) or self.quarantine.holds(uid, senders)
-            return here or self.vault.has(self.name_of(uid))
+            if self.inbox.holds(uid, senders) or self.quarantine.holds(uid, senders):
+                return True
+            marks = (self.name_of(uid), *(sent(self.who, uid, road, source) for road, source in senders))
+            return any(self.vault.was_sent(mark) for mark in marks)
 
         return known
 
     def name_of(self, uid: str) -> str:
-        """The keyed name of an instance."""
+        """A SOP Instance UID, keyed: it names no patient's instance, see :func:`agent.deidentify.record.own`."""
         return instance_name(self.who, uid)
 
     def usual(self) -> Folder:
@@ -93,7 +96,7 @@ class Way:
         return (Retried(self.quarantine, name, reload) for name in names)
 
     def named_labels(self, lists: Lists | None) -> dict[str, str]:
-        """Keyed instance name -> label."""
+        """Keyed SOP Instance UID -> label."""
         by_uid = lists.labels_of_instances if lists else {}
         return {self.name_of(uid): label for uid, label in by_uid.items()}
 
@@ -127,6 +130,20 @@ def forget(way: Way, persons: Set[str]) -> int:
         persons: site-wide pseudonyms.
     """
     gone = 0
+    for room, name, person in _in_rooms(way):
+        if person in persons:
+            room.remove(name)
+            gone += 1
+    return gone
+
+
+def of_files(way: Way) -> set[str]:
+    """The patients of whom a file waits or was refused."""
+    return {person for _, _, person in _in_rooms(way)}
+
+
+def _in_rooms(way: Way) -> Iterator[tuple[Room, str, str]]:
+    """What waits or was refused, by room and name, and whose it is; what names no patient is passed over."""
     with Reader(way.ingestion.rules, way.who) as reader:
         for room, names in (
             (way.inbox, way.inbox.names()),
@@ -138,10 +155,8 @@ def forget(way: Way, persons: Set[str]) -> int:
                     person = reader.whose(arrival.body, arrival.patient_id, arrival.issuer) if arrival.body else ""
                 except (Refused, RoomError, FileNotFoundError):
                     continue
-                if person in persons:
-                    room.remove(name)
-                    gone += 1
-    return gone
+                if person:
+                    yield room, name, person
 
 
 def _pinned(vault: Vault, issuer: str) -> None:

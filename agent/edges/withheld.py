@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from agent.deidentify.record import Record
 from agent.edges.cohorts import Head, decode
 from agent.edges.holds import Holds
-from agent.edges.levels import packed
+from agent.edges.levels import packed, unpacked
 from agent.nouns import Scan
 
 
@@ -60,9 +60,10 @@ class Withheld(Holds):
             KeyError: there is none of that name.
             VaultError: it was changed.
         """
-        query = "SELECT payload FROM body JOIN instance USING (id) WHERE name = ?"
-        for (box,) in self._file.rows(query, (name,)):
-            return self._file.unseal(f"payload:{name}", box)
+        query = "SELECT head, payload FROM body JOIN instance USING (id) WHERE name = ?"
+        for head, box in self._file.rows(query, (name,)):
+            sealed_as = decode(self._file.unseal(f"head:{name}", head)).box or name
+            return self._file.unseal(f"payload:{sealed_as}", box)
         raise KeyError("no instance of that name")
 
     def _write_head(self, key: int, head: Head) -> None:
@@ -77,17 +78,17 @@ class Withheld(Holds):
         counts: dict[str, int] = {}
         out, barred = self.opted_out(), self.barred() | self.held()
         for head in self.heads():
-            if head.face and head.person not in out and barred.isdisjoint((head.series, head.study)):
+            if head.face and head.person not in out and not head.held(barred):
                 counts[head.study] = counts.get(head.study, 0) + 1
         return sorted(counts.items())
 
     def faces_of(self, study: str) -> list[Face]:
-        """The same of one study, by name: none of a study that names two patients."""
+        """The same of one study, by name."""
         out, barred = self.opted_out(), self.barred() | self.held()
         of_it = (head for head in self.heads() if head.study == study and head.face and head.person not in out)
-        free = (head for head in of_it if barred.isdisjoint((head.series, head.study)))
+        free = (head for head in of_it if not head.held(barred))
         found = sorted(free, key=lambda head: head.name)
-        if len({head.person for head in found}) > 1:  # nobody can tell whose it is
+        if len({head.person for head in found}) > 1:  # a study's name holds its patient: this is no such name
             return []
         kept = ((h.name, h.kind, h.modality, h.person, h.study, h.series, h.label) for h in found)
         return [Face(*one, self.payload(one[0])) for one in kept]
@@ -130,11 +131,33 @@ class Withheld(Holds):
                 if (None if one.pixels is None else one.pixels.shape) != head.shape or not one.payload:
                     raise ValueError("an image is replaced with pixels of its shape, a volume without any")
                 record = self._record(head, one.payload, one.pixels)
-                self._write_head(key, replace(head, face=False, defaced=True, after=record.after))
-                box = None if one.pixels is None else self._file.seal(f"pixels:{one.name}", packed(one.pixels))
+                box = None
+                picture = ""
+                if one.pixels is not None:
+                    raw = packed(one.pixels)
+                    box, picture = self._file.seal(f"pixels:{one.name}", raw), self._picture(raw, one.pixels.shape)
+                bared = replace(head, face=False, defaced=True, after=record.after, picture=picture, box="")
+                self._write_head(key, bared)
                 values = (box, self._file.seal(f"payload:{one.name}", one.payload), key)
                 self._file.rows("UPDATE body SET pixels = ?, payload = ? WHERE id = ?", values)
         return self.overwrite()
+
+    def lift(self, name: str) -> None:
+        """A person has looked at this study, or series: it is as eligible as any, and raises no alarm again.
+
+        A name of an older version may be of several patients' studies: whoever has looked has looked at all of them.
+        """
+        self.let_go(name, {head.study for head in self.heads() if name in (head.study, *head.uids[:1])} | {name})
+
+    def _picture(self, raw: bytes, shape: tuple[int, ...]) -> str:
+        """The keyed digest of packed pixels, by which equal ones are found; "" of a picture of one value.
+
+        They are packed once more: an older version packed all of them in 65,536 levels.
+        """
+        pixels = unpacked(raw, shape)
+        if not bool(np.ptp(pixels) > 0):
+            return ""
+        return self._file.mac("picture", f"{shape}".encode() + packed(pixels))
 
     def overwrite(self) -> bool:
         """Cut the log in which old bytes may stand, sealed; False while another process reads."""

@@ -109,11 +109,11 @@ def test_defacing_keeps_the_colours_and_grey_does_not_take_their_place(vault: Va
 
 
 def test_heads_of_older_vaults_have_two_numbers_and_open() -> None:
-    head = head_of(_record(1, _noise(8, 8)), "")
+    head = head_of(_record(1, _noise(8, 8)), "", "")
     raw = head.encode()
     assert json.loads(raw)["shape"] == [8, 8]
     assert decode(raw) == head
-    coloured = head_of(_record(1, _noise(8, 8, 3)), "")
+    coloured = head_of(_record(1, _noise(8, 8, 3)), "", "")
     assert decode(coloured.encode()).shape == (8, 8, 3)
     assert isinstance(decode(raw), Head)
 

@@ -65,6 +65,9 @@ class Shelf:
     def hold(self, study: str) -> None:
         raise AssertionError("nothing here shows text")
 
+    def sent_again(self, marks: Iterable[tuple[str, str]]) -> None:
+        raise AssertionError("no sender names what lies in a folder")
+
     def keep_all(self, records: Iterable[Record]) -> None:
         for record in records:
             self.records.append(record)

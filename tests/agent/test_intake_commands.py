@@ -29,6 +29,7 @@ from agent.edges.room import Arrival
 from agent.edges.way import open_way
 from agent.phantoms import digits
 from tests.support.archives import dataset_of, rogue
+from tests.support.pacs import make_instances
 from tests.support.pki import Authority
 from tests.support.ports import free_port
 
@@ -191,6 +192,34 @@ def test_an_opt_out_of_nobody_is_a_mistake(site: Path, capsys: pytest.CaptureFix
     status, _, err = typed(capsys, site, "opt-out", "add", "--patients", str(site.parent / "list.txt"))
     assert status == 1
     assert "names none" in err
+
+
+def test_an_opt_out_of_ids_that_nobody_has_is_said_before_it_is_taken(
+    site: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (one,) = make_instances(tmp_path / "made", 1, modalities=("CT",))
+    (site.parent / "input" / "a.dcm").write_bytes(one.read_bytes())
+    assert main(["--home", str(site), "ingest"]) == 0
+    with open_way(Home(site), "main") as way:  # of whom something waits is somebody, too
+        waits = make_instances(tmp_path / "waits", 1, modalities=("CT",), seed="w")[0]
+        way.inbox.put(Arrival("dimse", "PACS", waits.read_bytes()))
+    ids = site.parent / "list.txt"
+    ids.write_text("PAT-0\nPAT-O\nPAT-w0\nPAT-9\n")
+    add = ("opt-out", "add", "--patients", str(ids))
+    status, out, err = typed(capsys, site, *add)
+    assert (status, out) == (1, "")
+    assert "of 2 of the 4 ids nothing is here (id 2, 4 of the file)" in err
+    assert "--anyway" in err
+    assert not any(word in err for word in ids.read_text().split()), "no id is in a message"
+    assert told(capsys, site, "opt-out", "list") == {"patients": 0}, (
+        "and nobody was opted out, not even the known ones"
+    )
+    status, out, err = typed(capsys, site, *add, "--anyway")
+    assert status == 0
+    assert "4 patients opted out; 2 of" in out
+    assert "2 of the 4" in err
+    assert told(capsys, site, "opt-out", "list") == {"patients": 4}
+    assert typed(capsys, site, *add)[0] == 0, "who is on the list is known"
 
 
 @pytest.mark.parametrize(
@@ -458,7 +487,8 @@ def test_a_manifest_of_no_study_is_a_mistake(site: Path, capsys: pytest.CaptureF
 
 def test_lists_are_told_as_json(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (site.parent / "list.txt").write_text("P-1\nP-2\n")
-    assert main(["--home", str(site), "opt-out", "add", "--patients", str(site.parent / "list.txt")]) == 0
+    words = ["opt-out", "add", "--patients", str(site.parent / "list.txt"), "--anyway"]
+    assert main(["--home", str(site), *words]) == 0
     assert told(capsys, site, "opt-out", "list") == {"patients": 2}
     assert main(["--home", str(site), "project", "create", "study-1"]) == 0
     assert told(capsys, site, "project", "list") == ["main", "study-1"]

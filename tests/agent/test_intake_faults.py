@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -113,6 +114,38 @@ def test_junk_under_a_real_uid_keeps_nobodys_image_out(way: Way, tmp_path: Path)
     assert known(uid)
 
 
+def test_another_patients_picture_under_a_real_uid_keeps_nobodys_image_out(way: Way, tmp_path: Path) -> None:
+    ((uid, data),) = instances(tmp_path, 1)
+    other = pydicom.dcmread(io.BytesIO(data))
+    other.PatientID, stream = "SOMEBODY-ELSE", io.BytesIO()
+    other.save_as(stream, enforce_file_format=True)
+    known = way.known([("pull", "main"), ("dimse", "PACS")])
+    way.inbox.put(Arrival("dimse", "EVIL", stream.getvalue(), instance=uid))
+    assert let_in(way).kept == 1
+    assert not known(uid), "the archive is still asked for the patient's own"
+    way.inbox.put(Arrival("pull", "main", data, instance=uid))
+    assert let_in(way).kept == 1
+    assert known(uid)
+    assert len({head.person for head in way.vault.heads()}) == 2
+
+
+def test_what_came_by_another_road_is_asked_for_once_and_then_known(way: Way, tmp_path: Path) -> None:
+    ((uid, data), (second, more)) = instances(tmp_path, 2)
+    known = way.known([("pull", "main")])
+    for one, body in ((uid, data), (second, more)):
+        way.inbox.put(Arrival("stow", "SENDER", body, instance=one))
+    assert let_in(way).kept == 2
+    assert not known(uid)
+    way.inbox.put(Arrival("pull", "main", data, instance=uid))
+    way.inbox.put(Arrival("pull", "main", more[:-2] + b"\0\0", instance=second))  # another file of the same instance
+    report = let_in(way)
+    assert (report.duplicates, report.quarantined) == (1, {"conflicting_instance": 1})
+    assert known(uid)
+    assert not known(second), "what was refused for a conflict may come better"
+    projects.opt_out(way.home, way.who.person("", "PAT-0"))
+    assert not known(uid), "and nothing of a patient who has opted out is noted"
+
+
 def test_the_same_bytes_twice_are_known_only_when_the_first_one_came_in(site: Path, way: Way) -> None:
     folder = site.parent / "input"
     image = nibabel.Nifti1Image(np.arange(60, dtype=np.int16).reshape(3, 4, 5), np.eye(4)).to_bytes()
@@ -205,4 +238,6 @@ def test_a_corrected_list_gives_a_volume_to_its_patient(site: Path, way: Way) ->
                 [one for one in way.lying(way.usual(), way.lists(way.usual())) if one.path == "head.nii"]
             )
         persons.append((report.kept, report.quarantined))
-    assert persons == [(1, {}), (0, {"conflicting_instance": 1})], "whose it is now is for a person to settle"
+    assert persons == [(1, {}), (1, {})], "neither patient's volume decides on the other's"
+    (alike,) = way.vault.alike()
+    assert (len(alike.persons), alike.why) == (2, ("study", "series", "instance")), "whose it is, a person settles"

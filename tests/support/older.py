@@ -8,7 +8,8 @@ from pathlib import Path
 
 from policies.export import Export
 
-HOMES = Path(__file__).parent.parent / "vectors" / "older" / "homes.tar.xz"
+VECTORS = Path(__file__).parent.parent / "vectors" / "older"
+HOMES = VECTORS / "homes.tar.xz"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,19 @@ class Older:
 
 def older(folder: Path) -> Older:
     """Unpack them."""
-    with tarfile.open(HOMES) as packed:
-        if hasattr(tarfile, "data_filter"):
-            packed.extractall(folder, filter="data")
-        else:  # Debian 12's Python has no filters; the archive is this repository's own
-            packed.extractall(folder)
+    _unpack(HOMES, folder)
+    return Older(folder)
+
+
+def form_2(folder: Path) -> Path:
+    """Unpack the home of a site whose vault has form 2."""
+    _unpack(VECTORS / "form-2.tar.xz", folder)
+    return folder / "site"
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as packed:
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Debian 12's Python 3.11.2 lacks it
+        packed.extractall(folder, **safely)
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
-    return Older(folder)

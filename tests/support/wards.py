@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,12 @@ class Vault:
             if f"{i:04d}" not in excluded:
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
+
+    def alike_ids(self) -> tuple[frozenset[str], ...]:
+        return ()
+
+    def second_ids(self, selection: Selection, taken: Set[str]) -> frozenset[str]:
+        return frozenset()
 
     def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
         excluded = set(without) | self.out

@@ -16,11 +16,13 @@ from agent.console.books import Lent, NoLedger
 from agent.console.consequences import Consequences
 from agent.console.desk import Desk
 from agent.console.optout import foresee
+from agent.deidentify.record import Record
 from agent.edges import projects
 from agent.edges.home import MAIN
 from agent.edges.log import open_log
 from agent.edges.room import Arrival
 from agent.edges.way import open_way
+from agent.nouns import Selection
 from policies import amendments, governance
 from policies.sqlite import open_sqlite
 from policies.store import LedgerBusy, Store
@@ -145,6 +147,24 @@ def test_refused_files_are_listed_tried_again_and_given_up(place: Hospital) -> N
     log = (place.home.root / "agent.log").read_text()
     assert log.count("quarantine_dropped") >= 3
     assert "DOE" not in log
+
+
+def test_ids_that_may_be_one_person_are_shown_until_a_person_decides(place: Hospital) -> None:
+    with place.client("olga") as olga:
+        assert "may each be one person" not in words(olga.get("/ingest"))
+        with open_way(place.home, MAIN) as way:
+            head = next(head for head in way.vault.heads())
+            everybody = way.vault.images(Selection("OT", head.shape or ()))
+            image = next(image for who, image in everybody if who == head.person)
+            names = [f"{kind:032x}" for kind in range(0xF00, 0xF05)]
+            twin = Record(*names[:4], "OT", "image", "", image.pixels, b"twin", False, names[4], "EYE")
+            way.vault.keep(twin)
+            assert "1 groups of patient ids may each be one person" in words(olga.get("/ingest"))
+            (group,) = way.vault.alike()
+            way.vault.tell_apart(group.name)
+        assert "may each be one person" not in words(olga.get("/ingest"))
+        with open_way(place.home, MAIN) as way:
+            way.vault.purge({twin.pseudonym})
 
 
 def test_what_waits_is_counted_and_read_on_demand(place: Hospital) -> None:

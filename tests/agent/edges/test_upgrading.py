@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+from collections import Counter
 from pathlib import Path
 
 import apsw
 import pytest
 
+from agent.deidentify.record import own
 from agent.edges import projects, restore, upgrading
 from agent.edges.backup import backup, private_of
 from agent.edges.home import BadSite, Home, origin
 from agent.edges.notes import Notes
+from agent.edges.room import Arrival
 from agent.edges.sealed import FORMAT, OlderVault, VaultError
 from agent.edges.upgrading import Forms, forms, upgrade
+from agent.edges.vault import Vault
+from agent.edges.way import Way, open_way
+from agent.nouns import Selection
 from policies.forms import FORM, WrongForm
 from policies.sqlite import export_file, open_sqlite
 from policies.store import Store
 from policies.verify import verify
 from protos.backup import read
 from protos.keybox import files_of
-from tests.support.older import Older, older
+from tests.support.older import Older, form_2, older
+from tests.vectors.older.write_form_2 import ROOT as UIDS
+from tests.vectors.older.write_form_2 import picture
 
 NOW = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC)
 
@@ -148,6 +156,80 @@ def test_an_upgraded_site_appends_and_its_auditor_agrees(before: Older) -> None:
     with Store(open_sqlite(home.root / "ledger.db"), origin("site-a"), home.sign_key(), lambda: 1) as store:
         store.restore("ef" * 16)
     assert verify(exported(home), before.head("site-a")).size == 9
+
+
+# -- form 2 of the vault: studies, series and instances were named by their UIDs alone
+
+CT = Selection("CT", (16, 16))
+
+
+def eligible(way: Way) -> dict[str, int]:
+    return {p.pseudonym: len(p.images) for p in way.vault.cohort(CT).patients}
+
+
+@pytest.mark.parametrize("interrupted", ["", "in a project", "before the end"])
+def test_a_vault_of_form_2_goes_on_and_nothing_held_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    home = Home(form_2(tmp_path))
+    assert forms(home) == Forms(0, 2)
+    with pytest.raises(OlderVault, match="lazaret-agent upgrade"), open_way(home, "main"):
+        pass
+    if interrupted:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                *(Vault, "_write_series") if interrupted == "in a project" else (Notes, "finish_upgrade"), dies
+            )
+            with pytest.raises(KeyboardInterrupt):
+                upgrade(home, NOW)
+        assert not forms(home).newest
+    upgrade(home, NOW + dt.timedelta(seconds=1))
+    assert forms(home).newest
+    with open_way(home, "main") as way:
+        who = [way.who.person("", f"PAT-{n}") for n in range(10)]
+        heads = list(way.vault.heads())
+        assert Counter(head.person for head in heads) == {who[n]: 2 for n in (0, 1, 2, 3, 5, 6, 7)}
+        assert all(
+            (head.study, head.series, head.name) == tuple(own(head.person, uid) for uid in head.uids)
+            for head in heads
+        )
+        assert all(way.vault.payload(head.name)[128:132] == b"DICM" for head in heads)
+        free = {who[n]: 2 for n in (1, 3, 5, 6, 7)}
+        assert eligible(way) == free, "one series stays barred, one study held"
+        ((released,),) = [one["clusters"] for one in way.vault.note("releases")]
+        assert released == [who[5]]
+        (alike,) = way.vault.alike()
+        assert (alike.persons, alike.why) == ({who[6], who[7]}, ("picture",))
+        (looked_at,) = {head.study for head in heads if head.person == who[3]}
+        assert way.vault.looked_at(looked_at)
+        assert all(way.known([("wado", "any")])(f"{UIDS}.3.{2 * n + i}") for n in (0, 7) for i in (0, 1))
+
+
+def test_in_an_upgraded_vault_one_patient_more_changes_nobody_else(tmp_path: Path) -> None:
+    home = Home(form_2(tmp_path))
+    upgrade(home, NOW)
+    with open_way(home, "main") as way, way.intake() as intake:
+        who = [way.who.person("", f"PAT-{n}") for n in range(10)]
+        free = {who[n]: 2 for n in (1, 3, 5, 6, 7)}
+        for instance, (study, series) in enumerate([(1, 1), (3, 3), (2, 2), (0, 0)], 100):
+            uid, data = picture(9, study, series, instance, instance)
+            way.inbox.put(Arrival("dimse", "PACS", data, label="1", instance=uid))
+        assert intake.run(way.waiting()).kept == 4
+        assert eligible(way) == free | {who[9]: 2}, "what the older version held by a UID is held for whoever says it"
+        refused = [entry.name for entry in way.quarantine.entries()]
+        assert intake.run(way.refused(refused)).kept == 2, "what another patient's UIDs had kept out comes in"
+        assert eligible(way) == free | {who[9]: 2, who[8]: 1}
+        for name in way.vault.held() | way.vault.barred():
+            way.vault.lift(name)
+        assert eligible(way) == free | {who[n]: 2 for n in (0, 2, 8)} | {who[9]: 4}
+        uid, data = picture(1, 1, 1, 2, 2)
+        way.inbox.put(Arrival("dimse", "PACS", data, instance=uid))
+        assert intake.run(way.waiting()).duplicates == 1, "what is here is known"
+        assert way.vault.relabel({way.name_of(f"{UIDS}.3.2"): "new"}) == 2, "of whoever says that UID"
+
+
+def dies(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_home_without_ledger_or_vault_has_nothing_to_upgrade(before: Older) -> None:
