@@ -2,7 +2,8 @@
 
 Through ``apsw``, whose SQLite has the WAL-reset fix that the standard library's may lack. Anything weaker than FULL
 loses acknowledged spends at a power cut; ``tests/policies/test_power_loss.py`` keeps that control red. A lock file
-keeps a second writer out; readers may look while the writer works.
+keeps a second writer out; readers may look while the writer works. Each commit is marked in a file beside the
+database (:mod:`policies.high_water_mark`) before it is answered.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.forms import FORM, TABLE, number, readable, writable
+from policies.high_water_mark import MarkFile
 from policies.store import Batch, Head, LedgerBusy, LedgerUnsound, Line, export, lines
 
 SCHEMA: Final = f"""
@@ -50,9 +52,12 @@ PAGE: Final = 10_000  # entries read at a time
 class Sqlite:
     """The :class:`policies.store.Disk` in one SQLite file."""
 
-    def __init__(self, connection: apsw.Connection, lock: IO[str] | None = None) -> None:
-        """Use :func:`open_sqlite` or :func:`look`; a connection of one's own is for simulators."""
-        self._db, self._lock = connection, lock
+    def __init__(
+        self, connection: apsw.Connection, lock: IO[str] | None = None, mark: MarkFile | None = None
+    ) -> None:
+        """Use :func:`open_sqlite` or :func:`look`; a connection of one's own, without a mark, is for simulators."""
+        self._db, self._lock, self._mark = connection, lock, mark
+        self._brought_back = False
         self._one = threading.Lock()  # a connection serves one thread at a time
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
@@ -117,7 +122,7 @@ class Sqlite:
                 return
 
     def commit(self, batch: Batch) -> None:
-        """One transaction; SQLite has synced the write-ahead log when it returns."""
+        """One transaction; SQLite has synced the write-ahead log, and then the mark is, when it returns."""
         head = batch.head
         with self._one, self._undone():
             self._db.execute("BEGIN IMMEDIATE")
@@ -126,6 +131,45 @@ class Sqlite:
             self._db.executemany("INSERT INTO entry VALUES(?, ?)", enumerate(batch.bodies, batch.first))
             self._db.execute(_HEAD, (head.size, head.root, head.seal))
             self._db.execute("COMMIT")
+        if self._mark is not None:
+            self._mark.write(head)
+
+    def marks(self) -> Sequence[Head]:
+        """The mark in the file beside it; none for a ledger without an entry, or of an older form, that never had one.
+
+        Raises:
+            LedgerUnsound: it is missing, damaged, or was damaged where a newer one may have stood.
+        """
+        if self._mark is None or self._brought_back:
+            return ()
+        mark, head = self._mark.read(), self.head()
+        if mark is None and head is not None and self.form() == FORM:
+            raise LedgerUnsound(
+                f"the ledger's high-water mark ({self._mark.path.name}) is missing, so nobody can tell whether "
+                "entries were lost: put it back, or bring the ledger back with `restore`: deploy/docs/restore.md"
+            )
+        if mark is not None and mark.damaged and not (head is not None and head.size > mark.head.size):
+            raise LedgerUnsound(
+                f"the ledger's high-water mark ({self._mark.path.name}) is damaged, and a newer one may have stood "
+                "there: bring the ledger back with `restore`: deploy/docs/restore.md"
+            )
+        return () if mark is None else (mark.head,)
+
+    def mark(self, head: Head) -> None:
+        """Begin the mark's file anew; but of a ledger that came from a backup, only with its first commit.
+
+        Raises:
+            LedgerUnsound: it cannot be written.
+        """
+        if self._mark is not None and self._lock is not None and not self._brought_back:
+            try:
+                self._mark.begin(head)
+            except OSError as error:
+                raise LedgerUnsound(f"{self._mark.path.name} cannot be written: {error.strerror}") from None
+
+    def brought_back(self) -> None:
+        """For `restore` alone: a mark of before does not bind. The next commit, a new epoch's, makes another one."""
+        self._brought_back = True
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:
@@ -148,6 +192,8 @@ class Sqlite:
             try:
                 self._db.close(force=True)
             finally:
+                if self._mark is not None:
+                    self._mark.close()
                 if self._lock is not None:
                     self._lock.close()
 
@@ -227,7 +273,12 @@ def open_sqlite(path: Path) -> Sqlite:
             raise LedgerUnsound(f"{path.name} cannot be opened ({type(error).__name__})") from None
         _sync_names(path.parent)
         undo.pop_all()
-    return Sqlite(connection, lock)
+    return Sqlite(connection, lock, mark_of(path))
+
+
+def mark_of(path: Path) -> MarkFile:
+    """The high-water mark of the ledger in that file."""
+    return MarkFile(path.with_suffix(".mark"))
 
 
 def look(path: Path) -> Sqlite:
@@ -240,7 +291,7 @@ def look(path: Path) -> Sqlite:
     """
     if not path.exists():
         raise FileNotFoundError(f"no ledger at {path.name}")
-    disk = Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY))
+    disk = Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY), mark=mark_of(path))
     try:
         readable(disk.form())
     except BaseException:
