@@ -20,6 +20,7 @@ from agent.edges.own_ledger import site_policy
 from agent.edges.sealed import OlderVault
 from agent.edges.watch import Watch
 from agent.nouns import Forked
+from agent.release_record import RECORD, WHAT_TO_DO, named, unrecorded
 from policies.forms import WrongForm
 from policies.policy import Policy, PolicyError, strictest
 from policies.reading import Heed, read_store
@@ -110,7 +111,9 @@ def _with_ledger(home: Home, notes: Notes | None, heed: Heed, most: int | None) 
         state, site = store.state, home.settings().site
         yield passed(_LEDGER, f"{state.size} entries fold")
         if notes is not None:
-            yield passed(_HISTORY)
+            missing = unrecorded(notes.note(RECORD), state)
+            said = f"the vault does not know who is behind {named(missing)}: {WHAT_TO_DO}"
+            yield failed(_HISTORY, said, _BACK) if missing else passed(_HISTORY)
         elif state.grants and not (home.root / "vault.db").exists():
             said = "the ledger has grants, and vault.db is missing: whose images were released is not known"
             yield failed(_HISTORY, said, _BACK)

@@ -135,7 +135,7 @@ class Sqlite:
             self._mark.write(head)
 
     def marks(self) -> Sequence[Head]:
-        """The mark in the file beside it; none for a ledger without an entry, or of an older form, that never had one.
+        """The mark in the file beside it; none where there is no entry, or an older form, and there never was one.
 
         Raises:
             LedgerUnsound: it is missing, damaged, or was damaged where a newer one may have stood.

@@ -163,19 +163,26 @@ class Store:
         self._durable = 0
         try:
             marks = disk.marks()  # before the entries: who only looks must not take what comes meanwhile for lost
-            self._replay(None)
-            self._durable = self.state.size
-            if disk.head() != (self._head() if self.state.size else None):
-                raise InvalidEntry("the entries are not the ones that this key committed last")
+            self._fold()
             self.reaches(marks)
             disk.mark(self.head())
-        except (ValueError, LedgerUnsound) as error:
-            disk.close()
-            kind = type(error) if isinstance(error, LedgerTurnedBackError) else LedgerUnsound
-            raise kind(f"entry {self.state.size} of {origin}: {error}") from None
-        except BaseException:  # another host of PostgreSQL's did not answer
+        except BaseException:
             disk.close()
             raise
+
+    def _fold(self) -> None:
+        """Everything on the disk.
+
+        Raises:
+            LedgerUnsound: it does not fold, or is not what was committed last.
+        """
+        try:
+            self._replay(None)
+            self._durable = self.state.size
+            if self._disk.head() != (self._head() if self.state.size else None):
+                raise InvalidEntry("the entries are not the ones that this key committed last")
+        except (ValueError, LedgerUnsound) as error:
+            raise LedgerUnsound(f"entry {self.state.size} of {self.origin}: {error}") from None
 
     def reaches(self, marks: Sequence[Head]) -> None:
         """Does the ledger hold everything that it has acknowledged?
@@ -185,9 +192,10 @@ class Store:
         """
         for mark in marks:
             if mark.size > self.state.size:
-                raise LedgerTurnedBackError(turned_back(f"its high-water mark is at {mark.size} entries"))
+                evidence = f"{self.origin} has {self.state.size} entries, and its high-water mark is at {mark.size}"
+                raise LedgerTurnedBackError(turned_back(evidence))
             if mark != _sealed(self.origin, mark.size, self._tree.root(mark.size), self._mac):
-                raise LedgerTurnedBackError(turned_back("its high-water mark is of other entries"))
+                raise LedgerTurnedBackError(turned_back(f"the high-water mark of {self.origin} is of other entries"))
 
     def _replay(self, upto: int | None, pending: Sequence[bytes] = ()) -> None:
         """Fold the disk's entries and what is pending."""

@@ -32,7 +32,7 @@ from protos.backup import BOX, BadBackup, Manifest, Writer, read, take, tells_pa
 from protos.keybox import files_of, mark, seal_files
 from protos.keyfile import write_private
 
-TREES: Final = ("releases", "witnesses", "enrolments", "architectures", "runs", "logins")
+TREES: Final = ("releases", "witnesses", "site-heads", "enrolments", "architectures", "runs", "logins")
 PASSING: Final = frozenset({"console.key"})  # made anew where it is missing
 EXPORT: Final = "ledger.export"  # of a ledger in PostgreSQL: for auditors; nothing is restored from it
 BACKUPS: Final = "backups"

@@ -15,6 +15,7 @@ from rich.console import Console
 from coordinator.edges import backup
 from coordinator.edges.home import ORIGIN, BadCoordinator, Home, look_at_ledger
 from coordinator.edges.ledger_evidence import collect, hold_against
+from coordinator.edges.site_heads import SiteHeads
 from coordinator.edges.uploads import KEEP_FREE
 from coordinator.wording import count
 from policies.forms import FORM, WrongForm
@@ -45,6 +46,7 @@ EXPECTED: Final = (
 _DESCRIPTORS: Final = 4096
 _ROOT_DAYS, _CA_DAYS = 365.0, 30.0
 _WHOLE: Final = "the ledger holds what it acknowledged"
+_GO_ON: Final = "no site's own ledger went back"
 _RECEIPTS: Final = "nothing is awaited after a restore"
 _MOST_NAMED: Final = 20
 Checks = list[tuple[str, Callable[[], Iterator[Finding]]]]
@@ -119,6 +121,17 @@ def _ledger(home: Home, heed: Heed) -> Iterator[Finding]:
         yield passed(_RECEIPTS)
 
 
+def _sites(home: Home) -> Iterator[Finding]:
+    """Has a site shown an older ledger of its own than before?"""
+    behind = SiteHeads(home.site_heads).behind()
+    if behind:
+        named = ", ".join(behind[:_MOST_NAMED]) + (" ..." if len(behind) > _MOST_NAMED else "")
+        fix = "have them run `lazaret-agent restore`, or put site-heads/ back from a backup: deploy/docs/restore.md"
+        yield failed(_GO_ON, f"turned back, or its head cannot be read here; nothing is taken from: {named}", fix)
+    else:
+        yield passed(_GO_ON)
+
+
 def _forms(home: Home) -> Iterator[Finding]:
     """Would `serve` open the ledger, or send the operator to `upgrade`? A newer form is told by what reads it."""
     name = "forms of the databases"
@@ -186,6 +199,7 @@ def checks(home: Home, now: dt.datetime, heed: Heed) -> Checks:
         ("keys are private", lambda: _keys(home)),
         ("certificates", lambda: _certificates(home, now)),
         ("the ledger can be read", lambda: _ledger(home, heed)),
+        (_GO_ON, lambda: _sites(home)),
         ("forms of the databases", lambda: _forms(home)),
         ("the port", lambda: _port(home)),
         ("the address for sites", lambda: _reached(home)),

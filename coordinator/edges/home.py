@@ -92,6 +92,11 @@ class Home:
         """Heads that sites have cosigned."""
         return self.root / "witnesses"
 
+    @property
+    def site_heads(self) -> Path:
+        """The newest head of each site's own ledger."""
+        return self.root / "site-heads"
+
     def settings(self) -> Settings:
         """Parse ``coordinator.toml``.
 

@@ -39,7 +39,7 @@ def collect(witnesses: Path, releases: Path) -> Evidence:
         heads = []
         for path in sorted(witnesses.glob("*.note")):
             name = f"{witnesses.name}/{path.name}"
-            heads.append((name, path.read_text()))
+            heads.append((name, path.read_bytes().decode()))
         name = releases.name
         return Evidence(tuple(heads), tuple(_shelved(releases)))
     except (OSError, UnicodeDecodeError):
