@@ -298,7 +298,7 @@ class Postgres:
         """The heads that the hosts of the address hold; none where it names one host, or on a standby, which may lag.
 
         Raises:
-            ConnectionError: the server waits for standbys, and none of those that the address names answers.
+            LedgerUnsound: the server waits for standbys, and none of those that the address names answers.
         """
         if not self._hosts or self._brought_back or self._rows("SELECT pg_is_in_recovery()")[0][0]:
             return ()
@@ -310,7 +310,10 @@ class Postgres:
                 if (head := there.head()) is not None:
                     found.append(head)
         if self.synchronous_standbys and not standbys:
-            raise ConnectionError("no standby answers, so nobody can tell whether this server was turned back")
+            raise LedgerUnsound(
+                "PostgreSQL waits for a standby, and none of those in the address answers: nobody can tell whether "
+                "this server was turned back: start one, or correct the hosts of `ledger` in coordinator.toml"
+            )
         return found
 
     def mark(self, _head: Head) -> None:

@@ -306,10 +306,7 @@ def _writer(home: Home) -> Any:
 
 
 def _store(home: Home, disk: Disk) -> Store:
-    try:
-        return Store(disk, ORIGIN, home.ledger_key(), lambda: int(time.time()))
-    except ConnectionError as error:
-        raise BadCoordinator(f"the ledger's database: {error}") from None
+    return Store(disk, ORIGIN, home.ledger_key(), lambda: int(time.time()))
 
 
 def look_at_ledger(home: Home) -> Disk:

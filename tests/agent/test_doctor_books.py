@@ -24,7 +24,7 @@ from agent.edges.home import BadSite, Home
 from agent.edges.restore import restore
 from agent.edges.sealed import VaultError
 from policies.claims import SubsampledGaussian
-from policies.store import LedgerUnsound
+from policies.store import LedgerTurnedBackError, LedgerUnsound
 from protos.doctor import Finding, examine
 from protos.keybox import files_of
 from tests.support.federation import Federation, Site
@@ -157,6 +157,12 @@ def test_an_entry_that_was_changed_taken_or_put_in_is_a_fault(change: str, home:
 def test_a_ledger_that_is_missing_or_was_begun_anew_is_a_fault(home: Home) -> None:
     ledger = home.root / "ledger.db"
     ledger.unlink()
+    assert wrong(home) == {doctor_command._LEDGER}
+    with pytest.raises(LedgerTurnedBackError, match="high-water mark"):
+        opens(home)
+    assert wrong(home) == {doctor_command._LEDGER}
+    for name in ("ledger.db", "ledger.mark"):  # and the mark, too: the vault knows
+        (home.root / name).unlink()
     assert wrong(home) == {doctor_command._LEDGER}
     (forms,) = databases(home)
     assert forms.state == "note"

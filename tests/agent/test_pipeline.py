@@ -243,7 +243,7 @@ def test_beside_an_older_vault_no_patient_is_released_again_and_nothing_is_price
     assert (s.spent("k"), s.vault.reads, s.site.books.store.state.size) == (spent, reads, size)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated())  # what has an epsilon has no such record
-    s.vault.notes = newer
+    s.vault.notes, s.vault.patients = newer, 24
     assert release_synthetic(s.site, ksame(), "OT", RNG)[1].admitted
 
 
