@@ -22,7 +22,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.forms import FORM, TABLE, number, readable, writable
 from policies.high_water_mark import MarkFile
-from policies.store import Batch, Head, LedgerBusy, LedgerUnsound, Line, export, lines
+from policies.store import (
+    Batch,
+    Head,
+    LedgerBusy,
+    LedgerTurnedBackError,
+    LedgerUnsound,
+    Line,
+    export,
+    lines,
+    turned_back,
+)
 
 SCHEMA: Final = f"""
 CREATE TABLE IF NOT EXISTS entry(seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
@@ -166,10 +176,12 @@ class Sqlite:
                 self._mark.begin(head)
             except OSError as error:
                 raise LedgerUnsound(f"{self._mark.path.name} cannot be written: {error.strerror}") from None
+        _keep_log(self._db, False)
 
     def brought_back(self) -> None:
         """For `restore` alone: a mark of before does not bind. The next commit, a new epoch's, makes another one."""
         self._brought_back = True
+        _keep_log(self._db, False)
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:
@@ -259,6 +271,7 @@ def open_sqlite(path: Path) -> Sqlite:
     Raises:
         LedgerBusy: another process has it open for writing.
         LedgerUnsound: the file is no ledger, or cannot be read or written.
+        LedgerTurnedBackError: it is gone, and its mark is there.
         WrongForm: an older or a newer program made it.
         FileNotFoundError: its directory does not exist.
     """
@@ -268,12 +281,29 @@ def open_sqlite(path: Path) -> Sqlite:
         try:
             connection = apsw.Connection(str(path))
             undo.callback(connection.close, True)
+            _keep_log(connection, True)
+            _not_lost(connection, mark_of(path))
             prepare(connection)
         except apsw.Error as error:
             raise LedgerUnsound(f"{path.name} cannot be opened ({type(error).__name__})") from None
         _sync_names(path.parent)
         undo.pop_all()
     return Sqlite(connection, lock, mark_of(path))
+
+
+def _keep_log(connection: apsw.Connection, keep: bool) -> None:
+    """Until a ledger is accepted its write-ahead log stays as it was found: what is refused is the auditor's."""
+    connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, keep)
+
+
+def _not_lost(connection: apsw.Connection, mark: MarkFile) -> None:
+    """Nothing is begun in the place of a ledger that is gone; a mark is made after the tables that it is of.
+
+    Raises:
+        LedgerTurnedBackError: the file holds nothing, and there is a mark.
+    """
+    if not form_of(connection) and mark.path.exists():
+        raise LedgerTurnedBackError(turned_back(f"the ledger is empty or gone, and {mark.path.name} is there"))
 
 
 def mark_of(path: Path) -> MarkFile:
