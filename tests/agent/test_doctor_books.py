@@ -158,7 +158,7 @@ def test_a_ledger_that_is_missing_or_was_begun_anew_is_a_fault(home: Home) -> No
     ledger = home.root / "ledger.db"
     ledger.unlink()
     assert wrong(home) == {doctor_command._LEDGER}
-    with pytest.raises(LedgerTurnedBackError, match="high-water mark"):
+    with pytest.raises(LedgerTurnedBackError, match=r"ledger\.mark is there"):
         opens(home)
     assert wrong(home) == {doctor_command._LEDGER}
     for name in ("ledger.db", "ledger.mark"):  # and the mark, too: the vault knows
@@ -170,6 +170,22 @@ def test_a_ledger_that_is_missing_or_was_begun_anew_is_a_fault(home: Home) -> No
         opens(home)
     assert ledger.exists(), "an empty one, by the attempt"
     assert wrong(home) == {doctor_command._HISTORY}
+
+
+def test_a_release_that_the_vault_does_not_know_is_a_fault_before_another_one_is_asked_for(
+    home: Home, working: Site
+) -> None:
+    hospital = working.hospital
+    with open_desk(home.root, quiet) as desk:
+        said = hospital.reservation("k")
+        assert desk.site.books.reserve("r-k", said, desk.site.seal(said)).admitted
+        release = hospital.release("k")
+        desk.site.books.send(release, desk.site.seal(release))
+    assert wrong(home) == {doctor_command._HISTORY}
+    assert f"does not know who is behind {release.release}" in books(home)[doctor_command._HISTORY].said
+    with open_desk(home.root, quiet) as desk:
+        desk.vault.write_note("releases", [{"release": release.release, "clusters": [], "again": []}])
+    assert wrong(home) == set()
 
 
 def test_a_ledger_with_grants_beside_no_vault_is_a_fault(home: Home) -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -24,6 +25,7 @@ from policies.sqlite import export_file, open_sqlite
 from policies.statement import Receipts
 from policies.store import Draft, Store
 from protos.keybox import files_of
+from protos.v1 import gateway_pb2 as pb
 from tests.support.federation import Federation, Site, pictures
 from tests.support.turned_back import marked_as_it_is
 
@@ -110,6 +112,9 @@ def test_a_machine_that_is_turned_back_whole_is_refused_until_its_own_restore(
         ):
             with pytest.raises(Unreachable, match="turned back"):
                 act()
+        with pytest.raises(grpc.RpcError) as told:  # nor any part in a run
+            list(opened.door._stub.Fleet(iter([pb.FleetPart(path="/x")]), timeout=60))
+        assert told.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert "site-a" in wrong(fed)
     assert ["turned_back"] in fed.findings()
     exported = export_file(fed.home.ledger, "lazaret/coordinator", fed.home.ledger_key())

@@ -620,7 +620,7 @@ def test_nothing_is_made_good_where_ledger_or_vault_was_lost_again(ward: Ward, t
     for suffix in ("", "-wal", "-shm"):
         (ward.root / f"{what}{suffix}").unlink(missing_ok=True)
     if what == "ledger.db":
-        with pytest.raises(LedgerTurnedBackError, match="high-water mark"):
+        with pytest.raises(LedgerTurnedBackError, match=r"ledger\.mark is there"):
             recover.recover(Home(ward.root), shared)
         for name in ("ledger.db", "ledger.mark"):  # and the mark, too: the vault knows
             (ward.root / name).unlink()
