@@ -78,6 +78,7 @@ def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.
         if watch.memory.epoch < epoch or (watch.memory.restored == nonce and watch.seen < seen):
             raise homes.BadSite("watch/ is missing, or older than this vault: restore it; nothing is sent before")
         door = GrpcDoor(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
+        door.own = store.prove
         patients = vault.patients()
         if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
             raise homes.BadSite("policy.toml: delta must be below 1 / the number of this site's patients")
@@ -138,7 +139,8 @@ def greet(desk: Desk) -> bool:
     Returns:
         Whether there is a new certificate.
     Raises:
-        Unreachable: it does not answer; or its ledger forked, and nothing goes to it.
+        Unreachable: it does not answer; or its ledger forked, and nothing goes to it; or this site's own ledger is
+            behind what it showed there before.
         Refused: it does not take the receipts.
     """
     watch, key = desk.watch, desk.home.sign_key()
@@ -149,6 +151,7 @@ def greet(desk: Desk) -> bool:
         ERR.print("this site came back from a backup: run `recover` before it can show its receipts")
     elif watch.must_present:
         desk.log.warning("ledger_restored", epoch=watch.memory.epoch)
+        desk.door.hello()  # with the head of this site's own ledger: one that went back has not all its receipts
         lost = present(desk.site, watch.head.origin, watch.memory.restored)
         watch.presented()
         ERR.print(f"the coordinator's ledger was restored: {lost} grant(s) it had lost were shown to it")

@@ -20,10 +20,11 @@ from agent.edges.own_ledger import site_policy
 from agent.edges.sealed import OlderVault
 from agent.edges.watch import Watch
 from agent.nouns import Forked
+from agent.release_record import RECORD, WHAT_TO_DO, named, unrecorded
 from policies.forms import WrongForm
 from policies.policy import Policy, PolicyError, strictest
 from policies.reading import Heed, read_store
-from policies.sqlite import look
+from policies.sqlite import look, mark_of
 from policies.store import LedgerUnsound, Store
 from protos.doctor import Finding, as_json, as_lines, examine, failed, healthy, noted, passed, progress
 from protos.keyfile import BadKeyFile
@@ -80,7 +81,7 @@ def books(home: Home, heed: Heed) -> Iterator[Finding]:
                 said = f"none lie there of {', '.join(records.absent)}: right only where nothing was ever let in"
                 yield noted(_RECORDS, f"{said}; else bring the site back from its newest backup")
         if not (home.root / "ledger.db").exists():
-            yield _without_ledger(notes)
+            yield _without_ledger(home, notes)
             yield from _delta(home, None, most)
         else:
             yield from _with_ledger(home, notes, heed, most)
@@ -88,8 +89,8 @@ def books(home: Home, heed: Heed) -> Iterator[Finding]:
             yield _seen(home, notes)
 
 
-def _without_ledger(notes: Notes | None) -> Finding:
-    if notes is not None and notes.note("ledger"):
+def _without_ledger(home: Home, notes: Notes | None) -> Finding:
+    if (notes is not None and notes.note("ledger")) or mark_of(home.root / "ledger.db").path.exists():
         return failed(_LEDGER, "ledger.db is missing, and this site has worked with one", _BACK)
     return noted(_LEDGER, "no ledger yet")
 
@@ -110,7 +111,9 @@ def _with_ledger(home: Home, notes: Notes | None, heed: Heed, most: int | None) 
         state, site = store.state, home.settings().site
         yield passed(_LEDGER, f"{state.size} entries fold")
         if notes is not None:
-            yield passed(_HISTORY)
+            missing = unrecorded(notes.note(RECORD), state)
+            said = f"the vault does not know who is behind {named(missing)}: {WHAT_TO_DO}"
+            yield failed(_HISTORY, said, _BACK) if missing else passed(_HISTORY)
         elif state.grants and not (home.root / "vault.db").exists():
             said = "the ledger has grants, and vault.db is missing: whose images were released is not known"
             yield failed(_HISTORY, said, _BACK)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agent.nouns import Forked, Unreachable
+from agent.release_record import RECORD, older_vault
 from agent.site import Refused, Site
 from policies.claims import Claim
 from policies.entries import Reserved
@@ -61,14 +62,19 @@ def hold(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> tupl
 def price(site: Site, mechanism: Mechanism, modality: str) -> Reservation:
     """Reserve the mechanism's claim, in the site's ledger and then at the coordinator. No image has been read.
 
+    Nothing is asked for where the vault does not know every release without an epsilon, and this is one more.
+
     A site's part in a run is reserved by the coordinator, for all sites at once (:mod:`agent.participant`).
 
     Returns:
         What was granted.
     Raises:
-        Refused: by either ledger; the other one holds nothing.
+        Refused: by either ledger, and the other one holds nothing; or the vault is older than the site's ledger.
         Unreachable: the site's grant stays held, and is spent at the next start.
     """
+    older = tuple(older_vault(site.vault.note(RECORD), site.books.store.state, mechanism.name))
+    if older:
+        raise Refused("site", Verdict(older))
     reservation, envelope = hold(site, mechanism, modality)
     verdict = site.door.reserve(f"reserve-{reservation.grant}", envelope)
     if not verdict.admitted:

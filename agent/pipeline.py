@@ -21,6 +21,7 @@ from agent.mechanisms import Mechanism, Remodel, Resumable, Synthesis
 from agent.mechanisms.bench import Bench
 from agent.mechanisms.remodel import Remodelled
 from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet, Unreachable, VolumeSet
+from agent.release_record import RECORD, older_vault
 from agent.released import (
     freeze,
     kept_clusters,
@@ -123,6 +124,10 @@ def set_out(site: Site, goods: Parcel) -> None:
         Refused: by the site; the refusal is in its ledger, and the coordinator never sees the parcel.
     """
     verdict = site.books.examine(goods.release, goods.envelope)
+    older = older_vault(site.vault.note(RECORD), site.books.store.state, goods.release.mechanism)
+    verdict = replace(
+        verdict, findings=(*verdict.findings, *older)
+    )  # brought back since the price, or while it waited
     if not verdict.admitted:
         site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
         raise Refused("site", verdict)

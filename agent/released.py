@@ -15,11 +15,11 @@ import numpy as np
 
 from agent.mechanisms import Synthesis
 from agent.nouns import Clusters, Selection, SyntheticSet
+from agent.release_record import RECORD
 from agent.site import Site
 from agent.stages.freeze import Frozen, from_note, place_of, plan, to_note
 from policies.statement import MalformedStatement, menu_of
 
-_RECORD = "releases"
 _SEARCHED = "searched"
 
 
@@ -82,7 +82,7 @@ def kept_clusters(
     """
     old: list[Frozen] = []
     gone, state = site.vault.opted_out(), site.books.store.state
-    for one in site.vault.note(_RECORD) or []:
+    for one in site.vault.note(RECORD) or []:
         set_out = one["release"] in state.sent or one["release"] in state.releases
         for index, members in enumerate(one["clusters"]):
             place = place_of(one["release"], index)
@@ -124,18 +124,18 @@ def remember(site: Site, release: str, fresh: Sequence[Frozen], again: Sequence[
         "clusters": [list(cluster.members) for cluster in fresh],
         "again": [list(cluster.members) for cluster in again],
     }
-    site.vault.write_note(_RECORD, [*(site.vault.note(_RECORD) or []), one])
+    site.vault.write_note(RECORD, [*(site.vault.note(RECORD) or []), one])
 
 
 def remember_persons(site: Site, release: str, persons: Iterable[str]) -> None:
     """Write down whose pictures a release without clusters and without an epsilon was made from, before it leaves."""
     one = {"release": release, "clusters": [], "again": [], "persons": sorted(persons)}
-    site.vault.write_note(_RECORD, [*(site.vault.note(_RECORD) or []), one])
+    site.vault.write_note(RECORD, [*(site.vault.note(RECORD) or []), one])
 
 
 def retire(site: Site, release: str) -> None:
     """No later release shows these representatives again; their patients stay out of others all the same."""
-    for one in site.vault.note(_RECORD) or []:
+    for one in site.vault.note(RECORD) or []:
         if one["release"] == release:
             for index in range(len(one["clusters"])):
                 site.vault.write_project_note(place_of(release, index), None)
@@ -144,7 +144,7 @@ def retire(site: Site, release: str) -> None:
 def retire_clusters(site: Site, gone: Sequence[Frozen]) -> None:
     """The same of single clusters, whichever releases have shown them."""
     members = {cluster.members for cluster in gone}
-    for one in site.vault.note(_RECORD) or []:
+    for one in site.vault.note(RECORD) or []:
         for index, behind in enumerate(one["clusters"]):
             if tuple(sorted(behind)) in members:
                 site.vault.write_project_note(place_of(one["release"], index), None)
@@ -152,7 +152,7 @@ def retire_clusters(site: Site, gone: Sequence[Frozen]) -> None:
 
 def shows_retired(site: Site, release: str) -> bool:
     """Whether a release that waits shows a cluster again that was retired since: its pictures are forgotten here."""
-    record = site.vault.note(_RECORD) or []
+    record = site.vault.note(RECORD) or []
     again = {tuple(sorted(own)) for one in record if one["release"] == release for own in one.get("again", [])}
     kept = {
         tuple(sorted(own))
@@ -165,16 +165,16 @@ def shows_retired(site: Site, release: str) -> bool:
 
 def keep_only(site: Site, known: Set[str]) -> None:
     """Forget releases that never set out, pictures and all: their patients may take part again."""
-    record = site.vault.note(_RECORD) or []
+    record = site.vault.note(RECORD) or []
     for one in record:
         if one["release"] not in known:
             retire(site, one["release"])
-    site.vault.write_note(_RECORD, [one for one in record if one["release"] in known])
+    site.vault.write_note(RECORD, [one for one in record if one["release"] in known])
 
 
 def made_of(site: Site, release: str) -> set[str]:
     """Every patient behind a release; nobody, when it is not known."""
-    found = [one for one in site.vault.note(_RECORD) or [] if one["release"] == release]
+    found = [one for one in site.vault.note(RECORD) or [] if one["release"] == release]
     behind = [[*one["clusters"], *one.get("again", []), one.get("persons", [])] for one in found]
     return {person for clusters in behind for cluster in clusters for person in cluster}
 

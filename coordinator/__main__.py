@@ -20,6 +20,7 @@ from rich.table import Table
 from coordinator import report_commands
 from coordinator.edges import backup_commands, doctor, remote, simulation_commands
 from coordinator.edges import home as homes
+from coordinator.edges.ledger_evidence import set_aside
 from coordinator.edges.witnesses import Witnesses
 from coordinator.report import render, views
 from coordinator.reports.document import NoReport
@@ -144,14 +145,16 @@ def _ledger_restore(arguments: argparse.Namespace) -> int:
     if not arguments.yes:
         ERR.print("this ledger will grant nothing before every site has presented its receipts: say --yes")
         return 1
-    with homes.open_ledger(home) as store:
+    with homes.open_restored_ledger(home) as store:
         until = undone.last_entry(store)
         store.restore(secrets.token_hex(16))
         Witnesses(home.witnesses).forget(store.state.epoch)
+        aside = set_aside(store, home.releases)
         waiting = ", ".join(sorted(store.state.waiting)) or "nobody"
         size = store.state.size - 1
         OUT.print(f"epoch {store.state.epoch}, from a backup of {size} entries; waiting for {waiting}")
-    OUT.print(undone.warning(until), markup=False, soft_wrap=True)
+    for line in (undone.warning(until), *backup_commands.hidden(aside)):
+        OUT.print(line, markup=False, soft_wrap=True)
     return 0
 
 
@@ -302,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ERR.print(f"refused: {error.details()}", markup=False)
         return 1
     except (LedgerUnsound, LedgerStopped) as error:
-        ERR.print(f"stopped: {error}", markup=False)
+        ERR.print(f"stopped: {error}", markup=False, soft_wrap=True)
         return 70
     except Exception as error:  # noqa: BLE001 - whatever it is: stop, and say no text that may hold data
         ERR.print(f"stopped: internal fault ({type(error).__name__})", markup=False)

@@ -186,6 +186,14 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The hospital has seen a head that this ledger signed and does not hold: this is an older copy.",
             "Stop the coordinator, bring back the newest copy, and open a new epoch with `ledger restore`.",
         ),
+        "turned_back": (
+            "The hospital's own ledger is behind what it showed before: its machine was turned back.",
+            "The hospital runs `lazaret-agent restore`; nothing is taken from it before.",
+        ),
+        "older_vault": (
+            "The hospital's vault does not know every earlier release, so patients could be released twice.",
+            "The hospital puts its newer vault back, or restores the whole site from one backup.",
+        ),
         "node_key": ("The hospital's training link spoke with another key than the enrolled one.", _INQUIRE),
         "node": ("The hospital's training link spoke in another hospital's name.", _INQUIRE),
         "source": ("The hospital's training link sent a message in another hospital's name.", _INQUIRE),

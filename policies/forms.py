@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
-FORM: Final = 2  # 1: entries, envelopes, head. 2: says its form, and keeps its envelopes and its head
+# 1: entries, envelopes, head. 2: says its form, and keeps its envelopes and its head. 3: has a high-water mark beside
+# it (:mod:`policies.high_water_mark`; in PostgreSQL the head at the standby), without which it is not opened.
+FORM: Final = 3
 TABLE: Final = "form"  # Alembic's version table, under a name that says what it is
 
 

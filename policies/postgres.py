@@ -8,6 +8,8 @@ may call the two functions and read the tables, nothing else; :func:`install` ar
 Durable means what PostgreSQL promises with ``fsync``, ``full_page_writes`` and ``synchronous_commit`` on: all three
 are looked at when a ledger is opened and again inside every commit. On a server with synchronous standbys a commit
 waits for them, and so does opening: what a crash left committed here alone is not served before a standby has it.
+So a standby's head row is the ledger's high-water mark. Where the address names several hosts, each of them is asked
+for it when the ledger is opened; a server that was turned back, or a standby that lagged and took over, is refused.
 
 The driver is psycopg 3, imported unchanged (LGPL-3.0, which an Apache-2.0 program may do) and optional (the extra
 ``postgres``). pg8000 is BSD and a fifth of the size without libpq, but psycopg is kept by a team, typed, and speaks
@@ -27,13 +29,14 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from policies.forms import FORM, TABLE, number, readable, writable
 from policies.store import Batch, Head, LedgerBusy, LedgerUnsound
 
 PAGE: Final = 10_000  # entries read at a time
 PATIENCE: Final = 60.0  # seconds until an answer is given up; a hung server or an absent standby stops the ledger
+_ASKING: Final = 15.0  # seconds for another host's head
 
 _SCHEMA: Final = Path(__file__).with_suffix(".sql")
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,50}")  # with the prefix it stays below PostgreSQL's 63 bytes
@@ -124,6 +127,24 @@ def connect(dsn: str, *, autocommit: bool = True) -> psycopg.Connection[Any]:
         raise _cannot_connect(error) from None
 
 
+def hosts_of(dsn: str) -> tuple[str, ...]:
+    """An address for each of the hosts that an address names; none where it names one.
+
+    Raises:
+        ValueError: the address cannot be read.
+    """
+    try:
+        words = {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
+    except psycopg.Error:
+        raise ValueError(_MISTYPED) from None
+    named = {name: words[name].split(",") for name in ("host", "hostaddr", "port") if words.get(name)}
+    count = max((len(found) for name, found in named.items() if name != "port"), default=1)
+    if count == 1:
+        return ()
+    single = [{name: found[i] if len(found) > 1 else found[0] for name, found in named.items()} for i in range(count)]
+    return tuple(make_conninfo(**{**words, **one, "target_session_attrs": "any"}) for one in single)
+
+
 def _cannot_connect(error: psycopg.Error) -> ConnectionError:
     why = next((said for sign, said in _CANNOT_CONNECT if sign in str(error)), "see its log, check the address")
     return ConnectionError(f"no connection to PostgreSQL: {why}")
@@ -193,9 +214,10 @@ class _Link:
 class Postgres:
     """The :class:`policies.store.Disk` in one schema of a PostgreSQL database."""
 
-    def __init__(self, schema: str, link: _Link) -> None:
-        """Use :func:`open_postgres` or :func:`look_postgres`."""
-        self._schema, self._link = schema, link
+    def __init__(self, schema: str, link: _Link, hosts: Sequence[str] = ()) -> None:
+        """Use :func:`open_postgres` or :func:`look_postgres`; ``hosts``: each one's address, if there are more."""
+        self._schema, self._link, self._hosts = schema, link, hosts
+        self._brought_back = False
         self._term: int | None = None  # None: a reader
         self._last = Head(0, b"", b"")  # what the next commit extends
 
@@ -271,6 +293,35 @@ class Postgres:
         bodies, envelopes = list(batch.bodies), list(batch.envelopes)
         self._rows(query, (self._term, batch.first, last.root, last.seal, bodies, envelopes, head.root, head.seal))
         self._last = head
+
+    def marks(self) -> Sequence[Head]:
+        """The heads that the hosts of the address hold; none where it names one host, or on a standby, which may lag.
+
+        Raises:
+            LedgerUnsound: the server waits for standbys, and none of those that the address names answers.
+        """
+        if not self._hosts or self._brought_back or self._rows("SELECT pg_is_in_recovery()")[0][0]:
+            return ()
+        found, standbys = list[Head](), 0
+        for address in self._hosts:
+            with contextlib.suppress(ConnectionError, ValueError), contextlib.ExitStack() as stack:
+                there = stack.enter_context(contextlib.closing(Postgres(self._schema, _Link(address, _ASKING))))
+                standbys += bool(there._rows("SELECT pg_is_in_recovery()")[0][0])
+                if (head := there.head()) is not None:
+                    found.append(head)
+        if self.synchronous_standbys and not standbys:
+            raise LedgerUnsound(
+                "PostgreSQL waits for a standby, and none of those in the address answers: nobody can tell whether "
+                "this server was turned back: start one, or correct the hosts of `ledger` in coordinator.toml"
+            )
+        return found
+
+    def mark(self, _head: Head) -> None:
+        """Opening wrote a new term, and waited for the standbys to have it with everything before it."""
+
+    def brought_back(self) -> None:
+        """For `restore` alone: what a standby of before holds does not bind."""
+        self._brought_back = True
 
     @property
     def synchronous_standbys(self) -> str:
@@ -389,7 +440,7 @@ def open_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) ->
         WrongForm: an older or a newer program installed it.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(schema_of(ledger), _Link(dsn, patience))
+    disk = Postgres(schema_of(ledger), _Link(dsn, patience), hosts_of(dsn))
     try:
         disk._set_up(default_transaction_read_only="off")
         disk._check_server()
@@ -409,7 +460,7 @@ def look_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) ->
         ValueError: the address will not do, or there is no such ledger for this role.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(schema_of(ledger), _Link(dsn, patience))
+    disk = Postgres(schema_of(ledger), _Link(dsn, patience), hosts_of(dsn))
     try:
         disk._set_up(default_transaction_read_only="on")
         readable(disk.form())

@@ -13,7 +13,29 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from policies.cbor import MalformedEntry
+from policies.entries import InvalidEntry, Restored, decode
 from policies.merkle import BadCheckpoint, Checkpoint, included, leaf_hash, node_hash, open_checkpoint
+
+
+def restore_that_opened(head: Checkpoint, body: bytes, at: int, proof: Sequence[bytes]) -> Restored | None:
+    """Verify that the tree under a head records the restore with which the head's epoch began.
+
+    Args:
+        head: whose signature was verified.
+        body: the entry.
+        at: its place.
+        proof: RFC 6962 inclusion of the entry at that place.
+    Returns:
+        The entry; None where it is none, is of another epoch, or is not in the tree.
+    """
+    try:
+        entry = decode(body).entry
+    except (InvalidEntry, MalformedEntry):
+        return None
+    if not isinstance(entry, Restored) or (entry.epoch, entry.nonce, entry.size) != (head.epoch, head.nonce, at):
+        return None
+    return entry if included(leaf_hash(body), at, head.size, proof, head.root) else None
 
 
 @dataclass(frozen=True, slots=True)

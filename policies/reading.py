@@ -6,7 +6,7 @@ committed meanwhile is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -26,7 +26,9 @@ class Pinned:
 
     def __init__(self, disk: Disk, heed: Heed = _unheard) -> None:
         """Read the head; ``disk`` is closed with this, ``heed`` hears how far the entries are read."""
-        self._disk, self._heed, self._head = disk, heed, disk.head()
+        self._disk, self._heed = disk, heed
+        self._marks = tuple(disk.marks())  # before the head, which is at it or beyond
+        self._head = disk.head()
 
     @property
     def size(self) -> int:
@@ -67,6 +69,13 @@ class Pinned:
     def commit(self, _batch: Batch) -> None:
         """Never: who reads does not write."""
         raise LedgerStopped("this ledger was opened to be read")
+
+    def marks(self) -> Sequence[Head]:
+        """As they were just before the head was read."""
+        return self._marks
+
+    def mark(self, _head: Head) -> None:
+        """Nothing is answered from here."""
 
     def close(self) -> None:
         """Let go of it."""

@@ -2,7 +2,8 @@
 
 Through ``apsw``, whose SQLite has the WAL-reset fix that the standard library's may lack. Anything weaker than FULL
 loses acknowledged spends at a power cut; ``tests/policies/test_power_loss.py`` keeps that control red. A lock file
-keeps a second writer out; readers may look while the writer works.
+keeps a second writer out; readers may look while the writer works. Each commit is marked in a file beside the
+database (:mod:`policies.high_water_mark`) before it is answered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.forms import FORM, TABLE, number, readable, writable
-from policies.store import Batch, Head, LedgerBusy, LedgerUnsound, Line, export, lines
+from policies.high_water_mark import MarkFile
+from policies.store import (
+    Batch,
+    Head,
+    LedgerBusy,
+    LedgerTurnedBackError,
+    LedgerUnsound,
+    Line,
+    export,
+    lines,
+    turned_back,
+)
 
 SCHEMA: Final = f"""
 CREATE TABLE IF NOT EXISTS entry(seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
@@ -50,9 +62,12 @@ PAGE: Final = 10_000  # entries read at a time
 class Sqlite:
     """The :class:`policies.store.Disk` in one SQLite file."""
 
-    def __init__(self, connection: apsw.Connection, lock: IO[str] | None = None) -> None:
-        """Use :func:`open_sqlite` or :func:`look`; a connection of one's own is for simulators."""
-        self._db, self._lock = connection, lock
+    def __init__(
+        self, connection: apsw.Connection, lock: IO[str] | None = None, mark: MarkFile | None = None
+    ) -> None:
+        """Use :func:`open_sqlite` or :func:`look`; a connection of one's own, without a mark, is for simulators."""
+        self._db, self._lock, self._mark = connection, lock, mark
+        self._brought_back = False
         self._one = threading.Lock()  # a connection serves one thread at a time
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
@@ -117,7 +132,7 @@ class Sqlite:
                 return
 
     def commit(self, batch: Batch) -> None:
-        """One transaction; SQLite has synced the write-ahead log when it returns."""
+        """One transaction; SQLite has synced the write-ahead log, and then the mark is, when it returns."""
         head = batch.head
         with self._one, self._undone():
             self._db.execute("BEGIN IMMEDIATE")
@@ -126,6 +141,47 @@ class Sqlite:
             self._db.executemany("INSERT INTO entry VALUES(?, ?)", enumerate(batch.bodies, batch.first))
             self._db.execute(_HEAD, (head.size, head.root, head.seal))
             self._db.execute("COMMIT")
+        if self._mark is not None:
+            self._mark.write(head)
+
+    def marks(self) -> Sequence[Head]:
+        """The mark in the file beside it; none where there is no entry, or an older form, and there never was one.
+
+        Raises:
+            LedgerUnsound: it is missing, damaged, or was damaged where a newer one may have stood.
+        """
+        if self._mark is None or self._brought_back:
+            return ()
+        mark, head = self._mark.read(), self.head()
+        if mark is None and head is not None and self.form() == FORM:
+            raise LedgerUnsound(
+                f"the ledger's high-water mark ({self._mark.path.name}) is missing, so nobody can tell whether "
+                "entries were lost: put it back, or bring the ledger back with `restore`: deploy/docs/restore.md"
+            )
+        if mark is not None and mark.damaged and not (head is not None and head.size > mark.head.size):
+            raise LedgerUnsound(
+                f"the ledger's high-water mark ({self._mark.path.name}) is damaged, and a newer one may have stood "
+                "there: bring the ledger back with `restore`: deploy/docs/restore.md"
+            )
+        return () if mark is None else (mark.head,)
+
+    def mark(self, head: Head) -> None:
+        """Begin the mark's file anew; but of a ledger that came from a backup, only with its first commit.
+
+        Raises:
+            LedgerUnsound: it cannot be written.
+        """
+        if self._mark is not None and self._lock is not None and not self._brought_back:
+            try:
+                self._mark.begin(head)
+            except OSError as error:
+                raise LedgerUnsound(f"{self._mark.path.name} cannot be written: {error.strerror}") from None
+        _keep_log(self._db, False)
+
+    def brought_back(self) -> None:
+        """For `restore` alone: a mark of before does not bind. The next commit, a new epoch's, makes another one."""
+        self._brought_back = True
+        _keep_log(self._db, False)
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:
@@ -148,6 +204,8 @@ class Sqlite:
             try:
                 self._db.close(force=True)
             finally:
+                if self._mark is not None:
+                    self._mark.close()
                 if self._lock is not None:
                     self._lock.close()
 
@@ -213,6 +271,7 @@ def open_sqlite(path: Path) -> Sqlite:
     Raises:
         LedgerBusy: another process has it open for writing.
         LedgerUnsound: the file is no ledger, or cannot be read or written.
+        LedgerTurnedBackError: it is gone, and its mark is there.
         WrongForm: an older or a newer program made it.
         FileNotFoundError: its directory does not exist.
     """
@@ -222,12 +281,34 @@ def open_sqlite(path: Path) -> Sqlite:
         try:
             connection = apsw.Connection(str(path))
             undo.callback(connection.close, True)
+            _keep_log(connection, True)
+            _not_lost(connection, mark_of(path))
             prepare(connection)
         except apsw.Error as error:
             raise LedgerUnsound(f"{path.name} cannot be opened ({type(error).__name__})") from None
         _sync_names(path.parent)
         undo.pop_all()
-    return Sqlite(connection, lock)
+    return Sqlite(connection, lock, mark_of(path))
+
+
+def _keep_log(connection: apsw.Connection, keep: bool) -> None:
+    """Until a ledger is accepted its write-ahead log stays as it was found: what is refused is the auditor's."""
+    connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, keep)
+
+
+def _not_lost(connection: apsw.Connection, mark: MarkFile) -> None:
+    """Nothing is begun in the place of a ledger that is gone; a mark is made after the tables that it is of.
+
+    Raises:
+        LedgerTurnedBackError: the file holds nothing, and there is a mark.
+    """
+    if not form_of(connection) and mark.path.exists():
+        raise LedgerTurnedBackError(turned_back(f"the ledger is empty or gone, and {mark.path.name} is there"))
+
+
+def mark_of(path: Path) -> MarkFile:
+    """The high-water mark of the ledger in that file."""
+    return MarkFile(path.with_suffix(".mark"))
 
 
 def look(path: Path) -> Sqlite:
@@ -240,7 +321,7 @@ def look(path: Path) -> Sqlite:
     """
     if not path.exists():
         raise FileNotFoundError(f"no ledger at {path.name}")
-    disk = Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY))
+    disk = Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY), mark=mark_of(path))
     try:
         readable(disk.form())
     except BaseException:

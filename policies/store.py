@@ -38,6 +38,10 @@ class LedgerUnsound(RuntimeError):
     """What is on disk does not fold; nothing may be appended before an audit."""
 
 
+class LedgerTurnedBackError(LedgerUnsound):
+    """The ledger is behind what it has acknowledged: its log was lost, or an older copy lies in its place."""
+
+
 class LedgerStopped(RuntimeError):
     """A write failed. What the disk holds is unknown until the process is restarted."""
 
@@ -80,7 +84,17 @@ class Disk(Protocol):
         """All of them, in the order of their digests."""
 
     def commit(self, batch: Batch) -> None:
-        """Durable when this returns; after any exception it may or may not be."""
+        """Durable when this returns, and marked as such; after any exception it may or may not be."""
+
+    def marks(self) -> Sequence[Head]:
+        """Heads that were acknowledged, kept where what turns the entries back does not reach them.
+
+        Raises:
+            LedgerUnsound: there should be one, and it is missing or cannot be read.
+        """
+
+    def mark(self, head: Head) -> None:
+        """The ledger was held against its marks, and is at this head: durable before anything is answered from it."""
 
     def close(self) -> None:
         """Let go of the files, the lock, the connection."""
@@ -138,6 +152,7 @@ class Store:
                 record bears the time of the one before it.
         Raises:
             LedgerUnsound: the entries on disk do not fold, or are not those of the last commit.
+            LedgerTurnedBackError: they end before what was acknowledged.
         """
         self.origin, self._disk, self._key, self._clock = origin, disk, key, clock
         self._mac = _mac_key(key)
@@ -148,13 +163,40 @@ class Store:
         self._staged, self._flying = _Pending(), _Pending()
         self._durable = 0
         try:
+            marks = disk.marks()  # before the entries: who only looks must not take what comes meanwhile for lost
+            self._fold()
+            self.reaches(marks)
+            disk.mark(self.head())
+        except BaseException:
+            disk.close()
+            raise
+
+    def _fold(self) -> None:
+        """Everything on the disk.
+
+        Raises:
+            LedgerUnsound: it does not fold, or is not what was committed last.
+        """
+        try:
             self._replay(None)
             self._durable = self.state.size
-            if disk.head() != (self._head() if self.state.size else None):
+            if self._disk.head() != (self._head() if self.state.size else None):
                 raise InvalidEntry("the entries are not the ones that this key committed last")
         except (ValueError, LedgerUnsound) as error:
-            disk.close()
-            raise LedgerUnsound(f"entry {self.state.size} of {origin}: {error}") from None
+            raise LedgerUnsound(f"entry {self.state.size} of {self.origin}: {error}") from None
+
+    def reaches(self, marks: Sequence[Head]) -> None:
+        """Does the ledger hold everything that it has acknowledged?
+
+        Raises:
+            LedgerTurnedBackError: it does not.
+        """
+        for mark in marks:
+            if mark.size > self.state.size:
+                evidence = f"{self.origin} has {self.state.size} entries, and its high-water mark is at {mark.size}"
+                raise LedgerTurnedBackError(turned_back(evidence))
+            if mark != _sealed(self.origin, mark.size, self._tree.root(mark.size), self._mac):
+                raise LedgerTurnedBackError(turned_back(f"the high-water mark of {self.origin} is of other entries"))
 
     def _replay(self, upto: int | None, pending: Sequence[bytes] = ()) -> None:
         """Fold the disk's entries and what is pending."""
@@ -163,6 +205,11 @@ class Store:
             for body in source:
                 self.state.apply(decode(body))
                 self._tree.append(leaf_hash(body))
+
+    def head(self) -> Head:
+        """Size and root of what is durable, sealed."""
+        with self._books:
+            return _sealed(self.origin, self._durable, self._tree.root(self._durable), self._mac)
 
     def _head(self) -> Head:
         return _sealed(self.origin, self._tree.size, self._tree.root(), self._mac)
@@ -363,6 +410,15 @@ class Store:
         with self.exclusive() as state:
             entry = Restored(state.epoch + 1, state.size, self._tree.root(), nonce)
             self.append(f"restore-{entry.epoch}", Draft((entry,)))
+
+
+def turned_back(evidence: str) -> str:
+    """The sentence for an operator whose ledger is behind something that it once said."""
+    return (
+        f"{evidence}: acknowledged entries are missing here, because the write-ahead log was lost or an older copy "
+        "lies in the ledger's place. It is frozen, and nothing is granted. Keep these files for the auditor, and "
+        "bring the ledger back with `restore`, which opens a new epoch: deploy/docs/restore.md"
+    )
 
 
 def _mac_key(key: Ed25519PrivateKey) -> bytes:

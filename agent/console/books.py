@@ -161,6 +161,14 @@ class _Looking:
         """Never."""
         raise LedgerStopped("a ledger that is looked at is not written")
 
+    def marks(self) -> Sequence[Head]:
+        """What the ledger has acknowledged."""
+        with self._open() as disk:
+            return disk.marks()
+
+    def mark(self, head: Head) -> None:
+        """Nothing is answered from here that the file does not hold."""
+
     def close(self) -> None:
         """Nothing is open."""
 

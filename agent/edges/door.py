@@ -28,6 +28,7 @@ from agent.nouns import Unreachable
 from policies.entries import Admitted, Amended, Presented, Recovered, Refused, Reserved
 from policies.review import Finding, Verdict
 from policies.statement import ID, Release, parse
+from policies.store import Shown
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from protos.versions import Unspoken, agree, answered
@@ -57,6 +58,8 @@ class GrpcDoor:
         self._target, self._credentials, self._proxy = target, credentials, proxy
         self.watch, self._patience_s, self._turn = watch, patience_s, threading.Lock()
         self.progress: Progress | None = None  # hears how far an artifact has got
+        self.own: Callable[[int], Shown] | None = None  # shows this site's own ledger to who has seen so much of it
+        self._own_seen: int | None = None  # how much of it the coordinator keeps; None: it has not said so yet
         self._open()
 
     def _open(self) -> None:
@@ -96,13 +99,16 @@ class GrpcDoor:
     def hello(self, cosigned: str = "") -> str:
         """The federation's policy, TOML. Also the cheapest test of the whole way.
 
+        From the second time on this site shows the head of its own ledger: it must extend what the coordinator keeps.
+
         Args:
             cosigned: the newest verified head with this site's cosignature, for the coordinator to keep.
         """
         with self._turn:
-            request = pb.HelloRequest(seen=self.watch.seen, cosigned=cosigned)
+            request = pb.HelloRequest(seen=self.watch.seen, cosigned=cosigned, own=self._own_head())
             reply, call = self._ask(lambda: self._stub.Hello.with_call(request, timeout=10))
             _speaks(call)
+            self._own_seen = reply.own_seen
             epoch = Epoch(reply.epoch, reply.restored, reply.restored_at, tuple(reply.restored_proof))
             if self.watch.renewed(epoch):
                 self.watch.restored(reply.checkpoint, epoch, reply.proof)
@@ -136,12 +142,14 @@ class GrpcDoor:
     def submit(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
         """Hand in an artifact with its sealed statement, in resumable pieces, and wait for the verdict."""
         with self._turn:
-            sealed = pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen)
+            own = self._own_head()
+            sealed = pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen, own=own)
             patience = Patience(still_s=self._patience_s)
             try:
                 reply = send(self._stub, sealed, artifact, patience, self.progress, _named(envelope))
             except grpc.RpcError as error:
                 raise Unreachable(_hint(error.code(), error.details())) from None
+            self._own_seen = int(own.checkpoint.split("\n")[1]) if own else None  # where it is not, it will say so
             return self._verdict(reply, (Admitted,), hashlib.sha256(envelope).digest())
 
     def outcome(self, key: str, envelope: bytes) -> Verdict | None:
@@ -151,6 +159,20 @@ class GrpcDoor:
             reply = self._ask(lambda: self._stub.Outcome(request, timeout=10))
             verdict = self._verdict(reply, (_LEADS_TO[key.partition("-")[0]],), envelope)
         return verdict if reply.known else None
+
+    def _own_head(self) -> pb.SiteHead | None:
+        """The head of this site's own ledger, with the proof that it extends what the coordinator keeps of it."""
+        if self.own is None or self._own_seen is None:
+            return None
+        shown = self.own(self._own_seen)
+        return pb.SiteHead(
+            checkpoint=shown.checkpoint,
+            since=self._own_seen,
+            proof=shown.proof,
+            restored=shown.restored,
+            restored_at=shown.restored_at,
+            restored_proof=shown.restored_proof,
+        )
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]

@@ -153,9 +153,9 @@ def _upgraded(home: Home) -> None:
 def _new_epoch(home: Home, nonce: str, made: int, last: bytes | None) -> Restored:
     """Open the ledger's next epoch, and close whatever was open."""
     site, met = home.settings().site, Watch(home.root / "watch", home.coordinator_key(), forgetful=True).head
-    with Store(
-        open_sqlite(home.root / "ledger.db"), origin(site), home.sign_key(), lambda: int(time.time())
-    ) as store:
+    disk = open_sqlite(home.root / "ledger.db")
+    disk.brought_back()
+    with Store(disk, origin(site), home.sign_key(), lambda: int(time.time())) as store:
         entries, again, until = store.state.size, site in store.state.waiting, last_entry(store)
         found(home, store)
         lost = _lost(store, last, entries) if last is not None else None

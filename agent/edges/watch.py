@@ -21,6 +21,7 @@ from agent.nouns import Forked, Unreachable
 from policies.cbor import MalformedEntry
 from policies.entries import InvalidEntry, Restored, decode
 from policies.merkle import BadCheckpoint, Checkpoint, consistent, cosign, included, leaf_hash, open_checkpoint
+from policies.proof import restore_that_opened
 
 MOST_RESTORES = 1000  # that a site may have missed; more is no honest number
 
@@ -158,15 +159,8 @@ class Watch:
             Forked: the restore is not in the tree under that head, or the tree is another one.
         """
         head, known = self._open(note), self.head
-        try:
-            entry = decode(epoch.entry).entry
-        except (InvalidEntry, MalformedEntry):
-            raise Forked("the coordinator speaks of a restore that it cannot show") from None
-        sound = isinstance(entry, Restored) and (entry.epoch, entry.size) == (epoch.number, epoch.at)
-        sound = sound and head.nonce == epoch.nonce
-        sound = sound and head.epoch == epoch.number <= max(known.epoch, 1) + MOST_RESTORES
-        leaf = leaf_hash(epoch.entry)
-        if not sound or not included(leaf, epoch.at, head.size, epoch.proof, head.root):
+        entry = restore_that_opened(head, epoch.entry, epoch.at, epoch.proof)
+        if entry is None or not head.epoch == epoch.number <= max(known.epoch, 1) + MOST_RESTORES:
             raise Forked("the coordinator speaks of a restore that its ledger does not hold")
         if known.size and known.origin != head.origin:
             raise Forked("the coordinator shows another ledger")
@@ -177,9 +171,7 @@ class Watch:
         if self.memory.note:
             self._keep(f"epoch-{self.memory.epoch}-last.note", self.memory.note)
         self._keep(f"epoch-{epoch.number}-{epoch.nonce[:8]}-first.note", note)
-        self._remember(
-            Memory(epoch.number, note, entry.nonce if isinstance(entry, Restored) else "", self.memory.presented)
-        )
+        self._remember(Memory(epoch.number, note, entry.nonce, self.memory.presented))
         self.head = head
 
     def presented(self) -> None:

@@ -19,7 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from coordinator.edges.home import ORIGIN, BadCoordinator, Home, look_at_ledger, open_ledger
+from coordinator.edges.home import ORIGIN, BadCoordinator, Home, look_at_ledger, open_restored_ledger
+from coordinator.edges.ledger_evidence import set_aside
 from coordinator.edges.witnesses import Witnesses
 from policies.export import Unsound
 from policies.forms import FORM
@@ -31,7 +32,7 @@ from protos.backup import BOX, BadBackup, Manifest, Writer, read, take, tells_pa
 from protos.keybox import files_of, mark, seal_files
 from protos.keyfile import write_private
 
-TREES: Final = ("releases", "witnesses", "enrolments", "architectures", "runs", "logins")
+TREES: Final = ("releases", "witnesses", "site-heads", "enrolments", "architectures", "runs", "logins")
 PASSING: Final = frozenset({"console.key"})  # made anew where it is missing
 EXPORT: Final = "ledger.export"  # of a ledger in PostgreSQL: for auditors; nothing is restored from it
 BACKUPS: Final = "backups"
@@ -59,6 +60,7 @@ class Restored:
     nonce: str  # of the restore
     last: int  # seconds since 1970: when the backup's last entry was written; 0: it has none
     lost: Lost | None  # what the export of before holds beyond that; None: there was no export
+    aside: tuple[str, ...]  # releases on the shelf that were admitted after the backup
 
 
 def private_of(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -217,13 +219,14 @@ def _assembled(home: Home, folder: Path, secrets: Mapping[str, bytes]) -> Manife
 
 
 def _new_epoch(home: Home, made: int, nonce: str, last: bytes | None) -> Restored:
-    with open_ledger(home) as store:
+    with open_restored_ledger(home) as store:
         entries, until = store.state.size, last_entry(store)
         lost = _lost(store, last) if last is not None else None
         store.restore(nonce)
         Witnesses(home.witnesses).forget(store.state.epoch)
+        aside = set_aside(store, home.releases)
         waiting = tuple(sorted(store.state.waiting))
-        return Restored(made, entries, store.state.epoch, waiting, nonce, until, lost)
+        return Restored(made, entries, store.state.epoch, waiting, nonce, until, lost, aside)
 
 
 def _lost(store: Store, last: bytes) -> Lost:

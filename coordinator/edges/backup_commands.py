@@ -7,7 +7,7 @@ import datetime as dt
 import json
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,7 +97,7 @@ def _restore(arguments: argparse.Namespace) -> int:
     say = _aside if arguments.json else _say
     waiting = ", ".join(done.waiting) or "nobody"
     say(f"restored as of {moment(done.made)}: {done.entries} entries; epoch {done.epoch}; waiting for {waiting}")
-    for line in (warning(done.last), *told(done.lost)):
+    for line in (warning(done.last), *told(done.lost), *hidden(done.aside)):
         say(line)
     if done.waiting:
         say("nothing is granted before they have shown their receipts; start `serve`, and they do by themselves")
@@ -106,6 +106,13 @@ def _restore(arguments: argparse.Namespace) -> int:
         document = {"made": done.made, "entries": done.entries, "epoch": done.epoch, "waiting": done.waiting}
         sys.stdout.write(json.dumps({**document, **as_json(done.last, done.lost)}) + "\n")
     return 0
+
+
+def hidden(aside: Sequence[str]) -> list[str]:
+    """What became of releases on the shelf that the restored ledger does not know."""
+    if not aside:
+        return []
+    return [f"admitted after the backup, and set aside under releases/.NAME.before-…: {', '.join(aside)}"]
 
 
 def _upgrade(arguments: argparse.Namespace) -> int:

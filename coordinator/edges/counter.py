@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from coordinator.edges.authority import Authority
 from coordinator.edges.shelf import Shelf
+from coordinator.edges.site_heads import SiteHeads
 from coordinator.edges.uploads import Uploads
 from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
@@ -48,6 +49,7 @@ class Counter:
     uploads: Uploads
     shelf: Shelf
     witnesses: Witnesses
+    site_heads: SiteHeads
     authority: Authority
     fleet: Tunnel
     conducting: Conducting

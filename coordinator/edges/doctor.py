@@ -14,12 +14,14 @@ from rich.console import Console
 
 from coordinator.edges import backup
 from coordinator.edges.home import ORIGIN, BadCoordinator, Home, look_at_ledger
+from coordinator.edges.ledger_evidence import collect, hold_against
+from coordinator.edges.site_heads import SiteHeads
 from coordinator.edges.uploads import KEEP_FREE
 from coordinator.wording import count
 from policies.forms import FORM, WrongForm
 from policies.policy import PolicyError
 from policies.reading import Heed, read_store
-from policies.store import LedgerUnsound
+from policies.store import LedgerTurnedBackError, LedgerUnsound
 from protos import machine
 from protos.doctor import Finding, as_json, as_lines, examine, failed, healthy, noted, of_days, passed, progress
 from protos.expiry import days_left, end_of
@@ -43,6 +45,8 @@ EXPECTED: Final = (
 )
 _DESCRIPTORS: Final = 4096
 _ROOT_DAYS, _CA_DAYS = 365.0, 30.0
+_WHOLE: Final = "the ledger holds what it acknowledged"
+_GO_ON: Final = "no site's own ledger went back"
 _RECEIPTS: Final = "nothing is awaited after a restore"
 _MOST_NAMED: Final = 20
 Checks = list[tuple[str, Callable[[], Iterator[Finding]]]]
@@ -91,12 +95,20 @@ def _ledger(home: Home, heed: Heed) -> Iterator[Finding]:
     """Would `serve` open it? Folded as a start folds it, and nothing is written; also while `serve` holds it."""
     name, where = "the ledger can be read", "PostgreSQL" if home.settings().ledger else "SQLite"
     try:
+        evidence = collect(home.witnesses, home.releases)  # first: what is admitted meanwhile is no evidence
         with read_store(look_at_ledger(home), ORIGIN, home.ledger_key(), heed) as store:
+            hold_against(store, evidence)
             state = store.state
+    except LedgerTurnedBackError as error:
+        yield failed(
+            _WHOLE, str(error), "`serve` refuses it (exit 70): `restore`, or `ledger restore` of what is here"
+        )
+        return
     except LedgerUnsound as error:
         yield failed(name, str(error), "bring the coordinator back from its newest backup: deploy/docs/restore.md")
         return
     yield passed(name, f"{state.size} entries fold, in {where}")
+    yield passed(_WHOLE, f"its mark, {count(len(evidence.heads), 'cosigned head')} and the shelf say so")
     awaited = sorted(state.waiting)
     if awaited:
         named = ", ".join(awaited[:_MOST_NAMED]) + (" ..." if len(awaited) > _MOST_NAMED else "")
@@ -107,6 +119,17 @@ def _ledger(home: Home, heed: Heed) -> Iterator[Finding]:
         yield noted(_RECEIPTS, f"{count(len(state.late), 'site')} frozen alone, until their receipts are shown")
     else:
         yield passed(_RECEIPTS)
+
+
+def _sites(home: Home) -> Iterator[Finding]:
+    """Has a site shown an older ledger of its own than before?"""
+    behind = SiteHeads(home.site_heads).behind()
+    if behind:
+        named = ", ".join(behind[:_MOST_NAMED]) + (" ..." if len(behind) > _MOST_NAMED else "")
+        fix = "have them run `lazaret-agent restore`, or put site-heads/ back from a backup: deploy/docs/restore.md"
+        yield failed(_GO_ON, f"turned back, or its head cannot be read here; nothing is taken from: {named}", fix)
+    else:
+        yield passed(_GO_ON)
 
 
 def _forms(home: Home) -> Iterator[Finding]:
@@ -176,6 +199,7 @@ def checks(home: Home, now: dt.datetime, heed: Heed) -> Checks:
         ("keys are private", lambda: _keys(home)),
         ("certificates", lambda: _certificates(home, now)),
         ("the ledger can be read", lambda: _ledger(home, heed)),
+        (_GO_ON, lambda: _sites(home)),
         ("forms of the databases", lambda: _forms(home)),
         ("the port", lambda: _port(home)),
         ("the address for sites", lambda: _reached(home)),

@@ -14,6 +14,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from coordinator.edges.ledger_evidence import collect, hold_against
 from policies.policy import Policy
 from policies.policy import parse as parse_policy
 from policies.sqlite import look, open_sqlite
@@ -90,6 +91,11 @@ class Home:
     def witnesses(self) -> Path:
         """Heads that sites have cosigned."""
         return self.root / "witnesses"
+
+    @property
+    def site_heads(self) -> Path:
+        """The newest head of each site's own ledger."""
+        return self.root / "site-heads"
 
     def settings(self) -> Settings:
         """Parse ``coordinator.toml``.
@@ -274,10 +280,32 @@ def open_ledger(home: Home) -> Store:
     Raises:
         LedgerBusy: another process has it.
         LedgerUnsound: what is kept does not fold.
+        LedgerTurnedBackError: it is behind its high-water mark, a head that a site cosigned, or the shelf.
         BadCoordinator: it is in a database that cannot be used; the text says what to do.
     """
+    evidence = collect(home.witnesses, home.releases)
+    store = _store(home, _writer(home))
+    try:
+        hold_against(store, evidence)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def open_restored_ledger(home: Home) -> Store:
+    """The same of a ledger that was brought back, which may lack what it acknowledged: for a new epoch alone."""
+    disk = _writer(home)
+    disk.brought_back()
+    return _store(home, disk)
+
+
+def _writer(home: Home) -> Any:
     address = home.settings().ledger
-    disk: Disk = _database(lambda pg: pg.open_postgres(address)) if address else open_sqlite(home.ledger)
+    return _database(lambda pg: pg.open_postgres(address)) if address else open_sqlite(home.ledger)
+
+
+def _store(home: Home, disk: Disk) -> Store:
     return Store(disk, ORIGIN, home.ledger_key(), lambda: int(time.time()))
 
 

@@ -29,6 +29,7 @@ from coordinator.edges.runs import Runs
 from coordinator.edges.service import Service
 from coordinator.edges.sessions import Sessions
 from coordinator.edges.shelf import Shelf
+from coordinator.edges.site_heads import SiteHeads
 from coordinator.edges.uploads import Uploads
 from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
@@ -87,6 +88,7 @@ def serve(home: Home, say: Callable[[str], None], beside: Beside) -> int:
             uploads=uploads,
             shelf=shelf,
             witnesses=Witnesses(home.witnesses),
+            site_heads=SiteHeads(home.site_heads),
             authority=authority,
             fleet=Fleet(superlink, intake.node_keys, lambda site, what: service.guard.report(site, what)),  # noqa: PLW0108 - made below
             conducting=Operations(runs),

@@ -22,6 +22,7 @@ from coordinator.edges.home import BadCoordinator
 from coordinator.edges.places import Patience, Places
 from coordinator.edges.sandbox import inspect
 from coordinator.edges.sessions import Sessions
+from coordinator.edges.site_heads import ShownHead, SiteTurnedBackError
 from coordinator.edges.uploads import UploadRefused
 from coordinator.intake import RolledBack, Unwelcome
 from policies.claims import UnsupportedClaim
@@ -74,6 +75,7 @@ class Service(GatewayServicer):
         """The federation's policy and the ledger's head; and what the site has cosigned is kept."""
         if request.cosigned:
             self._witnessed(call.peer.site, request.cosigned)
+        self._own_head(call.peer.site, request)
         shown = self.store.prove(request.seen)
         return pb.HelloReply(
             policy=self.at.policy,
@@ -84,7 +86,37 @@ class Service(GatewayServicer):
             restored=shown.restored,
             restored_at=shown.restored_at,
             restored_proof=shown.restored_proof,
+            own_seen=self._compared(lambda key: self.at.site_heads.seen(call.peer.site, key), call.peer.site),
         )
+
+    def _own_head(self, site: str, request: Any) -> None:
+        """Keep the head of a site's own ledger that comes with a request; older agents show none."""
+        if not request.HasField("own"):
+            return
+        own = request.own
+        shown = ShownHead(
+            own.checkpoint, own.since, own.proof, own.restored, own.restored_at, tuple(own.restored_proof)
+        )
+        self._compared(lambda key: self.at.site_heads.take(site, key, shown), site)
+
+    def _compared(self, act: Callable[[bytes], Any], site: str) -> Any:
+        try:
+            return act(self.store.state.sites[site].sign_key)
+        except SiteTurnedBackError as error:
+            raise self._behind(site, str(error)) from None
+
+    def _behind(self, site: str, why: str) -> Turned:
+        self.at.log.error("site_turned_back", site=site)
+        return Turned(grpc.StatusCode.PERMISSION_DENIED, why, "turned_back")
+
+    def _not_behind(self, site: str) -> None:
+        """From a site whose own ledger went back nothing is taken that could release a patient again.
+
+        Raises:
+            Turned: it did.
+        """
+        if why := self.at.site_heads.refused(site, self.store.state.sites[site].sign_key):
+            raise self._behind(site, why)
 
     def _witnessed(self, site: str, note: str) -> None:
         """Keep a head that a site cosigned; one that this ledger signed and does not hold proves a rollback."""
@@ -100,6 +132,7 @@ class Service(GatewayServicer):
 
     def Reserve(self, request: Any, call: Call) -> Any:
         """Price first."""
+        self._not_behind(call.peer.site)
         return self._sealed("reserve", self.at.intake.reserve, request, call)
 
     def Settle(self, request: Any, call: Call) -> Any:
@@ -113,6 +146,7 @@ class Service(GatewayServicer):
 
     def Present(self, request: Any, call: Call) -> Any:
         """After a restore: a receipt, or the word that these were all."""
+        self._not_behind(call.peer.site)
         return self._sealed("present", self.at.intake.present, request, call)
 
     def _sealed(self, name: str, act: Callable[[str, str, bytes], Verdict], request: Any, call: Call) -> Any:
@@ -131,6 +165,7 @@ class Service(GatewayServicer):
     def Offer(self, request: Any, call: Call) -> Any:
         """Before a byte: is it a release that could be admitted, and is there room? Then which chunks are missing."""
         site, sealed = call.peer.site, request.sealed
+        self._not_behind(site)
 
         def offer() -> Any:
             intake = self.at.intake
@@ -189,6 +224,8 @@ class Service(GatewayServicer):
     def Submit(self, request: Any, call: Call) -> Any:
         """All chunks are there, whole and durable: look inside in a sandbox, review, write down, put on the shelf."""
         site = call.peer.site
+        self._own_head(site, request)
+        self._not_behind(site)
         return self._reply("submit", site, request, self._decide(site, lambda: self._submit(call, request)))
 
     def _look(self, call: Call, staged: Path, release: Release) -> list[Finding]:
@@ -223,6 +260,7 @@ class Service(GatewayServicer):
 
     def Fleet(self, parts: Iterator[Any], call: Call) -> Iterator[Any]:
         """One call of Flower's Fleet API."""
+        self._not_behind(call.peer.site)
         with self._patience.over(call, FLEET_S):
             yield from self.at.fleet.handle(call.peer.site, parts)
 

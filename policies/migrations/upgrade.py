@@ -25,8 +25,9 @@ from alembic.script import ScriptDirectory
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.forms import FORM, TABLE, readable
+from policies.high_water_mark import Mark
 from policies.merkle import CompactRange, leaf_hash
-from policies.sqlite import Sqlite, form_of, lock_file
+from policies.sqlite import Sqlite, form_of, lock_file, mark_of
 from policies.store import Head, LedgerUnsound, Store
 
 _SUFFIX: Final = ".upgrading"  # of the copy
@@ -112,7 +113,9 @@ def upgrade_sqlite(
         try:
             before = _copied(path, copy)
             _migrate(_engine(copy), form)
-            _same(copy, before, origin, key)
+            head = _same(copy, before, origin, key, mark_of(path).read())
+            with contextlib.closing(mark_of(path)) as mark:  # first: what is interrupted here is run again
+                mark.begin(head)
             os.replace(copy, path)
         except BaseException:
             _remove(copy)
@@ -215,8 +218,19 @@ def migrate(connection: Any, form: int, schema: str | None = None, to: int = FOR
             environment.run_migrations()
 
 
-def _same(copy: Path, before: Said, origin: str, key: Ed25519PrivateKey) -> None:
-    """Does the upgraded copy say what the ledger says, and does it fold under its key? Then make it durable."""
+def _same(copy: Path, before: Said, origin: str, key: Ed25519PrivateKey, mark: Mark | None) -> Head:
+    """Does the upgraded copy say what the ledger says, and does it fold under its key? Then make it durable.
+
+    Args:
+        copy: the upgraded copy.
+        before: what the ledger says.
+        origin: the ledger's name in checkpoints.
+        key: signs its checkpoints.
+        mark: the high-water mark that lies beside it already, left by an interrupted upgrade, or by a ledger of this
+            form that stood there before: an older copy is no way around it.
+    Returns:
+        Its head, for the mark.
+    """
     connection = apsw.Connection(str(copy))
     disk = Sqlite(connection)
     try:
@@ -228,8 +242,11 @@ def _same(copy: Path, before: Said, origin: str, key: Ed25519PrivateKey) -> None
     with Store(disk, origin, key, lambda: 0) as store:  # it folds, and its head is the one that was sealed
         if (store.state.size, before.root) != (before.size, said(disk).root):
             raise LedgerUnsound("the upgraded copy folds to something else; nothing was changed")
+        store.reaches(() if mark is None else (mark.head,))
+        head = store.head()
     with copy.open("rb") as whole:
         os.fsync(whole.fileno())
+    return head
 
 
 def _remove(copy: Path) -> None:

@@ -7,15 +7,33 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HelloRequest(_message.Message):
-    __slots__ = ("seen", "cosigned")
+    __slots__ = ("seen", "cosigned", "own")
     SEEN_FIELD_NUMBER: _ClassVar[int]
     COSIGNED_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
     seen: int
     cosigned: str
-    def __init__(self, seen: _Optional[int] = ..., cosigned: _Optional[str] = ...) -> None: ...
+    own: SiteHead
+    def __init__(self, seen: _Optional[int] = ..., cosigned: _Optional[str] = ..., own: _Optional[_Union[SiteHead, _Mapping]] = ...) -> None: ...
+
+class SiteHead(_message.Message):
+    __slots__ = ("checkpoint", "since", "proof", "restored", "restored_at", "restored_proof")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_AT_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_PROOF_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    since: int
+    proof: _containers.RepeatedScalarFieldContainer[bytes]
+    restored: bytes
+    restored_at: int
+    restored_proof: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, checkpoint: _Optional[str] = ..., since: _Optional[int] = ..., proof: _Optional[_Iterable[bytes]] = ..., restored: _Optional[bytes] = ..., restored_at: _Optional[int] = ..., restored_proof: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("policy", "checkpoint", "ledger_key", "proof", "epoch", "restored", "restored_at", "restored_proof")
+    __slots__ = ("policy", "checkpoint", "ledger_key", "proof", "epoch", "restored", "restored_at", "restored_proof", "own_seen")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     LEDGER_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +42,7 @@ class HelloReply(_message.Message):
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     RESTORED_AT_FIELD_NUMBER: _ClassVar[int]
     RESTORED_PROOF_FIELD_NUMBER: _ClassVar[int]
+    OWN_SEEN_FIELD_NUMBER: _ClassVar[int]
     policy: str
     checkpoint: str
     ledger_key: bytes
@@ -32,17 +51,20 @@ class HelloReply(_message.Message):
     restored: bytes
     restored_at: int
     restored_proof: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, policy: _Optional[str] = ..., checkpoint: _Optional[str] = ..., ledger_key: _Optional[bytes] = ..., proof: _Optional[_Iterable[bytes]] = ..., epoch: _Optional[int] = ..., restored: _Optional[bytes] = ..., restored_at: _Optional[int] = ..., restored_proof: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    own_seen: int
+    def __init__(self, policy: _Optional[str] = ..., checkpoint: _Optional[str] = ..., ledger_key: _Optional[bytes] = ..., proof: _Optional[_Iterable[bytes]] = ..., epoch: _Optional[int] = ..., restored: _Optional[bytes] = ..., restored_at: _Optional[int] = ..., restored_proof: _Optional[_Iterable[bytes]] = ..., own_seen: _Optional[int] = ...) -> None: ...
 
 class SealedRequest(_message.Message):
-    __slots__ = ("key", "envelope", "seen")
+    __slots__ = ("key", "envelope", "seen", "own")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ENVELOPE_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
     key: str
     envelope: bytes
     seen: int
-    def __init__(self, key: _Optional[str] = ..., envelope: _Optional[bytes] = ..., seen: _Optional[int] = ...) -> None: ...
+    own: SiteHead
+    def __init__(self, key: _Optional[str] = ..., envelope: _Optional[bytes] = ..., seen: _Optional[int] = ..., own: _Optional[_Union[SiteHead, _Mapping]] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("sealed", "chunks")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agent import doctor_command
 from agent.__main__ import main
 from agent.console.books import Lent
 from agent.desk import Desk, open_desk
@@ -17,12 +18,12 @@ from agent.edges.notes import Notes
 from policies import governance
 from policies.claims import SubsampledGaussian
 from policies.sqlite import open_sqlite
-from policies.store import Store
+from policies.store import LedgerTurnedBackError, Store
 from tests.support.books import Person
 from tests.support.federation import Federation, Site
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
-FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm")
+FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.mark")
 COMPLIANCE, LOCAL = Person("dpo-1", "compliance"), Person("head-1", "hospital")
 
 
@@ -77,6 +78,25 @@ def test_in_place_of_a_ledger_that_is_gone_no_other_one_is_begun(site: Site) -> 
         pass
     with Store(open_sqlite(site.home.root / "ledger.db"), origin("site-a"), site.home.sign_key(), lambda: 0) as store:
         assert store.state.size == 0, "nothing was written before it was looked at"
+
+
+def test_an_older_copy_beside_its_newer_mark_opens_nothing_and_doctor_says_so(site: Site, tmp_path: Path) -> None:
+    """Also where the vault is as old as the copy, and knows no better."""
+    shutil.copytree(site.home.root, tmp_path / "copy")
+    with desk(site) as opened:
+        spend(opened, site, "late")
+    for name in (*FILES[:3], *VAULT):
+        (site.home.root / name).unlink(missing_ok=True)
+        if (tmp_path / "copy" / name).exists():
+            shutil.copy(tmp_path / "copy" / name, site.home.root / name)
+    with pytest.raises(LedgerTurnedBackError, match="`restore`"), desk(site):
+        pass
+    found = [f for f in doctor_command.books(site.home, lambda _done, _all: None) if f.state == "fail"]
+    assert [f.name for f in found] == [doctor_command._LEDGER]
+    assert "high-water mark" in found[0].said
+    assert (
+        main(["--home", str(site.home.root), "ledger", "appoint", "a", "compliance", COMPLIANCE.public.hex()]) == 70
+    )
 
 
 def test_an_older_copy_that_went_another_way_since_opens_no_desk(site: Site, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from agent.edges.home import BadSite, Home
 from agent.edges.restore import restore
 from agent.edges.sealed import VaultError
 from policies.claims import SubsampledGaussian
-from policies.store import LedgerUnsound
+from policies.store import LedgerTurnedBackError, LedgerUnsound
 from protos.doctor import Finding, examine
 from protos.keybox import files_of
 from tests.support.federation import Federation, Site
@@ -158,12 +158,34 @@ def test_a_ledger_that_is_missing_or_was_begun_anew_is_a_fault(home: Home) -> No
     ledger = home.root / "ledger.db"
     ledger.unlink()
     assert wrong(home) == {doctor_command._LEDGER}
+    with pytest.raises(LedgerTurnedBackError, match=r"ledger\.mark is there"):
+        opens(home)
+    assert wrong(home) == {doctor_command._LEDGER}
+    for name in ("ledger.db", "ledger.mark"):  # and the mark, too: the vault knows
+        (home.root / name).unlink()
+    assert wrong(home) == {doctor_command._LEDGER}
     (forms,) = databases(home)
     assert forms.state == "note"
     with pytest.raises(BadSite, match=r"ledger\.db is older than this vault, or missing"):
         opens(home)
     assert ledger.exists(), "an empty one, by the attempt"
     assert wrong(home) == {doctor_command._HISTORY}
+
+
+def test_a_release_that_the_vault_does_not_know_is_a_fault_before_another_one_is_asked_for(
+    home: Home, working: Site
+) -> None:
+    hospital = working.hospital
+    with open_desk(home.root, quiet) as desk:
+        said = hospital.reservation("k")
+        assert desk.site.books.reserve("r-k", said, desk.site.seal(said)).admitted
+        release = hospital.release("k")
+        desk.site.books.send(release, desk.site.seal(release))
+    assert wrong(home) == {doctor_command._HISTORY}
+    assert f"does not know who is behind {release.release}" in books(home)[doctor_command._HISTORY].said
+    with open_desk(home.root, quiet) as desk:
+        desk.vault.write_note("releases", [{"release": release.release, "clusters": [], "again": []}])
+    assert wrong(home) == set()
 
 
 def test_a_ledger_with_grants_beside_no_vault_is_a_fault(home: Home) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from agent import grants, pipeline
 from agent.approval import hand_over, withdraw
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
@@ -214,15 +216,60 @@ def test_a_grown_cohort_shows_old_clusters_as_they_were_and_new_ones_of_new_pati
     assert all(len(cluster) >= 5 for cluster in behind)
 
 
-def test_a_partition_drawn_anew_would_mix_old_patients_with_new_ones(tmp_path: Path) -> None:
+def test_a_partition_drawn_anew_would_mix_old_patients_with_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P5 broken on purpose: without the record, clusters of two releases overlap and can be intersected."""
     s = stage(tmp_path, patients=12, max_releases_per_patient=3)
     release_synthetic(s.site, ksame(), "OT", RNG)
     old = _behind(s.site)
     s.vault.write_note("releases", [])
     s.vault.patients = 24
-    release_synthetic(s.site, ksame(), "OT", RNG)
+    with monkeypatch.context() as patched:
+        for module in (grants, pipeline):
+            patched.setattr(module, "older_vault", lambda *_: ())
+        release_synthetic(s.site, ksame(), "OT", RNG)
     assert any(a & b and a != b for a in old for b in _behind(s.site))
+
+
+def test_beside_an_older_vault_no_patient_is_released_again_and_nothing_is_priced(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    older = copy.deepcopy(s.vault.notes)
+    first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
+    newer, s.vault.notes = s.vault.notes, older
+    spent, reads, size = s.spent("k"), s.vault.reads, s.site.books.store.state.size
+    with pytest.raises(Refused, match=rf"does not know who is behind {first.release.release}: an older vault"):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    assert (s.spent("k"), s.vault.reads, s.site.books.store.state.size) == (spent, reads, size)
+    p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
+    s.join(p, federated())  # what has an epsilon has no such record
+    s.vault.notes, s.vault.patients = newer, 24
+    assert release_synthetic(s.site, ksame(), "OT", RNG)[1].admitted
+
+
+def test_a_release_that_waited_while_an_older_vault_was_brought_back_does_not_leave(tmp_path: Path) -> None:
+    s = stage(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
+    person = Person("dpo-1", "compliance")
+    governance.appoint(s.site.books.store, person.name, person.role, person.public)
+
+    def approved(goods: Parcel) -> None:
+        name, value = goods.release.release, goods.release.artifact_sha256
+        word = person.approval(name, "release", name, value, origin=s.site.books.store.origin)
+        governance.approve(s.site.books.store, word)
+
+    with pytest.raises(Waiting) as first:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    s.vault.patients = 24
+    older = copy.deepcopy(s.vault.notes)
+    with pytest.raises(Waiting) as second:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    approved(second.value.goods)
+    assert hand_over(s.site, second.value.goods.release.release)[1].admitted
+    s.vault.notes = older
+    approved(first.value.goods)
+    with pytest.raises(Refused, match="older_vault"):
+        hand_over(s.site, first.value.goods.release.release)
+    assert first.value.goods.release.release not in s.site.books.store.state.sent
 
 
 def test_a_cluster_of_somebody_who_opted_out_is_retired_whole_even_if_they_come_back(tmp_path: Path) -> None:

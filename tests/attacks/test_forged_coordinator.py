@@ -28,6 +28,7 @@ from policies.store import Draft
 from tests.attacks.ground import Ground
 from tests.support.books import policy
 from tests.support.federation import Site
+from tests.support.turned_back import marked_as_it_is
 
 MECHANISM = Federated(
     sampling_rate=0.25,
@@ -81,6 +82,8 @@ def bring_back(site: Site, copy: Path) -> None:
     for path in federation.home.root.glob("ledger.db*"):
         path.unlink()
     shutil.copy(copy, federation.home.ledger)
+    marked_as_it_is(federation.home.ledger)  # its mark and what the sites cosigned are of then, too
+    shutil.rmtree(federation.home.witnesses, ignore_errors=True)
     federation.__enter__()
 
 

@@ -285,6 +285,7 @@ def _rules(path: Path) -> set[str]:
         ("coordinator/edges/uploads.py", 5),
         ("coordinator/edges/guard.py", 1),
         ("agent/pipeline.py", 2),
+        ("agent/release_record.py", 1),
         ("agent/approval.py", 1),
         ("agent/participant.py", 5),
         ("agent/masked.py", 1),

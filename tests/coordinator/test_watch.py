@@ -41,6 +41,7 @@ from protos.envelope import BadEnvelope
 from protos.identity import leaf_of, number_of
 from tests.support.books import DP, Clock, Hospital, policy
 from tests.support.federation import Federation, Site
+from tests.support.turned_back import marked_as_it_is
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
 
@@ -56,11 +57,16 @@ def backup(federation: Federation, to: Path) -> None:
 
 
 def bring_back(federation: Federation, copy: Path) -> Federation:
-    """Stop, put the copy in the ledger's place, and serve again."""
+    """Stop, put the copy in the ledger's place, and serve again: as if the whole machine were turned back.
+
+    Its mark and the heads that sites cosigned are of then, too; else nothing would be served.
+    """
     federation.__exit__(None, None, None)
     for path in federation.home.root.glob("ledger.db*"):
         path.unlink()
     shutil.copy(copy, federation.home.ledger)
+    marked_as_it_is(federation.home.ledger)
+    shutil.rmtree(federation.home.witnesses, ignore_errors=True)
     return federation
 
 
@@ -314,8 +320,9 @@ def test_a_ledger_made_anew_with_a_restore_in_it_is_no_restored_one(federation: 
     envelope = (a.home.root / "request.json").read_bytes()
     a.door().hello()
     federation.__exit__(None, None, None)
-    for path in federation.home.root.glob("ledger.db*"):
+    for path in (*federation.home.root.glob("ledger.db*"), federation.home.root / "ledger.mark"):
         path.unlink()
+    shutil.rmtree(federation.home.witnesses, ignore_errors=True)
     with federation:
         grow(federation, "another-past")
         for approval in federation.approvals("site-a", "again", hashlib.sha256(envelope).hexdigest()):

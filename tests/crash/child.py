@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import apsw
 
-from policies.sqlite import Sqlite, open_sqlite, prepare
+from policies.sqlite import Sqlite, lock_file, mark_of, open_sqlite, prepare
 from policies.store import Batch, Disk, LedgerStopped, LedgerUnsound, Store
 from tests.crash.faults import Fault, FaultyVfs
 from tests.crash.workload import KEY, ORIGIN, Clock, drive, hurry, plan
@@ -139,7 +139,8 @@ def short_of_pages(path: Path, seed: int, most: int, pipe: Connection) -> None:
     connection = apsw.Connection(str(path))
     prepare(connection)
     connection.execute(f"PRAGMA max_page_count={most}").fetchall()
-    os._exit(session(Sqlite(connection), seed, len(plan(seed).steps), lambda size: pipe.send((size, 0))))
+    disk = Sqlite(connection, lock_file(path.with_suffix(".lock")), mark_of(path))
+    os._exit(session(disk, seed, len(plan(seed).steps), lambda size: pipe.send((size, 0))))
 
 
 def main() -> int:

@@ -1388,6 +1388,12 @@ class Memory:
         self.sealed |= {hashlib.sha256(e).digest(): e for e in batch.envelopes}
         self.last = batch.head
 
+    def marks(self) -> tuple[Head, ...]:
+        return ()
+
+    def mark(self, head: Head) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

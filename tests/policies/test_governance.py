@@ -31,6 +31,7 @@ from policies.statement import Amendment, Receipts, canonical, claim_json
 from policies.store import Draft, Store
 from policies.verify import main, verify
 from tests.support.books import DP, Clock, Hospital, Person, open_register, policy
+from tests.support.turned_back import marked_as_it_is
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
 CAREFUL, LOCAL, ADMIN = Person("dpo-1", "compliance"), Person("head-1", "hospital"), Person("it-1", "operator")
@@ -401,6 +402,7 @@ class Restored:
         for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
             (folder / name).unlink(missing_ok=True)
         shutil.move(backup, self.path)
+        marked_as_it_is(self.path)
         self.register: Register = open_register(self.path, self.a, self.b, key=self.key)
         self.register.store.restore("nonce-1")
 
@@ -563,6 +565,7 @@ def _restored_again(r: Restored, nonce: str) -> None:
     for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
         r.path.with_name(name).unlink(missing_ok=True)
     shutil.copy(backup, r.path)
+    marked_as_it_is(r.path)
     r.register = open_register(r.path, r.a, r.b, key=r.key)
     r.register.store.restore(nonce)
 

@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import itertools
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 import traceback
@@ -21,6 +23,7 @@ import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 
 from policies.accounting import cost
 from policies.claims import SubsampledGaussian
@@ -28,13 +31,27 @@ from policies.entries import InvalidEntry, Refused
 from policies.export import Unsound
 from policies.ledger import KeyReused
 from policies.policy import parse, strictest
-from policies.postgres import Postgres, install, look_postgres, open_postgres
+from policies.postgres import Postgres, hosts_of, install, look_postgres, open_postgres
+from policies.reading import read_store
 from policies.register import Register
 from policies.sqlite import look, open_sqlite
-from policies.store import Batch, Disk, Draft, Head, LedgerBusy, LedgerStopped, LedgerUnsound, Store, export, lines
+from policies.store import (
+    Batch,
+    Disk,
+    Draft,
+    Head,
+    LedgerBusy,
+    LedgerStopped,
+    LedgerTurnedBackError,
+    LedgerUnsound,
+    Store,
+    export,
+    lines,
+)
 from policies.verify import verify
 from tests.support.books import Clock, Hospital, policy
-from tests.support.postgres import GUARDED, OWNER, PASSWORD, WRITER, Cluster, throwaway
+from tests.support.postgres import GUARDED, OWNER, PASSWORD, WRITER, Cluster, standby_of, throwaway
+from tests.support.turned_back import marked_as_it_is
 
 ORIGIN = "lazaret/test"
 CLAIM = SubsampledGaussian(0.25, 1.8, 15)
@@ -244,7 +261,9 @@ def test_the_auditor_finds_an_edit_with_an_older_checkpoint(place: Place, key: E
         verify(export(disk, ORIGIN, key), since=noted)
 
 
-def test_a_rollback_with_its_own_old_seal_is_found_by_the_auditor_alone(place: Place, key: Ed25519PrivateKey) -> None:
+def test_a_rollback_with_its_own_old_seal_is_found_by_the_mark_and_with_it_by_the_auditor_alone(
+    place: Place, key: Ed25519PrivateKey
+) -> None:
     filled(place, key, 4)
     old = roots(place)
     assert old is not None
@@ -256,7 +275,11 @@ def test_a_rollback_with_its_own_old_seal_is_found_by_the_auditor_alone(place: P
         "DELETE FROM entry WHERE seq = 4",
         f"UPDATE head SET size = 4, root = {quote(old.root.hex())}, seal = {quote(old.seal.hex())}",
     )
-    with store(place.open(), key) as books:  # nothing on this machine can tell
+    if isinstance(place, InSqlite):
+        with pytest.raises(LedgerTurnedBackError):
+            store(place.open(), key)
+        marked_as_it_is(place.path)
+    with store(place.open(), key) as books:  # the mark was turned back, too, or there is no standby to ask
         assert books.state.size == 4
     with contextlib.closing(place.look()) as disk, pytest.raises(Unsound, match="cut short"):
         verify(export(disk, ORIGIN, key), since=noted)
@@ -647,6 +670,56 @@ def test_a_commit_that_no_standby_confirms_is_no_commit(there: InPostgres, key: 
         assert 0.9 < time.monotonic() - begun < 60
     finally:
         there.server.set(synchronous_standby_names="")
+
+
+def test_a_server_that_was_turned_back_is_refused_by_what_its_standby_holds(key: Ed25519PrivateKey) -> None:
+    """Its own tables are sound: they end too early. The standby had every commit before it was answered."""
+    with throwaway() as primary:
+        place = InPostgres(primary)
+        with store(place.open(), key) as books:
+            for n in range(3):
+                books.append(f"early-{n}", entry(n))
+        primary.stop()
+        subprocess.run(["cp", "-a", primary.data, primary.folder / "old"], check=True)
+        primary.start()
+        with standby_of(primary) as standby:
+            both = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},{standby.folder}")
+            primary.set(synchronous_standby_names="*")
+            for n in range(2):
+                with store(open_postgres(both, place.ledger), key) as books:
+                    books.append(f"late-{n}", entry(n))
+                    with read_store(look_postgres(both, place.ledger), ORIGIN, key) as seen:
+                        assert seen.state.size == 4 + n
+            nobody = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},/nowhere")
+            with pytest.raises(LedgerUnsound, match="none of those in the address answers"):
+                store(open_postgres(nobody, place.ledger), key)
+            primary.kill()
+            shutil.rmtree(primary.data)
+            (primary.folder / "old").rename(primary.data)
+            primary.start()
+            with pytest.raises(LedgerTurnedBackError, match=r"has 3 entries.*mark is at 5"):
+                store(open_postgres(both, place.ledger), key)
+            with pytest.raises(LedgerTurnedBackError):
+                read_store(look_postgres(both, place.ledger), ORIGIN, key)
+            disk = open_postgres(both, place.ledger)
+            disk.brought_back()
+            with store(disk, key) as books:
+                books.restore("ab" * 16)
+                assert books.state.epoch == 2
+            with store(place.open(), key) as books:
+                assert books.state.size == 4, "an address of one host asks nobody else"
+
+
+def test_an_address_of_several_hosts_is_one_of_each() -> None:
+    assert hosts_of("host=a dbname=x") == hosts_of("dbname=x") == ()
+    found = hosts_of("host=a,b port=1,2 dbname=x target_session_attrs=read-write")
+    assert [(w["host"], w["port"], w["target_session_attrs"]) for w in map(conninfo_to_dict, found)] == [
+        ("a", "1", "any"),
+        ("b", "2", "any"),
+    ]
+    assert [conninfo_to_dict(one)["port"] for one in hosts_of("postgresql://u@a,b/x?port=7")] == ["7", "7"]
+    with pytest.raises(ValueError, match="cannot be read"):
+        hosts_of("host='a dbname=secret")
 
 
 def test_a_server_that_hangs_is_given_up(there: InPostgres, key: Ed25519PrivateKey) -> None:

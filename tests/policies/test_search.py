@@ -24,6 +24,7 @@ from policies.search import Index, Query, TooWide
 from policies.sqlite import Sqlite, look, open_sqlite, read_lines
 from policies.store import Draft, LedgerUnsound, Store
 from tests.support.books import Clock, Hospital, Person, open_register, policy
+from tests.support.turned_back import marked_as_it_is
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 CAREFUL, LOCAL = Person("dpo-1", "compliance"), Person("head-1", "hospital")
@@ -328,7 +329,8 @@ def test_another_ledger_of_the_same_length_is_indexed_anew(tmp_path: Path) -> No
     with open_index(tmp_path) as index:
         index.follow()
         size = index.size
-    (tmp_path / "ledger.db").unlink()
+    for name in ("ledger.db", "ledger.mark"):
+        (tmp_path / name).unlink()
     with make(tmp_path / "ledger.db", 6, 400) as other, open_index(tmp_path) as index:
         assert index.size == size, "what the cache says before it has looked"
         assert index.follow()
@@ -345,6 +347,7 @@ def test_a_ledger_that_came_back_shorter_is_indexed_anew(tmp_path: Path) -> None
     with open_index(tmp_path) as index:
         index.follow()
     (tmp_path / "ledger.db").write_bytes(older)
+    marked_as_it_is(tmp_path / "ledger.db")
     store = Store(open_sqlite(tmp_path / "ledger.db"), "lazaret/test", KEY, Clock())
     with store, open_index(tmp_path) as index:
         assert index.follow()

@@ -19,6 +19,7 @@ from policies.sqlite import export_file
 from policies.statement import Amendment
 from policies.undone import Lost, last_entry, moment, since, told, warning
 from tests.support.books import Hospital, Person, open_register, policy
+from tests.support.turned_back import marked_as_it_is
 
 COMPLIANCE, SECOND = Person("dpo-1", "compliance"), Person("dpo-2", "compliance")
 LOCAL = Person("head-1", "hospital")
@@ -73,6 +74,7 @@ class Ledger:
         for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
             (self.folder / name).unlink(missing_ok=True)
         shutil.copy(backup, self.path)
+        marked_as_it_is(self.path)
         self.register = open_register(self.path, *self.sites[:2], key=self.key)
 
     def lost(self, last: bytes) -> Lost:

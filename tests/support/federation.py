@@ -30,6 +30,7 @@ from coordinator.edges.port import start
 from coordinator.edges.service import Service
 from coordinator.edges.sessions import Sessions
 from coordinator.edges.shelf import Shelf
+from coordinator.edges.site_heads import SiteHeads
 from coordinator.edges.uploads import Uploads
 from coordinator.edges.witnesses import Witnesses
 from coordinator.intake import Intake
@@ -195,6 +196,7 @@ class Federation:
                 uploads=self.uploads,
                 shelf=self.shelf,
                 witnesses=Witnesses(self.home.witnesses),
+                site_heads=SiteHeads(self.home.site_heads),
                 authority=self.authority,
                 fleet=NoFlower(),
                 conducting=NoRuns(),

@@ -70,7 +70,16 @@ class Cluster:
             raise RuntimeError(f"initdb failed: {self.log}")
         with (self.data / "postgresql.conf").open("a") as conf:
             conf.write(f"{_CONF}unix_socket_directories = '{self.folder}'\n")
-        (self.data / "pg_hba.conf").write_text(f"local all {GUARDED} scram-sha-256\nlocal all all trust\n")
+        rights = f"local all {GUARDED} scram-sha-256\nlocal all all trust\nlocal replication all trust\n"
+        (self.data / "pg_hba.conf").write_text(rights)
+
+    def follow(self, primary: Cluster) -> None:
+        """``pg_basebackup``, to be started as a standby of a server that runs."""
+        words = ("-h", str(primary.folder), "-U", "postgres", "-R", "-X", "stream", "-c", "fast")
+        if self._spawn("pg_basebackup", *words).wait(200):
+            raise RuntimeError(f"pg_basebackup failed: {self.log}")
+        with (self.data / "postgresql.conf").open("a") as conf:
+            conf.write(f"unix_socket_directories = '{self.folder}'\n")
 
     def start(self) -> None:
         """Start it and wait until it answers; after a crash it first replays its log."""
@@ -127,6 +136,20 @@ def _children(parent: int) -> list[int]:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 found.append(int(stat.parent.name))
     return found
+
+
+@contextlib.contextmanager
+def standby_of(primary: Cluster) -> Iterator[Cluster]:
+    """A hot standby of a throwaway cluster; streaming, and synchronous when the primary is set to wait for it."""
+    folder = Path(tempfile.mkdtemp(prefix="lazaret-pg-"))
+    cluster = Cluster(primary.programs, folder)
+    try:
+        cluster.follow(primary)
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop(signal.SIGQUIT)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

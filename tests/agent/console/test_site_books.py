@@ -26,7 +26,7 @@ from policies.merkle import open_checkpoint
 from policies.proof import check
 from policies.search import Index
 from policies.sqlite import look, open_sqlite
-from policies.store import Draft, LedgerUnsound, Store
+from policies.store import Draft, LedgerTurnedBackError, LedgerUnsound, Store
 from tests.agent.console.hospital import hospital, serving
 from tests.support.books import Person, policy
 
@@ -56,7 +56,7 @@ def odd(store: Store, first: int, end: int, word: str = "min_k") -> None:
 
 def replaced(home: Home, act: Callable[[Store], object]) -> None:
     """Another ledger of the same site and key lies in its place."""
-    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.mark"):
         (home.root / name).unlink(missing_ok=True)
     written(home, act)
 
@@ -104,6 +104,17 @@ def test_a_ledger_that_came_back_shorter_is_folded_anew(home: Home) -> None:
     assert lent.read().state.size == 3
     replaced(home, lambda store: odd(store, 0, 1))
     assert lent.read().state.size == 1
+
+
+def test_a_ledger_that_came_back_shorter_than_its_mark_is_not_shown(home: Home, tmp_path: Path) -> None:
+    older = shutil.copytree(home.root, tmp_path / "older")
+    written(home, lambda store: odd(store, 3, 5))
+    lent = Lent(home)
+    assert lent.read().state.size == 5
+    shutil.copy(older / "ledger.db", home.root / "ledger.db")
+    (home.root / "ledger.db-wal").unlink(missing_ok=True)
+    with pytest.raises(LedgerTurnedBackError):
+        lent.read()
 
 
 def test_entries_behind_a_head_that_this_key_did_not_seal_are_never_shown(home: Home) -> None:

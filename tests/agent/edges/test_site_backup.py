@@ -35,7 +35,7 @@ from policies.export import Export
 from policies.merkle import open_checkpoint
 from policies.sqlite import export_file, look, open_sqlite
 from policies.statement import Amendment
-from policies.store import Store, lines
+from policies.store import LedgerTurnedBackError, Store, lines
 from policies.undone import moment
 from policies.verify import verify
 from protos import keybox
@@ -619,6 +619,11 @@ def test_nothing_is_made_good_where_ledger_or_vault_was_lost_again(ward: Ward, t
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     for suffix in ("", "-wal", "-shm"):
         (ward.root / f"{what}{suffix}").unlink(missing_ok=True)
+    if what == "ledger.db":
+        with pytest.raises(LedgerTurnedBackError, match=r"ledger\.mark is there"):
+            recover.recover(Home(ward.root), shared)
+        for name in ("ledger.db", "ledger.mark"):  # and the mark, too: the vault knows
+            (ward.root / name).unlink()
     for act in (lambda: recover.recover(Home(ward.root), shared), lambda: spend_everything(Home(ward.root))):
         with pytest.raises(BadSite, match=r"vault\.db is missing|ledger\.db is older than this vault, or missing"):
             act()

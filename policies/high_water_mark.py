@@ -1,0 +1,141 @@
+"""The high-water mark of a ledger file: size and root of its last commit, kept beside it, synced before an answer.
+
+A ledger whose write-ahead log was lost, or in whose place an older copy lies, is sound by itself: it only ends too
+early, and would grant again what was granted. The mark tells. It is a file of its own, so that neither SQLite nor
+whoever copies ``ledger.db`` back takes it along.
+
+One commit writes one of two slots, in turn, and syncs it: no name changes, so that one ``fdatasync`` is all it costs.
+A slot that a crash tore is told by its checksum; the other one holds the commit before. The root binds the epoch,
+since the entry that opened it is a leaf of the tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from policies.store import Head, LedgerUnsound
+
+SLOT: Final = 4096  # bytes: each slot lies in a sector, and in a page, of its own
+_MAGIC: Final = b"lazaret ledger mark/1\n\0\0"
+_BODY: Final = struct.Struct(">24sQQ32s32s")  # what it is, the writing's number, size, root, seal
+_SUM: Final = 32  # SHA-256 over the body
+_DAMAGED: Final = "the ledger's high-water mark ({}) cannot be read, so nobody can tell whether entries were lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the file says."""
+
+    head: Head
+    damaged: bool  # a slot cannot be read: a crash tore it, or it is older damage; a newer head may have stood there
+
+
+class MarkFile:
+    """The file; one process writes it, others may look."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is opened yet."""
+        self.path = path
+        self._file: int | None = None
+        self._number = 0
+
+    def read(self) -> Mark | None:
+        """What the file says; None where there is none.
+
+        Raises:
+            LedgerUnsound: no slot of it can be read.
+        """
+        for _ in range(3):  # a writer may be in the middle of one slot
+            found = self._slots()
+            if found is None:
+                return None
+            if len(found) == 2:
+                break
+        if not found:
+            raise LedgerUnsound(_DAMAGED.format(self.path.name))
+        return Mark(max(found, key=lambda one: one[0])[1], len(found) < 2)
+
+    def _slots(self) -> list[tuple[int, Head]] | None:
+        try:
+            raw = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            raise LedgerUnsound(_DAMAGED.format(self.path.name)) from None
+        slots = (raw[at : at + _BODY.size + _SUM] for at in (0, SLOT))
+        return [one for slot in slots if (one := _decoded(slot)) is not None]
+
+    def begin(self, head: Head) -> None:
+        """Put a new file in the old one's place that says ``head``, durable when this returns.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.close()
+        part = self.path.with_name(self.path.name + ".part")
+        file = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        try:
+            both = _encoded(1, head).ljust(SLOT, b"\0") + _encoded(2, head).ljust(SLOT, b"\0")
+            _whole(os.pwrite(file, both, 0), both)
+            os.fsync(file)
+            os.replace(part, self.path)
+            _sync_names(self.path.parent)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file, self._number = file, 2
+
+    def write(self, head: Head) -> None:
+        """Say ``head`` from here on, durable when this returns.
+
+        Raises:
+            OSError: it could not be written; the file may say this head or the one before.
+        """
+        if self._file is None:
+            self.begin(head)
+            return
+        self._number += 1
+        slot = _encoded(self._number, head)
+        _whole(os.pwrite(self._file, slot, SLOT * (1 - self._number % 2)), slot)
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what was written is synced
+                os.close(self._file)
+            self._file = None
+
+
+def _whole(written: int, what: bytes) -> None:
+    if written != len(what):
+        raise OSError(errno.ENOSPC, "the mark was written in part")
+
+
+def _encoded(number: int, head: Head) -> bytes:
+    body = _BODY.pack(_MAGIC, number, head.size, head.root, head.seal)
+    return body + hashlib.sha256(body).digest()
+
+
+def _decoded(slot: bytes) -> tuple[int, Head] | None:
+    """The writing's number and the head; None for what is not whole."""
+    body = slot[: _BODY.size]
+    if len(slot) != _BODY.size + _SUM or hashlib.sha256(body).digest() != slot[_BODY.size :]:
+        return None
+    magic, number, size, root, seal = _BODY.unpack(body)
+    return (number, Head(size, root, seal)) if magic == _MAGIC else None
+
+
+def _sync_names(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
