@@ -29,6 +29,7 @@ from protos.chunks import CHUNK
 from protos.hpke import BadSealed, check_form
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayServicer
+from protos.versions import COMPRESSED, announced
 from protos.weights import Architecture
 
 MAX_PART: Final = CHUNK + 4096
@@ -178,7 +179,8 @@ class Service(GatewayServicer):
 
     def _look(self, call: Call, staged: Path, release: Release) -> list[Finding]:
         """Inside, in a sandbox, which takes its time: so whether the site is still welcome is asked once more."""
-        found = looked_into(staged, release, self.at.architectures)
+        earlier = announced(call.context.invocation_metadata()).newest < COMPRESSED
+        found = looked_into(staged, release, self.at.architectures, earlier=earlier)
         if not self._admits(call.peer.site, call.peer.number):
             found.append(Finding("revoked", "the certificate was revoked meanwhile"))
         return found
@@ -339,18 +341,19 @@ class Staged:
     look: Callable[[], list[Finding]]
 
 
-def looked_into(path: Path, release: Release, architectures: Path) -> list[Finding]:
+def looked_into(path: Path, release: Release, architectures: Path, *, earlier: bool = False) -> list[Finding]:
     """What a sandboxed reader says of an artifact; of one for a reader, only whether it has the form of sealed bytes.
 
     A model is one of the architectures that the operator has put into that folder (`pool architecture`), each as
     :meth:`protos.weights.Architecture.encode` writes it: names, shapes, types and what the file says of itself are
-    theirs, or it is refused.
+    theirs, or it is refused. ``earlier``: the site's agent is of before pictures were compressed, and so is its set.
     """
     if release.reader:
         return _sealed_form(path, release.reader)
     if release.artifact_type == "model":
         return _network(path, architectures)
-    found = inspect(path, release.artifact_type, {})
+    of_before = {"earlier": True} if earlier and release.artifact_type == "image-set" else {}
+    found = inspect(path, release.artifact_type, of_before)
     return [] if found.ok else [Finding(found.rule, found.reason)]
 
 

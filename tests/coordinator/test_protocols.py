@@ -43,9 +43,9 @@ def hello(federation: Federation) -> str:
         opened.close()
 
 
-@pytest.mark.parametrize("agent", [None, Spoken(NEWEST - 1, NEWEST - 1), OURS, Spoken(NEWEST, NEWEST + 1)])
+@pytest.mark.parametrize("agent", [Spoken(NEWEST - 1, NEWEST - 1), OURS, Spoken(NEWEST, NEWEST + 1)])
 def test_an_agent_one_version_before_or_after_is_served(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch, agent: Spoken | None
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, agent: Spoken
 ) -> None:
     says(monkeypatch, agent)
     assert "k_min" in hello(federation)
@@ -56,6 +56,7 @@ def test_an_agent_one_version_before_or_after_is_served(
     [
         (OURS, Spoken(NEWEST + 1, NEWEST + 2), "the agent is too new.*upgrade the coordinator first"),
         (OURS, Spoken(NEWEST + 1, NEWEST + 1), "the agent is too new.*upgrade the coordinator first"),
+        (OURS, None, "the agent is too old.*upgrade the agent"),
         (Spoken(NEWEST, NEWEST + 1), None, "the agent is too old.*upgrade the agent"),
         (Spoken(NEWEST + 1, NEWEST + 2), OURS, "the agent is too old.*upgrade the agent"),
     ],
@@ -92,7 +93,7 @@ def test_a_coordinator_from_before_versions_were_announced_is_taken_for_the_firs
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_speaks", lambda _context: None)
-    assert "k_min" in hello(federation)
-    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, Spoken(2, 3)))
     with pytest.raises(Unreachable, match="the coordinator is too old"):
         hello(federation)
+    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, Spoken(1, 2)))
+    assert "k_min" in hello(federation)
