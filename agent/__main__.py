@@ -312,9 +312,12 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
         "--reader", type=Path, help="seal it to this reader's public key: the coordinator sees no image"
     )
     ksame.add_argument("--vetting", type=Path, help="TOML: the table [vetting]; else it refuses copies alone")
+    synthesis_parser.add_making(ksame)
     ksame.add_argument("--json", action="store_true")
     synthesis_parser.add_release(release, add)
-    send = add(release, "send", _with_patients("send"), "hand over a release that persons have approved")
+    send = add(
+        release, "send", _with_patients("send"), "hand over a release that is kept here: approved, or not answered"
+    )
     send.add_argument("release", help="its id, as `release` printed it")
     send.add_argument("--json", action="store_true")
     inspect = add(release, "inspect", _with_patients("inspect"), "show persons what they are asked to approve")

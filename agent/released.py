@@ -79,16 +79,27 @@ def kept_clusters(
     keep their patients out. A cluster with somebody who has opted out is retired: its pictures are forgotten, here,
     if the opt-out itself could not (:func:`agent.edges.projects.opt_out`).
     """
+    gone = site.vault.opted_out()
+    for one in site.vault.note(_RECORD) or []:
+        for index, members in enumerate(one["clusters"]):
+            place = place_of(one["release"], index)
+            if not gone.isdisjoint(members) and site.vault.project_note(place) is not None:
+                site.vault.write_project_note(place, None)
+    return frozen_clusters(site, mechanism, selection)
+
+
+def frozen_clusters(
+    site: Site, mechanism: Synthesis, selection: Selection
+) -> tuple[tuple[Frozen, ...], frozenset[str]]:
+    """The same, and nothing is written: pictures of a retired cluster are passed over."""
     old: list[Frozen] = []
     gone, state = site.vault.opted_out(), site.books.store.state
     for one in site.vault.note(_RECORD) or []:
         set_out = one["release"] in state.sent or one["release"] in state.releases
         for index, members in enumerate(one["clusters"]):
-            place = place_of(one["release"], index)
-            kept = site.vault.project_note(place)
-            if kept is not None and not gone.isdisjoint(members):
-                site.vault.write_project_note(place, kept := None)
-            old.append(from_note(members, kept if set_out else None))
+            shown = set_out and gone.isdisjoint(members)
+            kept = site.vault.project_note(place_of(one["release"], index)) if shown else None
+            old.append(from_note(members, kept))
     return plan(old, gone, mechanism.k, mechanism.l_diversity, form_of(mechanism, selection))
 
 
@@ -147,6 +158,11 @@ def keep_only(site: Site, known: Set[str]) -> None:
         if one["release"] not in known:
             retire(site, one["release"])
     site.vault.write_note(_RECORD, [one for one in record if one["release"] in known])
+
+
+def unmake(site: Site, release: str) -> None:
+    """The same of one that was remembered and not kept: it is made again, of the same patients."""
+    keep_only(site, {one["release"] for one in site.vault.note(_RECORD) or []} - {release})
 
 
 def made_of(site: Site, release: str) -> set[str]:

@@ -74,6 +74,9 @@ class Vault(Protocol):
     def scans(self, modality: str) -> tuple[Scan, ...]:
         """The finest head of each eligible patient whose face is on."""
 
+    def heads_waiting(self, modality: str) -> int:
+        """How many patients :meth:`scans` would look at, at most; no volume is opened."""
+
     def opted_out(self) -> frozenset[str]:
         """Who wants no part, as of now."""
 
@@ -91,6 +94,12 @@ class Vault(Protocol):
 
     def place(self, name: str) -> Shelf:
         """Where something long is kept until it is done, such as a training."""
+
+    def site_place(self, name: str) -> Shelf:
+        """The same of the site: it outlives the project."""
+
+    def free_bytes(self) -> int:
+        """What is free on the disk that the vault is on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class GrpcDoor:
         """
         self._target, self._credentials, self._proxy = target, credentials, proxy
         self.watch, self._patience_s, self._turn = watch, patience_s, threading.Lock()
+        self.protocol = 0  # that both sides speak: see :meth:`hello`
         self.progress: Progress | None = None  # hears how far an artifact has got
         self._open()
 
@@ -102,7 +103,7 @@ class GrpcDoor:
         with self._turn:
             request = pb.HelloRequest(seen=self.watch.seen, cosigned=cosigned)
             reply, call = self._ask(lambda: self._stub.Hello.with_call(request, timeout=10))
-            _speaks(call)
+            self.protocol = _speaks(call)
             epoch = Epoch(reply.epoch, reply.restored, reply.restored_at, tuple(reply.restored_proof))
             if self.watch.renewed(epoch):
                 self.watch.restored(reply.checkpoint, epoch, reply.proof)
@@ -176,14 +177,14 @@ class GrpcDoor:
         return Verdict(findings, reply.level if reply.level in _LEVELS else "")
 
 
-def _speaks(call: Any) -> None:
-    """Is there a protocol that the coordinator speaks too?
+def _speaks(call: Any) -> int:
+    """The newest protocol that the coordinator speaks too.
 
     Raises:
         Unreachable: there is none, and which side to upgrade.
     """
     try:
-        agree(answered(call.trailing_metadata() or ()), "coordinator")
+        return agree(answered(call.trailing_metadata() or ()), "coordinator")
     except Unspoken as error:
         raise Unreachable(str(error)) from None
 

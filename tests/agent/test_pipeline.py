@@ -15,6 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.approval import hand_over, withdraw
+from agent.foreseen import TooLargeError
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
 from agent.nouns import CohortTooSmall, Selection, Split, Unreachable, Update
@@ -146,16 +147,15 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
     s = stage(tmp_path, max_artifact_bytes=1000)
     sent: list[str] = []
     monkeypatch.setattr(Door, "submit", lambda self, key, envelope, artifact: sent.append(key))
-    with pytest.raises(Refused, match="artifact_size"):
+    with pytest.raises(TooLargeError, match="max_artifact_bytes, 1000"):
         release_synthetic(s.site, ksame(), "OT", RNG)
-    assert sent == []
-    assert s.spent("k") == ((0, 1), (0, 1))
+    assert (sent, s.vault.reads) == ([], 0)
+    assert s.spent("k") == ((0, 0), (0, 0)), "the size was known before the price: the patients' only release is left"
     tiny = stage(_fresh(tmp_path), max_artifact_bytes=50)
     p = Participant(tiny.site, "OT", UnsafeSeededEntropy(1))
-    tiny.join(p, federated())
     with pytest.raises(Refused, match="artifact_size"):
-        p.train("run-1", 1, federated().initial())
-    assert p.last is None
+        p.join("run-1", federated())
+    assert not tiny.site.books.store.state.grants
 
 
 @pytest.mark.parametrize("patients", [0, 1, 3, 4])
@@ -369,21 +369,25 @@ def test_after_a_crash_before_anything_set_out_the_same_patients_can_be_released
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
-    assert recover(s.site) == ["grant-site-a-0"]
-    _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
-    assert verdict.admitted
+    assert recover(s.site) == []
+    ((made, _),) = s.vault.note("pending").items()
+    assert hand_over(s.site, made)[1].admitted
+    assert (s.spent("k"), s.vault.note("pending"), s.vault.blobs) == (((0, 1), (0, 1)), {}, {})
 
 
 def test_after_a_crash_when_it_had_set_out_its_patients_never_take_part_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of it may have been seen. The next release is of other patients, and works."""
+    """Half of it may have been seen. What is kept can be sent again, and the next release is of other patients."""
     s = stage(tmp_path, max_releases_per_patient=3)
     monkeypatch.setattr(Door, "submit", _crash)
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
-    assert recover(s.site) == ["grant-site-a-0"]
+    assert recover(s.site) == [], "its grant is held: it is made, and only the answer is missing"
+    ((made, _),) = s.vault.note("pending").items()
+    withdraw(s.site, made)
+    assert s.spent("k") == ((0, 1), (0, 1))
     with pytest.raises(CohortTooSmall):
         release_synthetic(s.site, ksame(), "OT", RNG)
     s.vault.patients = 24

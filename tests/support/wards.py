@@ -103,6 +103,7 @@ class Vault:
     crash_at: str = ""  # a note's name: the process is gone before it is written
     seed: int = 1
     heads: tuple[Scan, ...] = ()
+    free: int = 1 << 40  # bytes of the disk
     unreadable: int = 0  # of the last patients, no image can be used: what only their pixels show
 
     def cohort(
@@ -127,6 +128,9 @@ class Vault:
         self.reads += 1
         return tuple(scan for scan in self.heads if scan.pseudonym not in self.out)
 
+    def heads_waiting(self, modality: str) -> int:
+        return len([scan for scan in self.heads if scan.pseudonym not in self.out])
+
     def opted_out(self) -> frozenset[str]:
         return self.out
 
@@ -138,6 +142,12 @@ class Vault:
 
     def place(self, name: str) -> Drawer:
         return Drawer(self.blobs, name)
+
+    def site_place(self, name: str) -> Drawer:
+        return Drawer(self.blobs, f"site/{name}")
+
+    def free_bytes(self) -> int:
+        return self.free
 
     def note(self, name: str) -> Any:
         return json.loads(self.notes[name]) if name in self.notes else None
