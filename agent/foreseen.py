@@ -8,7 +8,7 @@ is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from agent.grants import reservation_of
 from agent.mechanisms import Centroids, Distill, DistillDp, Mechanism, PrivImage, Remodel, Resumable, Synthesis
-from agent.nouns import Selection
+from agent.nouns import Scan, Selection
 from agent.released import frozen_clusters
 from agent.site import Site
 from agent.stages.distil import Course
@@ -30,13 +30,13 @@ from protos.shards import MAX_SHARD, Form, Nifti, plain_bytes, room
 
 AT_THE_DISK: Final = 6  # times the bytes of a set: sealed, remembered and in the vault's log, and sealed to a reader
 _MARGIN: Final = 64 << 20  # bytes for the ledger and all else
-_ASKED: Final = frozenset({"artifact_type", "artifact_type_not_allowed", "reader", "level"})  # by no price
-_LATER: Final = frozenset({"artifact_size", "no_grant", "approval", "reid_rate", "vetting_power"})  # said otherwise
+_ASKED: Final = frozenset({"artifact_type", "artifact_type_not_allowed", "level"})  # by no price
+_LATER: Final = frozenset({"artifact_size", "reader", "no_grant", "approval", "reid_rate", "vetting_power"})
 _GRID: Final = Nifti((1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0))
 
 
 class TooLargeError(ValueError):
-    """What was asked for could not leave, or not be kept until it has; nothing was priced, read or written."""
+    """What was asked for could not leave, or not be kept until it has; nothing was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class Foreseen:
     form: Form | None  # of each; of a model: None
     public: bool  # the number follows from the configuration alone, and is the exact one
     change: str  # what makes it smaller
+    dtype: type[np.generic] = np.uint8  # of the values
 
     @property
     def size(self) -> int:
@@ -87,12 +88,19 @@ def of_configuration(site: Site, mechanism: Resumable, selection: Selection, wra
     return _set(site, mechanism, selection.modality, wrapping, (count, True, change))
 
 
-def of_heads(site: Site, mechanism: Remodel, modality: str) -> Foreseen:
-    """Of head scans: one of each patient whose face waits to be taken off, as if of the wider type."""
-    count = site.vault.heads_waiting(modality)
-    size = plain_bytes(count, mechanism.shape, _GRID, np.float32)
+def of_heads(site: Site, mechanism: Remodel, modality: str, scans: Sequence[Scan] | None = None) -> Foreseen:
+    """Of head scans, one of each patient whose face waits to be taken off: of int16, where nothing says otherwise.
+
+    Once they have been read, ``scans`` say it.
+    """
+    if scans is None:
+        count, wide = site.vault.heads_waiting(modality)
+    else:
+        count, wide = len(scans), any(scan.volume.values.dtype.kind == "f" for scan in scans)
+    size = plain_bytes(count, mechanism.shape, _GRID, np.float32 if wide else np.int16)
     draft = _draft(site, mechanism, modality, Wrapping(), size)
-    return Foreseen(draft, "", count, mechanism.shape, _GRID, False, "a coarser grid, or fewer heads")
+    change = "a coarser grid, or fewer heads"
+    return Foreseen(draft, "", count, mechanism.shape, _GRID, False, change, np.float32 if wide else np.int16)
 
 
 def untrained(course: Course) -> bytes:
@@ -112,9 +120,13 @@ def against(site: Site, foreseen: Foreseen) -> Iterator[Finding]:
     """
     policy = site.books.policy_of(site.name)
     most, size = policy.max_artifact_bytes, foreseen.size
-    said = [finding for finding in site.books.examine(foreseen.draft, b"").findings if finding.rule not in _LATER]
-    if {finding.rule for finding in said} <= _ASKED and not isinstance(foreseen.draft.claim, NoClaim):
+    later = _LATER | {"level"} if isinstance(foreseen.draft.claim, NoClaim) else _LATER
+    said = [finding for finding in site.books.examine(foreseen.draft, b"").findings if finding.rule not in later]
+    if {finding.rule for finding in said} <= _ASKED:
         yield from said  # else the price is refused, and that is written down
+    if foreseen.reader and foreseen.reader not in policy.readers:
+        told = "policy.toml does not name this reader: add the key's fingerprint to its readers"
+        yield Finding("reader", told)
     if not size <= most:
         yield Finding("artifact_size", _too_large(foreseen, f"the policy's max_artifact_bytes, {most}", most))
     elif foreseen.form is not None and not foreseen.samples <= room(MAX_SHARD, *_each(foreseen)):
@@ -147,7 +159,7 @@ def _too_large(foreseen: Foreseen, bound: str, most: int) -> str:
 
 def _each(foreseen: Foreseen) -> tuple[tuple[int, ...], Form, type[np.generic]]:
     assert foreseen.form is not None
-    return foreseen.shape, foreseen.form, np.float32 if isinstance(foreseen.form, Nifti) else np.uint8
+    return foreseen.shape, foreseen.form, foreseen.dtype
 
 
 def _set(

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from agent.foreseen import of_clusters, of_configuration, of_heads, refuse
+from agent.foreseen import TooLargeError, of_clusters, of_configuration, of_heads, refuse
 from agent.grants import give_up, if_reachable, price
 from agent.kept import NotSentError, forget, keep
 from agent.mechanisms import Remodel, Resumable, Synthesis
@@ -236,7 +236,7 @@ def spent_unless_kept(site: Site, grant: Reserved | Reservation, places: Iterabl
     """
     try:
         yield
-    except (NotKept, OSError):
+    except (NotKept, OSError, TooLargeError):
         raise
     except OtherRun:  # nor is a picture that came or went meanwhile
         raise Unfinished(
@@ -324,7 +324,7 @@ def release_heads(
     Killed before it was made, or stopped by a full disk, it is made again by the same dice under its grant.
 
     Raises:
-        TooLargeError: policy or disk could not take it; nothing was read.
+        TooLargeError: policy or disk could not take it; nothing was made, and a grant stays held.
         Refused: the price, or a patient who takes part has opted out.
         CohortTooSmall: too few heads for the attack to be shown; the grant is spent.
         Unfinished: another making was interrupted.
@@ -339,6 +339,7 @@ def release_heads(
         scans = tuple(scan for scan in site.vault.scans(modality) if not begun or scan.pseudonym in begun[1])
         rng = same_dice(site, rng) if begun else rng
         begin(site, grant.grant, form, (scan.pseudonym for scan in scans), dice=rng)
+        refuse(site, of_heads(site, mechanism, modality, scans))
         site.say("make", f"{mechanism.name}: another face for every head, and an attack on all of them")
         told = _told(site)
         made = mechanism.run(scans, examine, rng, lambda done, of: told("heads", done, of))

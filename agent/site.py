@@ -74,8 +74,8 @@ class Vault(Protocol):
     def scans(self, modality: str) -> tuple[Scan, ...]:
         """The finest head of each eligible patient whose face is on."""
 
-    def heads_waiting(self, modality: str) -> int:
-        """How many patients :meth:`scans` would look at, at most; no volume is opened."""
+    def heads_waiting(self, modality: str) -> tuple[int, bool]:
+        """How many patients :meth:`scans` would look at, at most; and may one need float32? No volume is opened."""
 
     def opted_out(self) -> frozenset[str]:
         """Who wants no part, as of now."""

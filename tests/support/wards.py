@@ -104,6 +104,7 @@ class Vault:
     seed: int = 1
     heads: tuple[Scan, ...] = ()
     free: int = 1 << 40  # bytes of the disk
+    wide: bool = False  # by their list, the heads may need float32
     unreadable: int = 0  # of the last patients, no image can be used: what only their pixels show
 
     def cohort(
@@ -128,8 +129,9 @@ class Vault:
         self.reads += 1
         return tuple(scan for scan in self.heads if scan.pseudonym not in self.out)
 
-    def heads_waiting(self, modality: str) -> int:
-        return len([scan for scan in self.heads if scan.pseudonym not in self.out])
+    def heads_waiting(self, modality: str) -> tuple[int, bool]:
+        free = [scan for scan in self.heads if scan.pseudonym not in self.out]
+        return len(free), self.wide
 
     def opted_out(self) -> frozenset[str]:
         return self.out
