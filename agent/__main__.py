@@ -386,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ERR.print(f"refused: {error.strerror or error}: {Path(str(error.filename or '')).name}", markup=False)
         return 1
     except EXPECTED as error:
-        ERR.print(f"refused: {error}", markup=False)
+        ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
         return 1
     except (LedgerUnsound, LedgerStopped) as error:
         ERR.print(f"stopped: {error}", markup=False)

@@ -297,7 +297,7 @@ def project_of(root: Path, release: str) -> str:
 def tell(name: str, detail: str, silent: bool) -> None:
     """One line of progress."""
     if not silent:
-        OUT.print(f"{name:>6}  {detail}", markup=False)
+        OUT.print(f"{name:>6}  {detail}", markup=False, soft_wrap=True)
 
 
 def print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: bool) -> None:
@@ -418,7 +418,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     try:
         return COMMANDS[name](arguments)
     except EXPECTED as error:
-        ERR.print(f"refused: {error}", markup=False)
+        ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
         return 1
     except site_commands.EXPECTED as error:  # of the way in, which `serve` opens
         ERR.print(f"refused: {site_commands.sentence(error)}", markup=False, soft_wrap=True)

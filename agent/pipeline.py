@@ -175,7 +175,7 @@ def release_synthetic(
     """
     selection = Selection(modality, mechanism.shape) if isinstance(modality, str) else modality
     wrapping = wrapping or Wrapping()
-    begun = going_on(site, form := made_as(mechanism, selection))
+    begun = going_on(site, form := made_as(mechanism, rule_of(selection)))
     if begun:  # what it had remembered of a set that was not kept
         unmake(site, release_id(site.name, begun[0].grant, 0))
     again, taken = kept_clusters(site, mechanism, selection)
@@ -273,7 +273,7 @@ def release_resumable(
         NotSentError: it is made and kept; no verdict yet.
     """
     wrapping = wrapping or Wrapping()
-    begun = going_on(site, form := made_as(mechanism, selection))
+    begun = going_on(site, form := made_as(mechanism, rule_of(selection)))
     refuse(site, of_configuration(site, mechanism, selection, wrapping))
     grant = begun[0] if begun else price(site, mechanism, selection.modality)
     places = [place_of(name, grant.grant) for name in mechanism.places]
@@ -331,7 +331,7 @@ def release_heads(
         NotKept: the vault failed; say it again when it can be written.
         NotSentError: it is made and kept; no verdict yet.
     """
-    begun = going_on(site, form := made_as(mechanism, Selection(modality, mechanism.shape)))
+    begun = going_on(site, form := made_as(mechanism, modality))
     refuse(site, of_heads(site, mechanism, modality))
     grant = begun[0] if begun else price(site, mechanism, modality)
     with spent_unless_kept(site, grant):
@@ -364,9 +364,9 @@ def pack_volumes(made: VolumeSet) -> bytes:
     return pack_shard(list(made.volumes), made.labels, Nifti((x, 0.0, 0.0, 0.0, 0.0, y, 0.0, 0.0, 0.0, 0.0, z, 0.0)))
 
 
-def made_as(mechanism: Synthesis | Resumable | Remodel, selection: Selection) -> str:
+def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
     """What a making goes on as: whatever is promised, what it is made by, and the rule that chooses patients."""
-    told = f"{mechanism.form} {claim_json(mechanism.claim())} {rule_of(selection)}"
+    told = f"{mechanism.form} {claim_json(mechanism.claim())} {rule}"
     return hashlib.sha256(told.encode()).hexdigest()
 
 

@@ -22,5 +22,6 @@ def untouched(site: Site) -> Iterator[None]:
     heard = len(site.federation.recorder.messages)
     yield
     after = files_of(site.home.root)
-    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == set()
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert not changed
     assert (site.federation.store.state.size, len(site.federation.recorder.messages)) == (entries, heard)
