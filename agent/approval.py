@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.grants import give_up
-from agent.kept import artifact_of, clear_of, forget, listed, statement_of
+from agent.kept import artifact_of, clear_of, forget, listed, of_before, statement_of
 from agent.pipeline import leave, parcel, still_in, submit
 from agent.released import made_of, note_search, retire, shows_retired
 from agent.site import Parcel, Refused, Site
@@ -36,17 +36,18 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
     if refused is not None and refused.approvals:
         raise Refused("site", Verdict((Finding("approval", "a person has refused it: withdraw it"),)))
     artifact = artifact_of(site.vault, release, one)
+    hand_in = site.door.submit_earlier if of_before(one) else site.door.submit
     sent = site.books.store.state.sent.get(release)
     if sent is not None:  # what has set out is what the ledger holds: no other word and no other byte goes under it
         envelope = site.books.store.envelope(sent.envelope) or b""
         goods = Parcel(site.read(envelope), envelope, artifact)
-        return goods, submit(site, goods)
+        return goods, submit(site, goods, hand_in)
     given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
     missing = site.books.policy_of(site.name).approvals - set(given)
     if missing:
         raise Refused("site", Verdict((Finding("approval", f"not yet approved by: {', '.join(sorted(missing))}"),)))
     goods = parcel(site, replace(draft, approvals=given), artifact)
-    return goods, leave(site, goods)
+    return goods, leave(site, goods, hand_in)
 
 
 def _kept(site: Site, release: str) -> Mapping[str, Any]:

@@ -8,15 +8,11 @@ forgotten with the verdict, or when it is withdrawn. One note of the site lists 
 from __future__ import annotations
 
 import base64
-import contextlib
-import hashlib
 from collections.abc import Mapping, Set
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent.nouns import Unreachable
 from policies.statement import Release, encode, parse
-from protos.artifact import BadArtifact, pack_images, unpack_images
 
 if TYPE_CHECKING:
     from agent.site import Shelf, Site, Vault
@@ -68,32 +64,6 @@ def forget(site: Site, release: str) -> None:
         _place(site.vault, release, part).clear()
 
 
-def renew(site: Site) -> None:
-    """Write what an earlier version kept as it is kept and admitted today.
-
-    Pictures of before compression are packed anew, so that their digest is another one, and persons approve that: as
-    they were, the coordinator would refuse the set, and its grant would be spent.
-
-    Raises:
-        NotKept: the vault failed; what was kept is as it was.
-    """
-    for name, one in listed(site.vault).items():
-        if "artifact" not in one:
-            continue
-        draft, raw = statement_of(one), artifact_of(site.vault, name, one)
-        clear = clear_of(site.vault, name, one) if one.get("clear") else b""
-        if name not in site.books.store.state.sent and not draft.reader and draft.artifact_type == "image-set":
-            with contextlib.suppress(BadArtifact):  # of DICOM: as before
-                raw = pack_images(*unpack_images(raw))
-        digest = hashlib.sha256(raw).hexdigest()
-        if digest != draft.artifact_sha256:
-            site.say(
-                "keep", f"{name} was made before pictures were compressed: packed anew, it is to be approved again"
-            )
-        statement = replace(draft, artifact_sha256=digest, artifact_bytes=len(raw))
-        keep(site.vault, statement, raw, clear, set(one.get("persons", ())))
-
-
 def statement_of(one: Mapping[str, Any]) -> Release:
     """What the release states, by its entry in the list."""
     found = parse(one["statement"].encode())
@@ -101,16 +71,24 @@ def statement_of(one: Mapping[str, Any]) -> Release:
     return found
 
 
+def of_before(one: Mapping[str, Any]) -> bool:
+    """Whether an earlier version kept it, in the list itself: its pictures are not compressed.
+
+    Persons have approved those very bytes, and can approve no others under a release's name: they leave as they are.
+    """
+    return "artifact" in one
+
+
 def artifact_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
     """The bytes that leave."""
-    if "artifact" in one:  # an earlier version kept them in the list
+    if of_before(one):
         return base64.b64decode(one["artifact"])
     return _place(vault, release, "artifact").read() or b""
 
 
 def clear_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
     """The same as persons look at it: before it was sealed to a reader."""
-    if "artifact" in one:
+    if of_before(one):
         return base64.b64decode(one.get("clear") or one["artifact"])
     return _place(vault, release, "clear").read() or artifact_of(vault, release, one)
 

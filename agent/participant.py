@@ -43,7 +43,8 @@ def read_mechanism(config: str) -> Federated | FederatedMasked:
 def update_bytes(mechanism: Federated | FederatedMasked) -> int:
     """The size of every update of a run: a function of its public configuration."""
     if isinstance(mechanism, FederatedMasked):
-        return len(pack_ring(np.zeros(mechanism.parameters, np.uint32 if mechanism.ring_bits == 32 else np.uint64)))
+        blank = np.zeros(mechanism.parameters, np.uint64)
+        return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
     return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
 
 

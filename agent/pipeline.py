@@ -51,6 +51,7 @@ from policies.review import Finding, Verdict
 from policies.statement import Release, Reservation, claim_json, release_id
 from protos.shards import Nifti, pack_shard
 
+HandIn = Callable[[str, bytes, bytes], Verdict]  # of the door: key, envelope, artifact
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
@@ -96,7 +97,7 @@ def set_out(site: Site, goods: Parcel) -> None:
     site.vault.write_note("ledger", site.books.store.state.size)  # so that an older ledger is noticed
 
 
-def leave(site: Site, goods: Parcel) -> Verdict:
+def leave(site: Site, goods: Parcel, hand_in: HandIn | None = None) -> Verdict:
     """The one door: hand the parcel in, and write the coordinator's verdict into the site's own ledger.
 
     Raises:
@@ -112,10 +113,10 @@ def leave(site: Site, goods: Parcel) -> Verdict:
                 give_up(site, held.reserved, "failed")
         forget(site, goods.release.release)
         raise
-    return submit(site, goods)
+    return submit(site, goods, hand_in or site.door.submit)
 
 
-def submit(site: Site, goods: Parcel) -> Verdict:
+def submit(site: Site, goods: Parcel, hand_in: HandIn) -> Verdict:
     """Hand in what has set out, for the first time or again: the coordinator takes it once.
 
     Raises:
@@ -123,7 +124,7 @@ def submit(site: Site, goods: Parcel) -> Verdict:
     """
     name = goods.release.release
     try:
-        verdict = site.door.submit(f"submit-{name}", goods.envelope, goods.artifact)
+        verdict = hand_in(f"submit-{name}", goods.envelope, goods.artifact)
     except Forked:
         raise
     except Unreachable as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.grants import give_up
-from agent.kept import forget, listed, renew
+from agent.kept import forget, listed
 from agent.pipeline import ask
 from agent.released import keep_only
 from agent.site import Refused, Site
@@ -40,7 +40,6 @@ def recover(site: Site) -> list[str]:
     closed = [grant for grant in held if state.grants[grant].state != "held"]
     for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
         forget(site, name)  # it has its verdict
-    renew(site)
     sweep(site)
     keep_only(site, {*state.sent, *state.releases, *listed(site.vault)})
     return closed

@@ -40,6 +40,9 @@ class Door(Protocol):
     def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
         """Hand in an artifact for review."""
 
+    def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        """Hand in a set that was made before pictures were compressed."""
+
     def settle(self, key: str, envelope: bytes) -> Verdict:
         """Say what became of a grant."""
 

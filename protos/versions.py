@@ -62,6 +62,7 @@ OTHER: Final = {"agent": "coordinator", "coordinator": "agent"}
 FIRST: Final = Spoken(1, 1)  # of whoever announces nothing
 OURS: Final = Spoken()
 USER_AGENT: Final = f"lazaret-protocol/{OURS}"
+EARLIER_AGENT: Final = f"lazaret-protocol/{Spoken(OLDEST, COMPRESSED - 1)}"  # of a set that waited since before then
 
 
 def announced(metadata: Iterable[Any]) -> Spoken:

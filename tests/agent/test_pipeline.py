@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.approval import hand_over, withdraw
 from agent.foreseen import TooLargeError
+from agent.kept import artifact_of, clear_of, listed, statement_of
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
 from agent.nouns import CohortTooSmall, Selection, Split, Unreachable, Update
@@ -33,10 +36,12 @@ from policies.policy import parse
 from policies.register import Register
 from policies.review import Verdict
 from policies.sqlite import export_file, open_sqlite
-from policies.statement import Release
+from policies.statement import Release, encode
 from policies.store import Store
 from policies.verify import verify
 from protos.artifact import unpack_images
+from protos.pngset import pack_earlier_png
+from tests.protos.test_compressed_pictures import shard_of
 from tests.support.books import Clock, Hospital, Person, policy
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.wards import SHAPE, Door, Vault, federated, site_of
@@ -663,3 +668,35 @@ def test_a_run_that_ends_early_gives_back_what_was_not_used_at_the_site(tmp_path
     assert 0 < spent < whole == hub_spent
     s.site.books.store.close()
     verify(export_file(tmp_path / "site-a.db", "lazaret/test", s.hospital.key))
+
+
+def test_what_waited_since_before_pictures_were_compressed_leaves_as_persons_approved_it(tmp_path: Path) -> None:
+    """In another form the coordinator would refuse it at the end, or its persons would have approved other bytes."""
+    s, careful, local = approving(tmp_path)
+    release = waiting(s)
+    old = shard_of([pack_earlier_png(np.arange(64 * 64, dtype=np.uint8).reshape(64, 64) // 16)])
+    before = replace(release, artifact_sha256=hashlib.sha256(old).hexdigest(), artifact_bytes=len(old))
+    told = {"grant": release.grant, "statement": encode(before).decode(), "persons": []}
+    told |= {"artifact": base64.b64encode(old).decode(), "clear": ""}
+    s.vault.write_note("pending", {release.release: told})
+    for person in (careful, local):
+        approve(s, person, before)
+    assert recover(s.site) == []
+    goods, verdict = hand_over(s.site, release.release)
+    assert (verdict.admitted, goods.artifact) == (True, old)
+
+
+def test_what_waits_sealed_to_a_reader_is_shown_in_clear(tmp_path: Path) -> None:
+    s, *_ = approving(tmp_path)
+    release = waiting(s)
+    sealed = replace(
+        release, reader="a" * 64, artifact_sha256=hashlib.sha256(b"sealed").hexdigest(), artifact_bytes=6
+    )
+    told = {"grant": release.grant, "statement": encode(sealed).decode(), "persons": []}
+    told |= {"artifact": base64.b64encode(b"sealed").decode(), "clear": base64.b64encode(b"clear").decode()}
+    s.vault.write_note("pending", {release.release: told})
+    recover(s.site)
+    one = listed(s.vault)[release.release]
+    assert statement_of(one) == sealed
+    assert artifact_of(s.vault, release.release, one) == b"sealed"
+    assert clear_of(s.vault, release.release, one) == b"clear"

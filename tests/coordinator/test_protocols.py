@@ -142,6 +142,20 @@ def test_each_side_of_the_change_has_one_form_of_pictures(
         assert submitted(made, "g-1", artifact) == rules
 
 
+def test_what_waited_since_before_is_handed_in_in_the_protocol_of_then(tmp_path: Path) -> None:
+    """By an agent of today, and its next call is of today again."""
+    image = np.arange(64 * 64, dtype=np.uint8).reshape(64, 64) // 16
+    with Federation(tmp_path) as made:
+        site = made.join("site-a")
+        site.reserved("g-1")
+        artifact = shard_of([pack_earlier_png(image)])
+        release, opened = site.release("g-1", artifact), site.door()
+        verdict = opened.submit_earlier(f"submit-{release.release}", site.seal(release), artifact)
+        opened.hello()
+        opened.close()
+        assert (verdict.admitted, opened.protocol) == (True, NEWEST)
+
+
 def test_a_site_makes_no_set_for_a_coordinator_that_knows_no_compressed_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

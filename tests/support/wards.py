@@ -61,12 +61,12 @@ def masked(rounds: int = 2, sites: int = 3, **changes: Any) -> FederatedMasked:
     return replace(job, **changes)
 
 
-def goods(release: Release, artifact: bytes) -> Staged:
+def goods(release: Release, artifact: bytes, expected: dict[str, Any] | None = None) -> Staged:
     """An artifact at hand, read by the very readers that the coordinator's sandbox runs."""
 
     def look() -> list[Finding]:
         try:
-            check(Held(artifact), release.artifact_type, {})
+            check(Held(artifact), release.artifact_type, expected or {})
         except BadArtifact as fault:
             return [Finding("artifact_malformed", str(fault))]
         return []
@@ -185,6 +185,11 @@ class Door:
     def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
         release = self.intake.release(self.site, key, envelope)
         return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, goods(release, artifact)))
+
+    def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        release = self.intake.release(self.site, key, envelope)
+        staged = goods(release, artifact, {"earlier": True})
+        return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, staged))
 
     def amend(self, key: str, envelope: bytes) -> Verdict:
         return self._ask(lambda: self.intake.amend(self.site, key, envelope))
