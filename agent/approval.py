@@ -41,6 +41,9 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
     if sent is not None:  # what has set out is what the ledger holds: no other word and no other byte goes under it
         envelope = site.books.store.envelope(sent.envelope) or b""
         goods = Parcel(site.read(envelope), envelope, artifact)
+        again = site.books.examine(goods.release, envelope)
+        if not again.admitted:  # the policy of today binds (P12): it is kept until it is withdrawn
+            raise Refused("site", again)
         return goods, submit(site, goods, hand_in)
     given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
     missing = site.books.policy_of(site.name).approvals - set(given)

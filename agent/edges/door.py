@@ -30,7 +30,7 @@ from policies.review import Finding, Verdict
 from policies.statement import ID, Release, parse
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import EARLIER_AGENT, Unspoken, agree, answered
+from protos.versions import COMPRESSED, EARLIER_AGENT, Unspoken, agree, answered
 
 # a key's first word, and the entry it leads to
 _LEADS_TO = {"reserve": Reserved, "run": Reserved, "submit": Admitted, "recover": Recovered}
@@ -136,6 +136,11 @@ class GrpcDoor:
 
     def submit(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
         """Hand in an artifact with its sealed statement, in resumable pieces, and wait for the verdict."""
+        if 0 < self.protocol < COMPRESSED:
+            raise Unreachable("the coordinator is too old for compressed pictures: upgrade the coordinator first")
+        return self._hand_in(key, envelope, artifact)
+
+    def _hand_in(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
         with self._turn:
             sealed = pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen)
             patience = Patience(still_s=self._patience_s)
@@ -152,7 +157,7 @@ class GrpcDoor:
             ours, self._channel = self._channel, open_channel(*way, EARLIER_AGENT)
             self._stub = GatewayStub(self._channel)
         try:
-            return self.submit(key, envelope, artifact)
+            return self._hand_in(key, envelope, artifact)
         finally:
             with self._turn:
                 self._channel.close()

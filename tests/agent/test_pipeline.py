@@ -400,6 +400,24 @@ def test_after_a_crash_when_it_had_set_out_its_patients_never_take_part_again(
     assert verdict.admitted
 
 
+def test_what_is_sent_again_is_reviewed_by_the_policy_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: it had set out under a policy that admitted it, and nobody has it yet."""
+    s = stage(tmp_path)
+    monkeypatch.setattr(Door, "submit", _crash)
+    with pytest.raises(KeyboardInterrupt):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    monkeypatch.undo()
+    ((made, _),) = s.vault.note("pending").items()
+    tight = parse(policy(k_min=11), "tight")
+    s.site = replace(s.site, books=Register(s.site.books.store, lambda _site: tight))
+    with pytest.raises(Refused, match="min_k"):
+        hand_over(s.site, made)
+    assert made in s.vault.note("pending")
+    assert s.intake.register.store.state.releases == {}
+
+
 def test_a_policy_that_was_tightened_binds_an_account_that_was_opened_before(tmp_path: Path) -> None:
     s = stage(tmp_path)
     tight = parse(policy(epsilon="4.0"), "tight")

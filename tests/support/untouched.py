@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from agent.desk import open_desk
 from tests.support.federation import Site
 
 
@@ -13,6 +14,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
     """Everything below a folder; SQLite's logs come and go with whoever opens a file."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(p.relative_to(folder)): p.read_bytes() for p in found if not p.name.endswith(("-wal", "-shm"))}
+
+
+def opened_once(site: Site) -> None:
+    """A site whose ledger is there, as after its first command."""
+    with open_desk(site.home.root, lambda *_: None):
+        pass
 
 
 @contextmanager
