@@ -178,9 +178,16 @@ class Service(GatewayServicer):
         return self._reply("submit", site, request, self._decide(site, lambda: self._submit(call, request)))
 
     def _look(self, call: Call, staged: Path, release: Release) -> list[Finding]:
-        """Inside, in a sandbox, which takes its time: so whether the site is still welcome is asked once more."""
+        """Inside, in a sandbox, which takes its time: so whether the site is still welcome is asked once more.
+
+        Raises:
+            Turned: this machine is too busy; a set is made once, so the site sends it again.
+        """
         earlier = announced(call.context.invocation_metadata()).newest < COMPRESSED
         found = looked_into(staged, release, self.at.architectures, earlier=earlier)
+        # it was not the processor's time that ran out: no file's fault, and no verdict
+        if Finding("sandbox", "wall time") in found:
+            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is too busy to look into it", "busy")
         if not self._admits(call.peer.site, call.peer.number):
             found.append(Finding("revoked", "the certificate was revoked meanwhile"))
         return found

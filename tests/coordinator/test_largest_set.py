@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from agent.nouns import Unreachable
 from coordinator.edges import sandbox
 from coordinator.edges.pooling import envelope_of, read_books, read_pictures
 from coordinator.pool import source_of
@@ -48,6 +49,25 @@ def test_a_set_of_the_largest_size_is_admitted_shelved_and_pooled(
         found = read_pictures(shelved / "images.tar", source)
         assert isinstance(found, list)
         assert len(found) == count
+
+
+def test_a_coordinator_too_busy_to_look_inside_says_so_and_spends_nothing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict is final, and the set that it is about cannot be made again."""
+    artifact = pack_images(np.zeros((2, 8, 8), np.uint8), ("", ""))
+    with Federation(tmp_path_factory.mktemp("busy")) as federation:
+        site = federation.join("site-a")
+        site.reserved("g-1")
+        release = site.release("g-1", artifact)
+        told = f"submit-{release.release}", site.seal(release), artifact
+        with monkeypatch.context() as patch:
+            limits = sandbox.Limits(wall_seconds=0.0)
+            patch.setattr(sandbox.Limits, "for_size", staticmethod(lambda _size: limits))
+            with pytest.raises(Unreachable, match="too busy"):
+                site.door().submit(*told)
+        assert federation.store.state.grants["g-1"].state == "held"
+        assert site.door().submit(*told).admitted
 
 
 def test_the_largest_picture_is_read_within_the_sandboxs_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
