@@ -36,7 +36,7 @@ from agent.edges.rounds import Over, Station, attend
 from agent.edges.session import Session
 from agent.edges.showing import show
 from agent.edges.vault import VaultError
-from agent.foreseen import Foreseen, TooLargeError, against, of_clusters, quote
+from agent.foreseen import Foreseen, RefusedBeforehandError, against, of_clusters, quote
 from agent.masked import Sum
 from agent.mechanisms import Mechanism
 from agent.mechanisms.ksame import KSame
@@ -82,7 +82,7 @@ EXPECTED = (
     KnowsNobody,
     Refused,
     RepeatsAnInput,
-    TooLargeError,
+    RefusedBeforehandError,
     TooManySearches,
     Unfinished,
     UnsupportedClaim,

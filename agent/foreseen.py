@@ -35,7 +35,7 @@ _LATER: Final = frozenset({"artifact_size", "reader", "no_grant", "approval", "r
 _GRID: Final = Nifti((1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0))
 
 
-class TooLargeError(ValueError):
+class RefusedBeforehandError(ValueError):
     """What was asked for could not leave, or not be kept until it has; nothing was made."""
 
 
@@ -141,11 +141,11 @@ def refuse(site: Site, foreseen: Foreseen) -> None:
     """Before a price.
 
     Raises:
-        TooLargeError: something speaks against it.
+        RefusedBeforehandError: something speaks against it.
     """
     found = list(against(site, foreseen))
     if found:
-        raise TooLargeError("; ".join(finding.detail for finding in found))
+        raise RefusedBeforehandError("; ".join(finding.detail for finding in found))
 
 
 def _too_large(foreseen: Foreseen, bound: str, most: int) -> str:

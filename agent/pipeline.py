@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from agent.foreseen import TooLargeError, of_clusters, of_configuration, of_heads, refuse
+from agent.foreseen import RefusedBeforehandError, of_clusters, of_configuration, of_heads, refuse
 from agent.grants import give_up, if_reachable, price
 from agent.kept import NotSentError, forget, keep
 from agent.mechanisms import Remodel, Resumable, Synthesis
@@ -167,7 +167,7 @@ def release_synthetic(
     Killed before it was made, or stopped by a full disk, it is made again by the same dice under its grant.
 
     Raises:
-        TooLargeError: policy or disk could not take it; nothing was read.
+        RefusedBeforehandError: policy or disk could not take it; nothing was read.
         Refused: k is none of those that were searched, or the price was refused; nothing was read.
         CohortTooSmall: nothing was priced; or, where only the images show it, the grant is spent.
         KnowsNobody: the vetting misses copies that were planted; the grant is spent.
@@ -238,7 +238,7 @@ def spent_unless_kept(site: Site, grant: Reserved | Reservation, places: Iterabl
     """
     try:
         yield
-    except (NotKept, OSError, TooLargeError):
+    except (NotKept, OSError, RefusedBeforehandError):
         raise
     except OtherRun:  # nor is a picture that came or went meanwhile
         raise Unfinished(
@@ -268,7 +268,7 @@ def release_resumable(
     an unseen verifier takes for a patient, and of which power the vetting was.
 
     Raises:
-        TooLargeError: policy or disk could not take it; nothing was read.
+        RefusedBeforehandError: policy or disk could not take it; nothing was read.
         Refused: the price, or somebody who takes part has opted out since it was begun.
         Unfinished: another making was interrupted; or the pictures of this one's patients have changed meanwhile.
         NotKept: the vault failed; say it again when it can be written.
@@ -326,7 +326,7 @@ def release_heads(
     Killed before it was made, or stopped by a full disk, it is made again by the same dice under its grant.
 
     Raises:
-        TooLargeError: policy or disk could not take it; nothing was made, and a grant stays held.
+        RefusedBeforehandError: policy or disk could not take it; nothing was made, and a grant stays held.
         Refused: the price, or a patient who takes part has opted out.
         CohortTooSmall: too few heads for the attack to be shown; the grant is spent.
         Unfinished: another making was interrupted.

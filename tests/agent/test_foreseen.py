@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.foreseen import Foreseen, TooLargeError, against, of_clusters, of_configuration, of_heads, untrained
+from agent.foreseen import (
+    Foreseen,
+    RefusedBeforehandError,
+    against,
+    of_clusters,
+    of_configuration,
+    of_heads,
+    untrained,
+)
 from agent.mechanisms import MECHANISMS
 from agent.nouns import Scan, Selection, Volume
 from agent.participant import Participant, update_bytes
@@ -99,7 +107,9 @@ def test_a_set_one_byte_too_large_is_refused_and_nothing_is_read_priced_or_writt
     size = case.foreseen(stage(tmp_path / "first", patients=PATIENTS)).size
     s = stage(tmp_path, patients=PATIENTS, max_artifact_bytes=size - 1)
     before = s.site.books.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
-    with pytest.raises(TooLargeError, match=f"{case.pictures} pictures of this size may take more than the policy's"):
+    with pytest.raises(
+        RefusedBeforehandError, match=f"{case.pictures} pictures of this size may take more than the policy's"
+    ):
         case.release(s)
     after = s.site.books.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
     assert (s.vault.reads, after) == (0, before)
@@ -112,7 +122,7 @@ def test_a_set_one_byte_too_large_is_refused_and_nothing_is_read_priced_or_writt
 def test_a_disk_that_could_not_keep_it_is_said_beforehand(tmp_path: Path, name: str) -> None:
     case, s = CASES[name], stage(tmp_path, patients=PATIENTS)
     s.vault.free = case.foreseen(s).disk - 1
-    with pytest.raises(TooLargeError, match="make room"):
+    with pytest.raises(RefusedBeforehandError, match="make room"):
         case.release(s)
     assert (s.vault.reads, len(s.site.books.store.state.grants)) == (0, 0)
 
@@ -122,7 +132,7 @@ def test_a_model_is_weighed_by_its_untrained_file(tmp_path: Path) -> None:
     model = replace(DISTILL, course=replace(DISTILL.course, output=output))
     size = len(untrained(model.course))
     s = stage(tmp_path, max_artifact_bytes=size - 1)
-    with pytest.raises(TooLargeError, match=f"the model takes {size} bytes"):
+    with pytest.raises(RefusedBeforehandError, match=f"the model takes {size} bytes"):
         release_resumable(s.site, model, Selection("OT", model.shape), UnsafeSeededEntropy(1))
     assert not s.site.books.store.state.grants
 
@@ -162,7 +172,7 @@ def test_heads_are_counted_and_weighed_without_opening_one(
     assert found.size == len(pack_volumes(made))
     tight = stage(_fresh(tmp_path), max_artifact_bytes=found.size - 1)
     tight.vault.heads, tight.vault.wide = s.vault.heads, wide
-    with pytest.raises(TooLargeError, match="3 volumes of this size"):
+    with pytest.raises(RefusedBeforehandError, match="3 volumes of this size"):
         release_heads(tight.site, remodel(), "MR", examine, np.random.default_rng(1))
     assert (tight.vault.reads, len(tight.site.books.store.state.grants)) == (0, 0)
 

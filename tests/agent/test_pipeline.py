@@ -17,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.approval import hand_over, withdraw
-from agent.foreseen import TooLargeError
+from agent.foreseen import RefusedBeforehandError
 from agent.kept import artifact_of, clear_of, listed, statement_of
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
@@ -152,7 +152,7 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
     s = stage(tmp_path, max_artifact_bytes=1000)
     sent: list[str] = []
     monkeypatch.setattr(Door, "submit", lambda self, key, envelope, artifact: sent.append(key))
-    with pytest.raises(TooLargeError, match="max_artifact_bytes, 1000"):
+    with pytest.raises(RefusedBeforehandError, match="max_artifact_bytes, 1000"):
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert (sent, s.vault.reads) == ([], 0)
     assert s.spent("k") == ((0, 0), (0, 0)), "the size was known before the price: the patients' only release is left"
