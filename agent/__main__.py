@@ -323,9 +323,12 @@ def _add_releases(parser: argparse.ArgumentParser, add: Callable[..., argparse.A
         "--reader", type=Path, help="seal it to this reader's public key: the coordinator sees no image"
     )
     ksame.add_argument("--vetting", type=Path, help="TOML: the table [vetting]; else it refuses copies alone")
+    synthesis_parser.add_making(ksame)
     ksame.add_argument("--json", action="store_true")
     synthesis_parser.add_release(release, add)
-    send = add(release, "send", _with_patients("send"), "hand over a release that persons have approved")
+    send = add(
+        release, "send", _with_patients("send"), "hand over a release that is kept here: approved, or not answered"
+    )
     send.add_argument("release", help="its id, as `release` printed it")
     send.add_argument("--json", action="store_true")
     inspect = add(release, "inspect", _with_patients("inspect"), "show persons what they are asked to approve")
@@ -401,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ERR.print(f"refused: {error.strerror or error}: {Path(str(error.filename or '')).name}", markup=False)
         return 1
     except EXPECTED as error:
-        ERR.print(f"refused: {error}", markup=False)
+        ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
         return 1
     except (LedgerUnsound, LedgerStopped) as error:
         ERR.print(f"stopped: {error}", markup=False)

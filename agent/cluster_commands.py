@@ -12,11 +12,12 @@ from typing import Final
 import numpy as np
 
 from agent import commands
-from agent.desk import open_desk, start_anew
+from agent.desk import open_desk
 from agent.distill_commands import refuse_sheet
 from agent.edges.page import write
 from agent.edges.synthesis import read_synthesis
 from agent.edges.tuning_page import render
+from agent.foreseen import of_clusters
 from agent.measures.tuning import Menu
 from agent.nouns import NotKept
 from agent.pipeline import release_synthetic
@@ -42,11 +43,14 @@ def release(arguments: argparse.Namespace) -> int:
         made = read_synthesis(arguments.config, name, desk.settings.public_components)
         if arguments.sheet is not None and made.vetting is None:
             raise BadOrder("--sheet shows what a vetting found: the configuration has no [vetting]")
-        start_anew(desk)
-        rng = np.random.default_rng(secrets.randbits(256))
         arguments.modality = made.selection.modality
+        wrapping = commands.wrapping(arguments, desk.home.root, colour=len(made.selection.shape) == 3)
+        if arguments.dry_run:
+            foreseen = of_clusters(desk.site, made.mechanism, made.selection, wrapping)
+            return commands.dry_run(desk, foreseen, made.mechanism, arguments.json)
+        commands.start_making(desk, arguments.anew)
+        rng = np.random.default_rng(secrets.randbits(256))
         try:
-            wrapping = commands.wrapping(arguments, desk.home.root, colour=len(made.selection.shape) == 3)
             looked = inspection(made.vetting, Telling(name, say, arguments.json, arguments.sheet))
             goods, verdict = release_synthetic(desk.site, made.mechanism, made.selection, rng, wrapping, looked)
             release = goods.release.release

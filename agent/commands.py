@@ -36,26 +36,35 @@ from agent.edges.rounds import Over, Station, attend
 from agent.edges.session import Session
 from agent.edges.showing import show
 from agent.edges.vault import VaultError
+from agent.foreseen import Foreseen, RefusedBeforehandError, against, of_clusters, quote
 from agent.masked import Sum
+from agent.mechanisms import Mechanism
 from agent.mechanisms.ksame import KSame
 from agent.nets.siamese import KnowsNobody
 from agent.nets.weights import BadWeights
-from agent.nouns import CohortTooSmall, Forked, Unreachable
+from agent.nouns import CohortTooSmall, Forked, Selection, Unreachable
 from agent.participant import Participant
-from agent.pipeline import Wrapping, release_synthetic
+from agent.pipeline import release_synthetic
 from agent.released import TooManySearches
 from agent.site import Refused, Waiting
 from agent.stages.freeze import BadRecord, place_of
 from agent.stages.invert import BadBasis, Basis, load_basis
 from agent.stages.noise import SystemEntropy
 from agent.stages.vet import RepeatsAnInput
+from agent.unfinished import Unfinished, abandon
 from agent.vetted import Inspection
-from policies.claims import UnsupportedClaim
+from agent.wrapping import Wrapping
+from policies.accounting import NANO, epsilon_nano, tight_epsilon
+from policies.accounts import Account
+from policies.claims import Claim, Gaussian, KAnonymous, UnsupportedClaim
+from policies.figures import epsilon_text
 from policies.review import Verdict
+from policies.statement import claim_json
 from protos import hpke, quiet
-from protos.artifact import BadArtifact, pack_images
+from protos.artifact import BadArtifact
 from protos.secagg_session import Acquaintance
-from protos.shards import Dicom, pack_shard
+from protos.shards import Dicom, Form, Png
+from protos.versions import COMPRESSED
 from protos.web import settings as console_settings
 from protos.web.settings import BadConsole
 
@@ -73,7 +82,9 @@ EXPECTED = (
     KnowsNobody,
     Refused,
     RepeatsAnInput,
+    RefusedBeforehandError,
     TooManySearches,
+    Unfinished,
     UnsupportedClaim,
     VaultError,
 )
@@ -92,12 +103,15 @@ def release(arguments: argparse.Namespace) -> int:
     """Make and submit a synthetic set; exit 1 when any review refuses it."""
     say = lambda name, detail: tell(name, detail, arguments.json)  # noqa: E731 - one line of progress
     with open_desk(arguments.home, say, arguments.project) as desk:
-        start_anew(desk)
         mechanism = KSame(arguments.k, arguments.l_diversity, _basis(arguments.basis, desk.settings))
         looked = _inspection(arguments, desk, say)
+        packed = wrapping(arguments, desk.home.root)
+        if arguments.dry_run:
+            selection = Selection(arguments.modality, mechanism.shape)
+            return dry_run(desk, of_clusters(desk.site, mechanism, selection, packed), mechanism, arguments.json)
+        start_making(desk, arguments.anew)
         try:
             rng = np.random.default_rng(secrets.randbits(256))
-            packed = wrapping(arguments, desk.home.root)
             goods, verdict = release_synthetic(desk.site, mechanism, arguments.modality, rng, packed, looked)
             name = goods.release.release
         except Refused as refusal:
@@ -107,6 +121,69 @@ def release(arguments: argparse.Namespace) -> int:
         desk.log.info("verdict", release=name, rules=[f.rule for f in verdict.findings])
         print_verdict(name, mechanism.name, verdict, arguments.json)
         return 0 if verdict.admitted else 1
+
+
+def start_making(desk: Desk, anew: bool) -> None:
+    """Greet the coordinator, find out how the interrupted ended, and give up what was interrupted, if that is said.
+
+    Raises:
+        Unreachable: the coordinator knows no compressed pictures: a set would be refused, and its price spent.
+    """
+    start_anew(desk)
+    if desk.door.protocol < COMPRESSED:
+        raise Unreachable("the coordinator is too old for compressed pictures: upgrade the coordinator first")
+    if anew:
+        abandon(desk.site)
+
+
+def dry_run(desk: Desk, foreseen: Foreseen, mechanism: Mechanism, as_lines: bool) -> int:
+    """Print what a release would cost, count and weigh, and what speaks against it; exit 1 if something does.
+
+    Nobody outside hears of it, no picture is read, and nothing is spent or written. The number of a k-anonymous set
+    follows from this site's patients: it is for this site alone.
+    """
+    quoted = quote(desk.site, foreseen, mechanism)
+    findings = [*quoted.findings, *against(desk.site, foreseen)]
+    claim, limit = foreseen.draft.claim, desk.site.books.policy_of(desk.site.name).max_artifact_bytes
+    account, free = desk.site.books.account(desk.site.name, claim), desk.vault.free_bytes()
+    if as_lines:
+        line: dict[str, Any] = {"mechanism": mechanism.name, "dry_run": True, "would_go": not findings}
+        line["price"] = {"claim": claim_json(claim), "amount": quoted.amount, "left": account.left}
+        line["samples"] = {"most": foreseen.samples, "exact": foreseen.public, "shape": list(foreseen.shape)}
+        line["bytes"] = {"most": foreseen.size, "admitted": limit}
+        line["disk"] = {"needed": foreseen.disk, "free": free}
+        line["findings"] = [{"rule": f.rule, "detail": f.detail} for f in findings]
+        sys.stdout.write(json.dumps(line) + "\n")
+        return 1 if findings else 0
+    what = "volumes" if foreseen.draft.artifact_type == "volume-set" else "pictures"
+    number = f"{foreseen.samples} {what} of {' x '.join(map(str, foreseen.shape))}"
+    if foreseen.form is None:
+        number = "one model"
+    elif not foreseen.public:
+        number = f"at most {number}: by the number of this site's patients, so keep it here"
+    tell("price", priced(account, claim), False)
+    tell("number", number, False)
+    tell("bytes", f"at most {foreseen.size}; the policies admit {limit}", False)
+    tell("disk", f"up to {foreseen.disk} bytes until it has left; {free} are free", False)
+    for finding in findings:
+        tell("no", f"{finding.rule}: {finding.detail}", False)
+    OUT.print("it would be refused" if findings else "nothing known now speaks against it; nothing was spent")
+    return 1 if findings else 0
+
+
+def priced(account: Account, claim: Claim) -> str:
+    """What a claim costs, by both accountants: the ledger's is the one that counts."""
+    if isinstance(claim, Gaussian):
+        delta = float(account.opened.delta)
+        charged, tight = epsilon_nano(claim, delta, account.opened.order) / NANO, tight_epsilon([claim], delta)
+        told = f"epsilon {epsilon_text(tight)} by loss distributions; the ledger charges {epsilon_text(charged)}"
+        return f"{told} (order {account.opened.order}), both at its delta {account.opened.delta}"
+    left = f"{account.left} of {account.limit} are left"
+    if isinstance(claim, KAnonymous):
+        told = f"k = {claim.k} patients and {claim.l_diversity} labels behind every picture"
+    else:
+        told = "level C: nothing is promised; what stands behind it is measured"
+    return f"{told}. It counts as one of the releases without an epsilon that the policy bounds: {left}"
 
 
 def _inspection(arguments: argparse.Namespace, desk: Desk, say: Callable[[str, str], None]) -> Inspection | None:
@@ -126,14 +203,13 @@ def wrapping(arguments: argparse.Namespace, folder: Path, colour: bool = False) 
     Raises:
         BadArtifact: DICOM in colour.
     """
-    pack = pack_images
+    form: Form = Png()
     if arguments.form == "dicom":
         if colour:
             raise BadArtifact("DICOM is written in grey only: take --form png, or a generator of grey pictures")
         form = Dicom(arguments.modality, (arguments.spacing_um, arguments.spacing_um))
-        pack = lambda images, labels: pack_shard(list(images), labels, form)  # noqa: E731 - one of two ways to pack
     if arguments.reader is None:
-        return Wrapping(pack)
+        return Wrapping(form)
     public = hpke.read_reader_public(arguments.reader)
 
     def sealed(clear: bytes) -> bytes:
@@ -141,7 +217,7 @@ def wrapping(arguments: argparse.Namespace, folder: Path, colour: bool = False) 
             hpke.seal_to(public, clear, Path(place) / "sealed")
             return (Path(place) / "sealed").read_bytes()
 
-    return Wrapping(pack, hpke.fingerprint(public), sealed)
+    return Wrapping(form, hpke.fingerprint(public), sealed)
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -186,7 +262,7 @@ def send(arguments: argparse.Namespace) -> int:
     """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
     say = lambda step, detail: tell(step, detail, arguments.json)  # noqa: E731 - one line of progress
     with open_desk(arguments.home, say, project_of(arguments.home, arguments.release)) as desk:
-        start_anew(desk)
+        start_making(desk, anew=False)
         try:
             goods, verdict = hand_over(desk.site, arguments.release)
             mechanism = goods.release.mechanism
@@ -221,7 +297,7 @@ def project_of(root: Path, release: str) -> str:
 def tell(name: str, detail: str, silent: bool) -> None:
     """One line of progress."""
     if not silent:
-        OUT.print(f"{name:>6}  {detail}", markup=False)
+        OUT.print(f"{name:>6}  {detail}", markup=False, soft_wrap=True)
 
 
 def print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: bool) -> None:
@@ -342,7 +418,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     try:
         return COMMANDS[name](arguments)
     except EXPECTED as error:
-        ERR.print(f"refused: {error}", markup=False)
+        ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
         return 1
     except site_commands.EXPECTED as error:  # of the way in, which `serve` opens
         ERR.print(f"refused: {site_commands.sentence(error)}", markup=False, soft_wrap=True)

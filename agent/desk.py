@@ -24,6 +24,7 @@ from agent.edges.looking import HEAD, check_history
 from agent.edges.own_ledger import binding, found
 from agent.edges.vault import Vault
 from agent.edges.watch import Watch
+from agent.kept import listed
 from agent.recovery import present, recover
 from agent.site import Site
 from policies import governance
@@ -104,15 +105,21 @@ def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.
             door.close()
             if not store.stopped:  # else what is durable is unknown
                 note_history(vault, store)
-            vault.write_note("head", [watch.memory.epoch, watch.memory.restored, watch.seen])
+            _note(vault, "head", [watch.memory.epoch, watch.memory.restored, watch.seen])
             vault.close()
 
 
 def note_history(vault: Vault, store: Store) -> None:
     """Have the vault remember the ledger as it is now."""
     head = open_checkpoint(store.checkpoint(), store.public)
-    vault.write_note(HEAD, [head.size, head.root.hex()])
-    vault.write_note("ledger", head.size)
+    _note(vault, HEAD, [head.size, head.root.hex()])
+    _note(vault, "ledger", head.size)
+
+
+def _note(vault: Vault, name: str, value: Any) -> None:
+    """Write what is not there yet: who only asks leaves every byte as it is."""
+    if vault.note(name) != value:
+        vault.write_note(name, value)
 
 
 def _seal(statement: Statement, key: Ed25519PrivateKey) -> bytes:
@@ -175,6 +182,9 @@ def close_interrupted(desk: Desk) -> None:
         desk.log.warning("grant_closed_at_start", grant=grant)
     if closed:
         ERR.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")
+    for name in listed(desk.vault):
+        if name in desk.site.books.store.state.sent or not desk.site.books.policy_of(desk.site.name).approvals:
+            ERR.print(f"{name} is made and kept here, under its grant: `release send {name}`", soft_wrap=True)
 
 
 def amend(desk: Desk, text: str) -> Verdict:

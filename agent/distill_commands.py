@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from agent.edges.page import write
 from agent.edges.pictures import BadPictures, read_identities, read_labels
 from agent.edges.sheet_page import by_chance, caught, kept_of, left_of, number, render, span, threshold, why
+from agent.foreseen import untrained
 from agent.mechanisms import Distill, DistillDp
 from agent.nets.alignment import KnowsNothing, OtherConditions, aligner_from
 from agent.nets.autoencoder import PRESETS, AutoencoderArchitecture, autoencoder_from
@@ -27,8 +28,7 @@ from agent.nets.siamese import Share
 from agent.nets.stylegan import Generator
 from agent.nets.tail import TooFewPeople
 from agent.nouns import NotKept
-from agent.stages.distil import Course, NothingLeft, Output, Review
-from agent.stages.latent import LatentDiffusion
+from agent.stages.distil import NothingLeft, Output, Review
 from agent.synthesis_commands import OUT, BadOrder, Kind, Public, Trained, answered, train
 from agent.training.alignment import Labelled, TooFewPictures, train_aligner_of
 from agent.training.alignment import suited as suited_aligner
@@ -231,25 +231,6 @@ def refuse_sheet(path: Path | None, out: Path | None = None) -> None:
         raise BadOrder("--sheet and --out name one file")
 
 
-def refuse_size(course: Course, most: int) -> None:
-    """A student of this configuration is so large, whatever it learns: known before anything is spent.
-
-    Raises:
-        BadOrder: it is larger than ``most`` bytes.
-    """
-    size = len(_untrained(course))
-    if size > most:
-        raise BadOrder(
-            f"the model takes {size} bytes, and the policy's max_artifact_bytes leaves {most}: a smaller preset, "
-            'or [output] release = "samples"'
-        )
-
-
-def _untrained(course: Course) -> bytes:
-    """The student's file before it has learned anything: a function of the public configuration alone."""
-    return LatentDiffusion(course.model, course.autoencoder, course.conditions).file({})
-
-
 def write_blank(arguments: argparse.Namespace, mechanism: object) -> int:
     """Write what the coordinator's operator approves the architecture by: nothing is priced, and no patient is read.
 
@@ -260,7 +241,7 @@ def write_blank(arguments: argparse.Namespace, mechanism: object) -> int:
         raise BadOrder(f"{arguments.blank.name}: name a new file, in a folder that is there")
     if not isinstance(mechanism, Distill | DistillDp) or mechanism.course.output.release != "model":
         raise BadOrder('--blank is of a model: [output] release = "model"')
-    write_whole(arguments.blank, _untrained(mechanism.course))
+    write_whole(arguments.blank, untrained(mechanism.course))
     if arguments.json:
         sys.stdout.write(json.dumps({"blank": arguments.blank.name}) + "\n")
     else:

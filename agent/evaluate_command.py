@@ -29,7 +29,6 @@ from protos.blocks import Opened
 from protos.shards import read_images
 
 EXPECTED = (NotHeldOut, TooFewPatients)
-_PIXELS: Final = 1 << 29  # of a whole set: half a gigabyte
 _READERS: Final[dict[str, Any]] = {PrivImage.name: read_privimage, Centroids.name: read_centroids}
 
 
@@ -77,7 +76,7 @@ def _set(path: Path) -> SyntheticSet:
     except OSError as error:
         raise BadOrder(f"{path.name}: {error.strerror}") from None
     try:
-        return SyntheticSet(*read_images(Opened.of(descriptor), _PIXELS))
+        return SyntheticSet(*read_images(Opened.of(descriptor)))
     except (BadArtifact, OSError) as error:
         told = "give the file that `release --form png --out` wrote, not sealed to a reader"
         raise BadOrder(f"{path.name} is no set of pictures ({error}): {told}") from None

@@ -34,6 +34,12 @@ def if_reachable() -> Iterator[None]:
         pass
 
 
+def reservation_of(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> Reservation:
+    """What a site asks for, under a new name."""
+    grant = site.new_id("grant")
+    return Reservation(grant, site.name, run, mechanism.name, mechanism.claim(), mechanism.components(), modality)
+
+
 def hold(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> tuple[Reservation, bytes]:
     """Reserve the mechanism's claim in the site's own ledger. No image has been read.
 
@@ -43,9 +49,7 @@ def hold(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> tupl
         Refused: by the site; the coordinator is told, and holds nothing.
         Forked: it could not be told.
     """
-    reservation = Reservation(
-        site.new_id("grant"), site.name, run, mechanism.name, mechanism.claim(), mechanism.components(), modality
-    )
+    reservation = reservation_of(site, mechanism, modality, run)
     envelope = site.seal(reservation)
     if run and site.books.policy_of(site.name).approvals:
         raise Refused("site", Verdict((Finding("approval", "the policy has persons approve; rounds do not wait"),)))

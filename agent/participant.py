@@ -11,17 +11,21 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from agent.grants import finish, hold, if_reachable, let_go, unused
 from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.nouns import Update
-from agent.pipeline import ask, draft_of, parcel, set_out, still_in
+from agent.pipeline import ask, parcel, set_out, still_in
 from agent.site import Parcel, Refused, Site
 from agent.stages.noise import Entropy
+from agent.wrapping import draft_of
 from policies.claims import Claim
 from policies.entries import Reserved
 from policies.review import Finding, Verdict
 from policies.statement import ID, release_id
 from protos.artifact import pack_vector
+from protos.weights import pack_ring
 
 NOTE = "run"  # in the vault: the part that is open
 MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
@@ -34,6 +38,14 @@ def read_mechanism(config: str) -> Federated | FederatedMasked:
         BadConfiguration: it is neither's.
     """
     return (FederatedMasked if '"ring_bits"' in config else Federated).from_json(config)
+
+
+def update_bytes(mechanism: Federated | FederatedMasked) -> int:
+    """The size of every update of a run: a function of its public configuration."""
+    if isinstance(mechanism, FederatedMasked):
+        blank = np.zeros(mechanism.parameters, np.uint64)
+        return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
+    return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
 
 
 def _no(rule: str, detail: str) -> Refused:
@@ -92,8 +104,8 @@ class Participant:
         Returns:
             The site's sealed reservation: the coordinator reserves with it.
         Raises:
-            Refused: by the site's ledger, or because the run was priced before and is spent, has no proper name, or
-                is for more patients than delta allows (P1).
+            Refused: by the site's ledger, or because the run was priced before and is spent, has no proper name, is
+                for more patients than delta allows (P1), or has larger updates than the policies admit.
         """
         if run == self.run and mechanism == self.mechanism and self.grant:
             return self._reservation()
@@ -105,6 +117,10 @@ class Participant:
             findings.append(Finding("run_spent", "this run was priced before; its grant is spent"))
         if not delta * mechanism.public_patients < 1:
             findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
+        size, most = update_bytes(mechanism), self.site.books.policy_of(self.site.name).max_artifact_bytes
+        if not size <= most:
+            told = f"each update takes {size} bytes, and the policies admit {most}"
+            findings.append(Finding("artifact_size", told))
         if findings:
             raise Refused("site", Verdict(tuple(findings)))
         self.part()

@@ -6,21 +6,22 @@ Nothing here knows a file, a socket or a clock: the site's books, its vault and 
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import hashlib
-from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from agent.foreseen import RefusedBeforehandError, of_clusters, of_configuration, of_heads, refuse
 from agent.grants import give_up, if_reachable, price
-from agent.mechanisms import Mechanism, Remodel, Resumable, Synthesis
+from agent.kept import NotSentError, forget, keep
+from agent.mechanisms import Remodel, Resumable, Synthesis
 from agent.mechanisms.bench import Bench
 from agent.mechanisms.remodel import Remodelled
-from agent.nouns import Cohort, CohortTooSmall, NotKept, Selection, SyntheticSet, Unreachable, VolumeSet
+from agent.nouns import Cohort, CohortTooSmall, Forked, NotKept, Selection, SyntheticSet, Unreachable, VolumeSet
 from agent.release_record import RECORD, older_vault
 from agent.released import (
     freeze,
@@ -32,6 +33,7 @@ from agent.released import (
     rule_of,
     searched,
     together,
+    unmake,
 )
 from agent.site import Parcel, Refused, Site, Waiting
 from agent.stages.average import majority
@@ -41,26 +43,18 @@ from agent.stages.distil import Distilled, Review
 from agent.stages.noise import Entropy
 from agent.stages.vet import could_show
 from agent.training.loop import OtherRun
-from agent.unfinished import Unfinished, begin, end, going_on, place_of
+from agent.unfinished import Unfinished, begin, end, going_on, place_of, same_dice
 from agent.vetted import Examiner, Inspection, Passed, TooFewToVet, compared, down, stated, up
+from agent.wrapping import Wrapping, draft_of
 from policies.accounting import epsilon_nano
-from policies.claims import Claim, Gaussian
-from policies.entries import InvalidEntry
-from policies.review import TERMS, Finding, Verdict
-from policies.statement import Release, encode, release_id
-from protos.artifact import pack_images
+from policies.claims import Gaussian
+from policies.entries import InvalidEntry, Reserved
+from policies.review import Finding, Verdict
+from policies.statement import Release, Reservation, claim_json, release_id
 from protos.shards import Nifti, pack_shard
 
+HandIn = Callable[[str, bytes, bytes], Verdict]  # of the door: key, envelope, artifact
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapping:
-    """How an image set is written, and whether to one reader only."""
-
-    pack: Callable[[NDArray[np.uint8], tuple[str, ...]], bytes] = pack_images
-    reader: str = ""  # fingerprint of the reader's key
-    seal: Callable[[bytes], bytes] | None = None
 
 
 def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
@@ -91,32 +85,6 @@ def enclosed(site: Site, draft: Release, clear: bytes, wrapping: Wrapping) -> Pa
     return replace(parcel(site, replace(draft, reader=wrapping.reader), wrapping.seal(clear)), clear=clear)
 
 
-def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim: Claim) -> Release:
-    """All but the artifact's digest and the epsilon, which :func:`parcel` fills in."""
-    terms = TERMS[mechanism.name]
-    return Release(
-        release=release_id(site.name, grant, 0),
-        grant=grant,
-        site=site.name,
-        run="",
-        round=0,
-        mechanism=mechanism.name,
-        artifact_type=terms.artifact_type,
-        artifact_sha256="0" * 64,
-        artifact_bytes=0,
-        claim=claim,
-        epsilon_nano=None,
-        delta=None,
-        components=mechanism.components(),
-        # synthesis compares every representative with the patients' images, and refuses a copy (P7)
-        vetted_against=terms.vetted or ("private" if isinstance(mechanism, Synthesis) else "nothing"),
-        modality=modality,
-        reid_rate=None,
-        approvals={},
-        reader="",
-    )
-
-
 def set_out(site: Site, goods: Parcel) -> None:
     """The site's own review of a finished parcel, and the entry that it leaves; durable before a byte of it does.
 
@@ -135,16 +103,41 @@ def set_out(site: Site, goods: Parcel) -> None:
     site.vault.write_note("ledger", site.books.store.state.size)  # so that an older ledger is noticed
 
 
-def leave(site: Site, goods: Parcel) -> Verdict:
+def leave(site: Site, goods: Parcel, hand_in: HandIn | None = None) -> Verdict:
     """The one door: hand the parcel in, and write the coordinator's verdict into the site's own ledger.
 
     Raises:
-        Refused: by the site's own review.
-        Unreachable: the outcome is unknown; :func:`recover` asks for it at the next start.
+        Refused: by the site's own review; its grant is spent, and nothing of it is kept.
+        NotSentError: the outcome is unknown; it is sent again, or :func:`agent.recovery.recover` hears of it.
     """
-    set_out(site, goods)
-    verdict = site.door.submit(f"submit-{goods.release.release}", goods.envelope, goods.artifact)
-    site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
+    try:
+        set_out(site, goods)
+    except Refused:
+        held = site.books.store.state.grants.get(goods.release.grant)
+        if held is not None and isinstance(held.reserved, Reserved):
+            with if_reachable():
+                give_up(site, held.reserved, "failed")
+        forget(site, goods.release.release)
+        raise
+    return submit(site, goods, hand_in or site.door.submit)
+
+
+def submit(site: Site, goods: Parcel, hand_in: HandIn) -> Verdict:
+    """Hand in what has set out, for the first time or again: the coordinator takes it once.
+
+    Raises:
+        NotSentError: the outcome is unknown; what is kept stays kept.
+    """
+    name = goods.release.release
+    try:
+        verdict = hand_in(f"submit-{name}", goods.envelope, goods.artifact)
+    except Forked:
+        raise
+    except Unreachable as error:
+        raise NotSentError(name, str(error)) from error
+    site.books.record(f"verdict-{name}", goods.release, goods.envelope, verdict)
+    with contextlib.suppress(NotKept):  # a full disk changes no verdict: the next start forgets it
+        forget(site, name)
     return verdict
 
 
@@ -177,32 +170,39 @@ def release_synthetic(
     What an earlier release showed of a cluster is shown again as it was, or never again (:mod:`agent.stages.freeze`);
     the mechanism sees only patients whom no release has shown, and of ids that may be one patient's only one
     (:mod:`agent.edges.alike`). With an ``inspection`` everything that would leave is compared with whatever is
-    comparable (:mod:`agent.vetted`), and the statement says what that left, and found.
+    comparable (:mod:`agent.vetted`), and the statement says what that left, and found. Killed before it was made, or
+    stopped by a full disk, it is made again by the same dice under its grant.
 
     Raises:
+        RefusedBeforehandError: policy or disk could not take it; nothing was read.
         Refused: k is none of those that were searched, or the price was refused; nothing was read.
         CohortTooSmall: nothing was priced; or, where only the images show it, the grant is spent.
         KnowsNobody: the vetting misses copies that were planted; the grant is spent.
-        Unreachable: no verdict yet.
+        Unfinished: another making was interrupted.
+        NotKept: the vault failed; say it again when it can be written.
+        NotSentError: it is made and kept; no verdict yet.
     """
     selection = Selection(modality, mechanism.shape) if isinstance(modality, str) else modality
+    wrapping = wrapping or Wrapping()
+    begun = going_on(site, form := made_as(mechanism, rule_of(selection)))
+    if begun:  # what it had remembered of a set that was not kept
+        unmake(site, release_id(site.name, begun[0].grant, 0))
     again, taken = kept_clusters(site, mechanism, selection)
-    tried = searched(site, selection.modality)
-    if tried and mechanism.k not in tried:
-        raise Refused("site", Verdict((Finding("menu", "k is none of those that were tried: tune with it first"),)))
-    labels = [majority(own) for own in site.vault.roster(selection, out_of_it(site, selection, taken))]
-    if not possible(labels, mechanism.k, mechanism.l_diversity):
-        raise CohortTooSmall  # known from labels alone: nothing is priced, and nobody outside hears of it
-    wide = compared(selection)
+    tried, wide = searched(site, selection.modality), compared(selection)
+    _possible(site, mechanism, selection, taken)
     if inspection and not could_show(len(site.vault.roster(wide))):
         raise TooFewToVet  # known beforehand, too
-    grant = price(site, mechanism, selection.modality)
-    try:
+    refuse(site, of_clusters(site, mechanism, selection, wrapping))
+    grant = begun[0] if begun else price(site, mechanism, selection.modality)
+    with spent_unless_kept(site, grant):
         site.say("read", "the eligible patients, from the vault")
         everybody = site.vault.cohort(selection).patients
         out = out_of_it(site, selection, taken)  # asked again: more may have come since
-        cohort = Cohort(tuple(patient for patient in everybody if patient.pseudonym not in out))
+        free = tuple(patient for patient in everybody if patient.pseudonym not in out)
+        cohort = Cohort(tuple(patient for patient in free if not begun or patient.pseudonym in begun[1]))
         others = tuple(patient for patient in everybody if patient.pseudonym in out)
+        rng = same_dice(site, rng) if begun else rng
+        begin(site, grant.grant, form, (patient.pseudonym for patient in cohort.patients), dice=rng)
         known = everybody if not inspection or wide == selection else site.vault.cohort(wide).patients
         examiner = Examiner.of(known, inspection, rng) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
@@ -215,13 +215,45 @@ def release_synthetic(
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         draft = passed.stated(replace(draft, menu=",".join(map(str, tried))))
         leaving = [*passed.fresh, *passed.again]
-        goods = wrapped(site, draft, together(leaving, rng), wrapping or Wrapping())
+        goods = wrapped(site, draft, together(leaving, rng), wrapping)
         remember(site, goods.release.release, passed.fresh, passed.again)
         still_in(site, {person for cluster in leaving for person in cluster.members})
-        return goods, depart(site, goods)
-    except (Unreachable, Waiting):
-        raise  # the outcome may be a yes: the next start asks for it; or persons decide
-    except Exception:  # whatever it was: the grant is spent, and the fault is passed on
+        keep(site.vault, goods.release, goods.artifact, goods.clear, frozenset())
+    end(site)
+    return goods, depart(site, goods)
+
+
+def _possible(site: Site, mechanism: Synthesis, selection: Selection, taken: frozenset[str]) -> None:
+    """What forbids it is known from labels alone: nothing is priced, and nobody outside hears of it.
+
+    Raises:
+        Refused: k is none of those that were searched.
+        CohortTooSmall: no cluster can be made.
+    """
+    tried = searched(site, selection.modality)
+    if tried and mechanism.k not in tried:
+        raise Refused("site", Verdict((Finding("menu", "k is none of those that were tried: tune with it first"),)))
+    labels = [majority(own) for own in site.vault.roster(selection, out_of_it(site, selection, taken))]
+    if not possible(labels, mechanism.k, mechanism.l_diversity):
+        raise CohortTooSmall
+
+
+@contextlib.contextmanager
+def spent_unless_kept(site: Site, grant: Reserved | Reservation, places: Iterable[str] = ()) -> Iterator[None]:
+    """Around a making, until what was made is kept: whatever goes wrong, its grant is spent, and the fault told.
+
+    But for a fault of the site's store or disk, which is none of the making's: its grant stays held, and it goes on.
+    """
+    try:
+        yield
+    except (NotKept, OSError, RefusedBeforehandError):
+        raise
+    except OtherRun:  # nor is a picture that came or went meanwhile
+        raise Unfinished(
+            "the patients' pictures have changed since it was begun: give it up with --anew; its budget stays spent"
+        ) from None
+    except Exception:  # and nothing of what was drawn stays
+        end(site, places)
         with if_reachable():  # what went wrong is what the operator must hear
             give_up(site, grant, "failed")
         raise
@@ -244,15 +276,18 @@ def release_resumable(
     an unseen verifier takes for a patient, and of which power the vetting was.
 
     Raises:
+        RefusedBeforehandError: policy or disk could not take it; nothing was read.
         Refused: the price, or somebody who takes part has opted out since it was begun.
         Unfinished: another making was interrupted; or the pictures of this one's patients have changed meanwhile.
         NotKept: the vault failed; say it again when it can be written.
-        Unreachable: no verdict yet.
+        NotSentError: it is made and kept; no verdict yet.
     """
-    begun = going_on(site, form := resumed_as(mechanism, selection))
+    wrapping = wrapping or Wrapping()
+    begun = going_on(site, form := made_as(mechanism, rule_of(selection)))
+    refuse(site, of_configuration(site, mechanism, selection, wrapping))
     grant = begun[0] if begun else price(site, mechanism, selection.modality)
     places = [place_of(name, grant.grant) for name in mechanism.places]
-    try:
+    with spent_unless_kept(site, grant, places):
         site.say("read", "the eligible patients, from the vault")
         cohort = site.vault.cohort(selection)
         if begun:  # who came meanwhile is in the next one
@@ -266,29 +301,15 @@ def release_resumable(
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         if isinstance(made, Distilled):
             shown(made.review)
-            goods = distilled(site, draft, made, wrapping or Wrapping())
+            goods = distilled(site, draft, made, wrapping)
             if goods.release.epsilon_nano is None:
                 remember_persons(site, goods.release.release, persons)
         else:
-            goods = wrapped(site, draft, made, wrapping or Wrapping())
+            goods = wrapped(site, draft, made, wrapping)
         still_in(site, persons)
-        verdict = depart(site, goods, persons)
-    except (Unreachable, Waiting):
-        end(site, places)
-        raise
-    except NotKept:
-        raise  # no fault of the training's: its grant stays held, and it goes on from its last checkpoint
-    except OtherRun:  # nor is a picture that came or went meanwhile
-        raise Unfinished(
-            "the patients' pictures have changed since it was begun: give it up with --anew; its budget stays spent"
-        ) from None
-    except Exception:  # the grant is spent, and nothing of what was drawn stays
-        end(site, places)
-        with if_reachable():
-            give_up(site, grant, "failed")
-        raise
+        keep(site.vault, goods.release, goods.artifact, goods.clear, persons)
     end(site, places)
-    return goods, verdict
+    return goods, depart(site, goods)
 
 
 def distilled(site: Site, draft: Release, made: Distilled, wrapping: Wrapping) -> Parcel:
@@ -310,15 +331,25 @@ def release_heads(
 ) -> tuple[Parcel, Verdict]:
     """Patients' own head scans with other faces, from price to verdict; the brain in them remains linkable.
 
+    Killed before it was made, or stopped by a full disk, it is made again by the same dice under its grant.
+
     Raises:
+        RefusedBeforehandError: policy or disk could not take it; nothing was made, and a grant stays held.
         Refused: the price, or a patient who takes part has opted out.
         CohortTooSmall: too few heads for the attack to be shown; the grant is spent.
-        Unreachable: no verdict yet.
+        Unfinished: another making was interrupted.
+        NotKept: the vault failed; say it again when it can be written.
+        NotSentError: it is made and kept; no verdict yet.
     """
-    grant = price(site, mechanism, modality)
-    try:
+    begun = going_on(site, form := made_as(mechanism, modality))
+    refuse(site, of_heads(site, mechanism, modality))
+    grant = begun[0] if begun else price(site, mechanism, modality)
+    with spent_unless_kept(site, grant):
         site.say("read", "the heads that wait with their faces on, from the vault")
-        scans = site.vault.scans(modality)
+        scans = tuple(scan for scan in site.vault.scans(modality) if not begun or scan.pseudonym in begun[1])
+        rng = same_dice(site, rng) if begun else rng
+        begin(site, grant.grant, form, (scan.pseudonym for scan in scans), dice=rng)
+        refuse(site, of_heads(site, mechanism, modality, scans))
         site.say("make", f"{mechanism.name}: another face for every head, and an attack on all of them")
         told = _told(site)
         made = mechanism.run(scans, examine, rng, lambda done, of: told("heads", done, of))
@@ -328,13 +359,9 @@ def release_heads(
         goods = parcel(site, draft, pack_volumes(made.made))
         remember_persons(site, goods.release.release, made.persons)
         still_in(site, made.persons)
-        return goods, depart(site, goods, made.persons)
-    except (Unreachable, Waiting):
-        raise
-    except Exception:  # the grant is spent, and the fault is passed on
-        with if_reachable():
-            give_up(site, grant, "failed")
-        raise
+        keep(site.vault, goods.release, goods.artifact, goods.clear, made.persons)
+    end(site)
+    return goods, depart(site, goods)
 
 
 def pack_volumes(made: VolumeSet) -> bytes:
@@ -347,9 +374,10 @@ def pack_volumes(made: VolumeSet) -> bytes:
     return pack_shard(list(made.volumes), made.labels, Nifti((x, 0.0, 0.0, 0.0, 0.0, y, 0.0, 0.0, 0.0, 0.0, z, 0.0)))
 
 
-def resumed_as(mechanism: Resumable, selection: Selection) -> str:
-    """What a making goes on as: whatever is trained, on whatever is public, and the rule that chooses patients."""
-    return hashlib.sha256(f"{mechanism.form} {rule_of(selection)}".encode()).hexdigest()
+def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
+    """What a making goes on as: whatever is promised, what it is made by, and the rule that chooses patients."""
+    told = f"{mechanism.form} {claim_json(mechanism.claim())} {rule}"
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _told(site: Site) -> Callable[[str, int, int], None]:
@@ -365,19 +393,16 @@ def _told(site: Site) -> Callable[[str, int, int], None]:
     return say
 
 
-def depart(site: Site, goods: Parcel, persons: Set[str] = frozenset()) -> Verdict:
-    """What was made leaves; or waits in the vault, where persons must approve it first.
-
-    ``persons`` is of whom it was made, where the site's record of clusters does not say it.
+def depart(site: Site, goods: Parcel) -> Verdict:
+    """What was made and kept leaves; or waits in the vault, where persons must approve it first.
 
     Raises:
         Refused: by the site's own review.
-        Unreachable: the outcome is unknown.
+        NotSentError: the outcome is unknown.
         Waiting: for persons.
     """
     needed = site.books.policy_of(site.name).approvals
     if needed:
-        wait(site, goods, persons)
         raise Waiting(goods, needed)
     site.say("leave", "the site's own review, then submit and wait for the verdict")
     return leave(site, goods)
@@ -391,16 +416,3 @@ def still_in(site: Site, persons: Set[str]) -> None:
     """
     if not site.vault.opted_out().isdisjoint(persons):
         raise Refused("site", Verdict((Finding("opted_out", "a patient it was made from has opted out since"),)))
-
-
-def wait(site: Site, goods: Parcel, persons: Set[str]) -> None:
-    """Keep a release in the vault until persons have decided; its grant stays held, over restarts too."""
-    pending = site.vault.note("pending") or {}
-    kept = {
-        "grant": goods.release.grant,
-        "statement": encode(goods.release).decode(),
-        "artifact": base64.b64encode(goods.artifact).decode(),
-        "clear": base64.b64encode(goods.clear).decode(),
-        "persons": sorted(persons),
-    }
-    site.vault.write_note("pending", {**pending, goods.release.release: kept})

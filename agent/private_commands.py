@@ -12,13 +12,14 @@ from typing import Any
 
 from agent import commands, distill_commands
 from agent.attacks.dp_audit import AuditFailed, gate
-from agent.desk import Desk, open_desk, start_anew
+from agent.desk import Desk, open_desk
 from agent.edges.centroids import read_centroids
 from agent.edges.distill import read_distill
 from agent.edges.privimage import read_privimage
+from agent.foreseen import of_configuration, refuse
 from agent.mechanisms import Centroids, Distill, DistillDp, PrivImage, Resumable
 from agent.nouns import Selection
-from agent.pipeline import Wrapping, release_resumable
+from agent.pipeline import release_resumable
 from agent.site import Parcel, Refused, Waiting
 from agent.stages.clipping import UnsuitableModel
 from agent.stages.distil import Review
@@ -28,12 +29,11 @@ from agent.stages.select import NothingSelected, SharedPicture, TooFaint
 from agent.synthesis_commands import BadOrder, answered
 from agent.training.loop import write_whole
 from agent.unfinished import Unfinished, abandon
-from policies.accounting import NANO, epsilon_nano, tight_epsilon
+from agent.wrapping import Wrapping
+from policies.accounting import NANO, tight_epsilon
 from policies.claims import Gaussian
 from policies.figures import epsilon_text
 from policies.review import Verdict
-from protos import hpke
-from protos.shards import Dicom, Png, room
 
 EXPECTED = (
     *distill_commands.EXPECTED,
@@ -55,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def release(arguments: argparse.Namespace) -> int:
     """Make and submit a synthetic set; exit 1 when any review refuses it, or the audit does."""
     name = arguments.mechanism
-    if arguments.out is not None and (arguments.out.exists() or not arguments.out.parent.is_dir()):
-        raise BadOrder(f"{arguments.out.name}: name a new file, in a folder that is there")
-    distill_commands.refuse_sheet(arguments.sheet, arguments.out)
+    _refuse_out(arguments)
 
     def say(step: str, detail: str) -> None:
         commands.tell(step, detail, arguments.json)
@@ -68,9 +66,14 @@ def release(arguments: argparse.Namespace) -> int:
             return distill_commands.write_blank(arguments, mechanism)
         arguments.modality = selection.modality
         wrapping = _wrapping(arguments, desk, mechanism)
-        for line in (*told, _both(desk, mechanism)):
+        claim = mechanism.claim()
+        foreseen = of_configuration(desk.site, mechanism, selection, wrapping)
+        if arguments.dry_run:
+            return commands.dry_run(desk, foreseen, mechanism, arguments.json)
+        for line in (*told, commands.priced(desk.site.books.account(desk.site.name, claim), claim)):
             say("price", line)
-        start_anew(desk)
+        refuse(desk.site, foreseen)  # before the audit, which takes its time
+        commands.start_making(desk, anew=False)
         _audit(mechanism, say)
         if arguments.anew:  # after the audit: on a machine that is not fit to draw noise, nothing is given up either
             abandon(desk.site)
@@ -88,6 +91,17 @@ def release(arguments: argparse.Namespace) -> int:
         if arguments.out is not None and goods is not None and verdict.admitted:
             _write(arguments.out, goods.clear or goods.artifact)
         return 0 if verdict.admitted else 1
+
+
+def _refuse_out(arguments: argparse.Namespace) -> None:
+    """Nothing is written over.
+
+    Raises:
+        BadOrder: a file is there, or its folder is not.
+    """
+    if arguments.out is not None and (arguments.out.exists() or not arguments.out.parent.is_dir()):
+        raise BadOrder(f"{arguments.out.name}: name a new file, in a folder that is there")
+    distill_commands.refuse_sheet(arguments.sheet, arguments.out)
 
 
 def _read(
@@ -128,37 +142,15 @@ def _shown(
 
 
 def _wrapping(arguments: argparse.Namespace, desk: Desk, mechanism: Resumable) -> Wrapping:
-    """How the set is written; what the site's policy would refuse of it, whatever it shows, is refused now.
+    """How the set is written.
 
     Raises:
-        BadOrder: more pictures than an artifact may hold, or a reader whom the policy does not name.
+        BadOrder: a model was asked to be written as pictures.
         BadArtifact: the form cannot hold such pictures.
     """
     if isinstance(mechanism, Distill | DistillDp):
         distill_commands.refuse_wrapping(arguments, mechanism.course.output)
-    wrapping = commands.wrapping(arguments, desk.home.root, colour=len(mechanism.shape) == 3)
-    policy = desk.site.books.policy_of(desk.site.name)
-    most = policy.max_artifact_bytes
-    if wrapping.reader:
-        if wrapping.reader not in policy.readers:
-            raise BadOrder("policy.toml does not name this reader: add the key's fingerprint to its readers")
-        most -= hpke.sealed_bytes(most) - most
-    if isinstance(mechanism, Distill | DistillDp) and mechanism.course.output.release == "model":
-        distill_commands.refuse_size(mechanism.course, most)
-        return wrapping
-    spacing = (arguments.spacing_um, arguments.spacing_um)
-    form = Dicom(arguments.modality, spacing) if arguments.form == "dicom" else Png()
-    fitting = room(most, mechanism.shape, form)
-    if isinstance(mechanism, Centroids):
-        pictures, change = mechanism.codebook.cells, "take a codebook of so many cells"
-    elif isinstance(mechanism, PrivImage):
-        pictures, change = mechanism.synthetic.pictures, "write so many into [synthetic] pictures"
-    else:
-        pictures, change = mechanism.course.output.pictures, "write so many into [output] pictures"
-    if pictures > fitting:
-        told = f"{pictures} pictures of this size may take more than the policy's max_artifact_bytes"
-        raise BadOrder(f"{told}, {policy.max_artifact_bytes}: {fitting} would fit; {change}")
-    return wrapping
+    return commands.wrapping(arguments, desk.home.root, colour=len(mechanism.shape) == 3)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -171,21 +163,6 @@ def _write(path: Path, data: bytes) -> None:
         write_whole(path, data)
     except OSError as error:
         raise BadOrder(f"{path.name}: {error.strerror}; the set has left all the same") from None
-
-
-def _both(desk: Desk, mechanism: Resumable) -> str:
-    """What the release costs, by both accountants, before anything is spent: the ledger's is the one that counts."""
-    claim = mechanism.claim()
-    if not isinstance(claim, Gaussian):
-        return (
-            "level C: nothing is promised; what stands behind it is measured. It counts as one of the releases "
-            "without an epsilon that the policy's max_releases_per_patient bounds"
-        )
-    opened = desk.site.books.account(desk.site.name, claim).opened
-    charged = epsilon_nano(claim, float(opened.delta), opened.order) / NANO
-    tight = tight_epsilon([claim], float(opened.delta))
-    told = f"epsilon {epsilon_text(tight)} by loss distributions; the ledger charges {epsilon_text(charged)}"
-    return f"{told} (order {opened.order}), both at its delta {opened.delta}"
 
 
 def _print(arguments: argparse.Namespace, name: str, goods: Parcel | None, verdict: Verdict) -> None:

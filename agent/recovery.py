@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent.grants import give_up
+from agent.kept import forget, listed
 from agent.pipeline import ask
 from agent.released import keep_only
 from agent.site import Refused, Site
@@ -15,8 +16,8 @@ from policies.statement import Receipts
 def recover(site: Site) -> list[str]:
     """At every start: ask for missing verdicts; every grant that is still without an end is spent.
 
-    But for a release that waits for persons in the vault, for a training that goes on where it was interrupted, and
-    for the part in a run that is open.
+    But for a release that is made and kept in the vault, for persons or for an answer; for a making that was
+    interrupted and goes on; and for the part in a run that is open.
 
     Patients of a release that never set out may take part again; those of one that did may not, whatever became
     of it, since its images may have been seen.
@@ -26,21 +27,27 @@ def recover(site: Site) -> list[str]:
     Raises:
         Unreachable: the coordinator could not be asked; nothing new is possible before it can.
     """
-    pending = site.vault.note("pending") or {}
-    waiting = {kept["grant"] for name, kept in pending.items() if name not in site.books.store.state.sent}
+    kept = listed(site.vault)
+    waiting = {one["grant"] for one in kept.values()}
     waiting |= {(site.vault.note("run") or {}).get("grant", "")}  # a part in a run goes on where it was
     waiting |= {held_for(site)}
-    held = [reserved for reserved in site.books.held() if reserved.grant not in waiting]
+    held = [reserved.grant for reserved in site.books.held()]
     ask(site)
     for reserved in site.books.held():
         if reserved.grant not in waiting:
             give_up(site, reserved, "restart")
-    sent = site.books.store.state.sent  # what has set out waits no longer, whatever interrupted it
-    site.vault.write_note("pending", {name: kept for name, kept in pending.items() if name not in sent})
+    state = site.books.store.state
+    closed = [grant for grant in held if state.grants[grant].state != "held"]
+    for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
+        forget(site, name)  # it has its verdict
     sweep(site)
-    known = {*sent, *site.books.store.state.releases, *pending}
-    keep_only(site, known)
-    return [reserved.grant for reserved in held]
+    keep_only(site, {*state.sent, *state.releases, *listed(site.vault)})
+    return closed
+
+
+def _open(site: Site, name: str) -> bool:
+    grant = site.books.store.state.grants.get(name)
+    return grant is not None and grant.state == "held"
 
 
 def present(site: Site, origin: str, nonce: str) -> int:

@@ -80,16 +80,27 @@ def kept_clusters(
     if the opt-out itself could not (:func:`agent.edges.projects.opt_out`). Nor is a cluster shown again that, by what
     is known of ids by now, has fewer than k patients.
     """
+    gone = site.vault.opted_out()
+    for one in site.vault.note(RECORD) or []:
+        for index, members in enumerate(one["clusters"]):
+            place = place_of(one["release"], index)
+            if not gone.isdisjoint(members) and site.vault.project_note(place) is not None:
+                site.vault.write_project_note(place, None)
+    return frozen_clusters(site, mechanism, selection)
+
+
+def frozen_clusters(
+    site: Site, mechanism: Synthesis, selection: Selection
+) -> tuple[tuple[Frozen, ...], frozenset[str]]:
+    """The same, and nothing is written: pictures of a retired cluster are passed over."""
     old: list[Frozen] = []
     gone, state = site.vault.opted_out(), site.books.store.state
     for one in site.vault.note(RECORD) or []:
         set_out = one["release"] in state.sent or one["release"] in state.releases
         for index, members in enumerate(one["clusters"]):
-            place = place_of(one["release"], index)
-            kept = site.vault.project_note(place)
-            if kept is not None and not gone.isdisjoint(members):
-                site.vault.write_project_note(place, kept := None)
-            old.append(from_note(members, kept if set_out else None))
+            shown = set_out and gone.isdisjoint(members)
+            kept = site.vault.project_note(place_of(one["release"], index)) if shown else None
+            old.append(from_note(members, kept))
     again, taken = plan(old, gone, mechanism.k, mechanism.l_diversity, form_of(mechanism, selection))
     return enough(again, mechanism.k, site.vault.alike_ids()), taken
 
@@ -170,6 +181,11 @@ def keep_only(site: Site, known: Set[str]) -> None:
         if one["release"] not in known:
             retire(site, one["release"])
     site.vault.write_note(RECORD, [one for one in record if one["release"] in known])
+
+
+def unmake(site: Site, release: str) -> None:
+    """The same of one that was remembered and not kept: it is made again, of the same patients."""
+    keep_only(site, {one["release"] for one in site.vault.note(RECORD) or []} - {release})
 
 
 def made_of(site: Site, release: str) -> set[str]:

@@ -13,11 +13,12 @@ from typing import Any, Final
 import numpy as np
 
 from agent import commands
-from agent.desk import open_desk, start_anew
+from agent.desk import open_desk
 from agent.edges import atlas as atlases
 from agent.edges.bids import BadTable
 from agent.edges.public_heads import examine, found
 from agent.edges.remodel import read_remodel
+from agent.foreseen import of_heads
 from agent.heads.head import examined
 from agent.heads.reasons import REASONS
 from agent.mechanisms.remodel import Remodelled
@@ -47,7 +48,9 @@ def release(arguments: argparse.Namespace) -> int:
     with open_desk(arguments.home, say, arguments.project) as desk:
         mechanism, modality = read_remodel(arguments.config, desk.settings.public_components)
         say("price", "face removed; the brain itself remains linkable: nothing is promised (level C)")
-        start_anew(desk)
+        if arguments.dry_run:
+            return commands.dry_run(desk, of_heads(desk.site, mechanism, modality), mechanism, arguments.json)
+        commands.start_making(desk, arguments.anew)
         examine = partial(examined, atlas=atlases.atlas(), register=atlases.register)
         rng = np.random.default_rng(secrets.randbits(128))
         goods: Parcel | None = None

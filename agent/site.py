@@ -40,6 +40,9 @@ class Door(Protocol):
     def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
         """Hand in an artifact for review."""
 
+    def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        """Hand in a set that was made before pictures were compressed."""
+
     def settle(self, key: str, envelope: bytes) -> Verdict:
         """Say what became of a grant."""
 
@@ -80,6 +83,9 @@ class Vault(Protocol):
     def scans(self, modality: str) -> tuple[Scan, ...]:
         """The finest head of each eligible patient whose face is on."""
 
+    def heads_waiting(self, modality: str) -> tuple[int, bool]:
+        """How many patients :meth:`scans` would look at, at most; and may one need float32? No volume is opened."""
+
     def opted_out(self) -> frozenset[str]:
         """Who wants no part, as of now."""
 
@@ -97,6 +103,12 @@ class Vault(Protocol):
 
     def place(self, name: str) -> Shelf:
         """Where something long is kept until it is done, such as a training."""
+
+    def site_place(self, name: str) -> Shelf:
+        """The same of the site: it outlives the project."""
+
+    def free_bytes(self) -> int:
+        """What is free on the disk that the vault is on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,9 +130,8 @@ def add_release(release: Any, add: Add) -> None:
         command = add(release, name, act, f"a {kind} synthetic set {text}")
         command.set_defaults(mechanism=name)
         command.add_argument("--config", type=Path, required=True, help=f"TOML: {told}")
+        add_making(command)
         if act is _private:
-            anew = "give up what was interrupted, whatever it was: its budget stays spent"
-            command.add_argument("--anew", action="store_true", help=anew)
             command.add_argument("--out", type=Path, help="write what was admitted here too: a new file")
         command.set_defaults(sheet=None, blank=None)
         if act is not _private or name.startswith("distill"):
@@ -153,7 +152,16 @@ def add_release(release: Any, add: Add) -> None:
     told = "patients' own head scans with other faces (C-DeID-GAN): the brain itself remains linkable"
     heads = add(release, "remodel", _remodel, told)
     heads.add_argument("--config", type=Path, required=True, help="TOML: cohort, network")
+    add_making(heads)
     _common(heads)
+
+
+def add_making(command: argparse.ArgumentParser) -> None:
+    """What every ``release`` of a mechanism can be told."""
+    dry = "say price, number and bytes, and what speaks against it: nothing is read, spent or written"
+    command.add_argument("--dry-run", action="store_true", help=dry)
+    anew = "give up what was interrupted, whatever it was: its budget stays spent"
+    command.add_argument("--anew", action="store_true", help=anew)
 
 
 def add_commands(commands: Any, add: Add) -> None:

@@ -1,32 +1,54 @@
 """A release whose making was interrupted, and which goes on under the grant that it had.
 
-Training under differential privacy takes hours. A kill in the middle spends nothing more and loses little: the grant
-stays held, what was drawn lies sealed in the vault, and the same command with the same configuration goes on. One at
-a time; with another configuration, or in another project, nothing is made before it is finished or given up.
+A kill or a full disk in the middle spends nothing more: the grant stays held, and the same command with the same
+configuration goes on. What takes hours goes on where it was, since what was drawn lies sealed in the vault; what does
+not is made again by the same dice, of the same patients, so that nobody can make it until it pleases. One at a time:
+with another configuration, or in another project, nothing is made before it is finished or given up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 from agent.grants import give_up, if_reachable
+from agent.kept import listed
 from agent.site import Site
 from policies.entries import Reserved
 from policies.statement import release_id
 
 _NOTE = "unfinished"
+Dice = np.random.Generator
 
 
 class Unfinished(ValueError):
     """Another making was interrupted; the text says how to finish it, or to give it up."""
 
 
-def begin(site: Site, grant: str, form: str, persons: Iterable[str], places: Iterable[str]) -> None:
-    """Write down what is being made, of whom and where, before a step of it: at a restart its grant stays held."""
+def begin(
+    site: Site, grant: str, form: str, persons: Iterable[str], places: Iterable[str] = (), dice: Dice | None = None
+) -> None:
+    """Write down what is being made, of whom, where and by which dice, before a step of it.
+
+    At a restart its grant stays held.
+    """
     sweep(site)
-    told = {"grant": grant, "form": form, "persons": sorted(persons), "places": sorted(places)}
+    told: dict[str, Any] = {"grant": grant, "form": form, "persons": sorted(persons), "places": sorted(places)}
+    if dice is not None:
+        told["dice"] = dice.bit_generator.state
     site.vault.write_project_note(_NOTE, told)
     site.vault.write_note(_NOTE, {"grant": grant})
+
+
+def same_dice(site: Site, dice: Dice) -> Dice:
+    """The dice of what was interrupted, as they lay when it was begun; ``dice`` where nothing goes on."""
+    told: dict[str, Any] = site.vault.project_note(_NOTE) or {}
+    if "dice" in told:
+        dice = np.random.Generator(np.random.PCG64())
+        dice.bit_generator.state = told["dice"]
+    return dice
 
 
 def place_of(name: str, grant: str) -> str:
@@ -53,7 +75,10 @@ def going_on(site: Site, form: str) -> tuple[Reserved, frozenset[str]] | None:
     if _made(site, name):
         end(site)
         made = release_id(site.name, name, 0)
-        raise Unfinished(f"what was interrupted had been made in full: it is {made}. Say it again to make another")
+        told = f"what was interrupted had been made in full: it is {made}"
+        if made in listed(site.vault):
+            raise Unfinished(f"{told}, and kept here: `release send {made}`, or say it again to make another")
+        raise Unfinished(f"{told}. Say it again to make another")
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved):
         end(site)
         return None
@@ -100,9 +125,9 @@ def abandon(site: Site) -> None:
 
 
 def _made(site: Site, grant: str) -> bool:
-    """Whether a release was made under it, which waits for persons or has set out."""
+    """Whether a release was made under it, which is kept or has set out."""
     made = release_id(site.name, grant, 0)
-    return made in (site.vault.note("pending") or {}) or made in site.books.store.state.sent
+    return made in listed(site.vault) or made in site.books.store.state.sent
 
 
 def _clear(site: Site) -> None:

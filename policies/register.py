@@ -183,6 +183,11 @@ class Register:
             raise KeyReused("the key was used with another envelope")
         return verdict_of(lines[0])
 
+    def quote(self, reservation: Reservation) -> Verdict:
+        """What a review of this price would say now; nothing is written."""
+        with self.store.exclusive() as state:
+            return self._priced(state, reservation, b"")
+
     def reserve(self, key: str, reservation: Reservation, envelope: bytes) -> Verdict:
         """Hold a claim's price, or append the refusal; durable when this returns."""
         return self.reserve_all(key, [(reservation, envelope)])[0]

@@ -8,7 +8,6 @@ form has room for a second message. Files that may be large are read with ``prot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +16,7 @@ from protos.blocks import BadArtifact, Held
 from protos.shards import Png, pack_shard, read_images
 from protos.weights import check_vector, pack_weights, unpack_weights, vector_architecture
 
-__all__ = ["MAX_PIXELS", "BadArtifact", "pack_images", "pack_vector", "unpack_images", "unpack_vector"]
-
-MAX_PIXELS: Final = 1 << 26  # of a whole set: what it may take in memory
+__all__ = ["BadArtifact", "pack_images", "pack_vector", "unpack_images", "unpack_vector"]
 
 
 def pack_vector(vector: NDArray[np.float32]) -> bytes:
@@ -58,4 +55,4 @@ def unpack_images(raw: bytes) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     Raises:
         BadArtifact: another member, type, size or encoding; an image too large; no image at all.
     """
-    return read_images(Held(raw), MAX_PIXELS)
+    return read_images(Held(raw))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from protos.blocks import BadArtifact, Source
-from protos.shards import Contents, check_shard
+from protos.shards import Contents, check_earlier_shard, check_shard
 from protos.weights import Architecture, check_ring, check_vector, check_weights
 
 MAX_KINDS: Final = 256  # of labels in a set: more would be room for a text beside every image
@@ -19,12 +19,14 @@ def check(source: Source, artifact_type: str, expected: Mapping[str, Any]) -> di
     ======== =============== ===================================== ==========================================
     type                     expected                              facts
     ======================== ===================================== ==========================================
-    ``image-set``            nothing                               form, count, shape, labels: {label: count}
+    ``image-set``            ``earlier``: true, or nothing         form, count, shape, labels: {label: count}
     ``volume-set``           nothing                               the same
     ``update``               ``size``: int, or nothing             size
     ``masked-update``        ``size``, ``dtype``, or nothing       size, dtype
     ``model``                ``architecture``: canonical JSON      digest, size (bytes of values)
     ======================== ===================================== ==========================================
+
+    ``earlier``: the set is of a site that speaks a protocol of before pictures were compressed, and none of it is.
 
     Raises:
         BadArtifact: with the first reason found; also for an unknown type, or an expectation that is not one.
@@ -38,7 +40,7 @@ def check(source: Source, artifact_type: str, expected: Mapping[str, Any]) -> di
 
 
 def _images(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
-    contents = check_shard(source)
+    contents = check_earlier_shard(source) if expected.get("earlier") is True else check_shard(source)
     if len(contents.shape) - (contents.form == "png-rgb") != 2:
         raise BadArtifact("an image set holds images, not volumes")
     return _facts(contents)
@@ -78,7 +80,7 @@ def _model(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _READERS: Final[dict[str, tuple[Callable[[Source, Mapping[str, Any]], dict[str, Any]], frozenset[str]]]] = {
-    "image-set": (_images, frozenset()),
+    "image-set": (_images, frozenset({"earlier"})),
     "volume-set": (_volumes, frozenset()),
     "update": (_update, frozenset({"size"})),
     "masked-update": (_masked, frozenset({"size", "dtype"})),

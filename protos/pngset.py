@@ -1,8 +1,12 @@
-"""PNG in one form: 8-bit grey or RGB, one IDAT of stored blocks, no other chunk, every row unfiltered.
+"""PNG in one form: 8-bit grey or RGB, one IDAT, no other chunk; the pixels alone decide which bytes it has.
 
-Stored blocks (RFC 1951, section 3.2.4) make the encoding a function of the pixels alone, whatever version of a
-compressor either side has, and leave nothing to be inflated: a file is as large as what it holds, so that a bomb
-cannot be written down. The price is size: 8-bit grey takes width times height bytes.
+Every row is filtered by the one above it (filter 2, Up) and compressed by :mod:`protos.deflate`, whose stream is a
+function of its data, whatever version of a compressor either side has. Where that is not smaller than the plain form,
+the picture is in the plain form: every row unfiltered, in stored blocks (RFC 1951, section 3.2.4). So a picture takes
+at most :func:`plain_size`, which is known before there is one, and holds at most eight times what it takes.
+
+A reader inflates no more than the header promises, and writes the file again to compare. Before there was compression
+every picture was in the plain form: :func:`read_earlier_png` reads those.
 """
 
 from __future__ import annotations
@@ -15,11 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos.blocks import BadArtifact, Source
+from protos.deflate import compressed
 
 MAX_SIDE: Final = 2_048
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _STORED: Final = 65_535  # bytes of one stored block
 _CHANNELS: Final = {0: 1, 2: 3}  # colour type -> samples for each pixel (RFC 2083, section 4.1.1)
+_NONE, _UP = 0, 2  # filters of a row (RFC 2083, section 6)
+_BEFORE: Final = len(_SIGNATURE) + 25 + 8  # bytes of a file before its zlib stream
+_BEHIND: Final = 4 + 12  # and behind it
+_ODD: Final = "a PNG has other chunks, compression or bytes than its one form"
 
 
 def pack_png(image: NDArray[np.uint8]) -> bytes:
@@ -28,15 +37,34 @@ def pack_png(image: NDArray[np.uint8]) -> bytes:
     Raises:
         BadArtifact: another type or shape, or a side of more than 2048.
     """
-    colour = {2: 0, 3: 2}.get(image.ndim)
-    if image.dtype != np.uint8 or colour is None or image.shape[2:] not in ((), (3,)):
+    rows = _rows(image)
+    differences = rows.copy()
+    differences[1:] -= rows[:-1]  # modulo 256
+    packed = compressed(_lines(differences, _UP))
+    small = len(packed) < _stored_size(rows.size + len(rows))
+    return _file(image, packed if small else _stored(_lines(rows, _NONE)))
+
+
+def pack_earlier_png(image: NDArray[np.uint8]) -> bytes:
+    """The image in the plain form, as pictures were written before they were compressed.
+
+    Raises:
+        BadArtifact: see :func:`pack_png`.
+    """
+    return _file(image, _stored(_lines(_rows(image), _NONE)))
+
+
+def plain_size(shape: tuple[int, ...]) -> int:
+    """The bytes of a picture (h, w) or (h, w, 3) in the plain form: no picture of that shape takes more.
+
+    Raises:
+        BadArtifact: no picture has that shape.
+    """
+    if shape[2:] not in ((), (3,)) or len(shape) < 2:
         raise BadArtifact("an image is (h, w) or (h, w, 3) of uint8")
-    height, width = image.shape[:2]
+    height, width = shape[:2]
     _check_sides(height, width)
-    rows = np.zeros((height, 1 + width * _CHANNELS[colour]), np.uint8)  # the first byte: filter 0, none
-    rows[:, 1:] = image.reshape(height, -1)
-    head = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
-    return _SIGNATURE + _chunk(b"IHDR", head) + _chunk(b"IDAT", _stored(rows.tobytes())) + _chunk(b"IEND", b"")
+    return _BEFORE + _stored_size(height * (1 + width * (3 if shape[2:] else 1))) + _BEHIND
 
 
 def read_png(source: Source) -> NDArray[np.uint8]:
@@ -45,29 +73,96 @@ def read_png(source: Source) -> NDArray[np.uint8]:
     Raises:
         BadArtifact: anything that :func:`pack_png` would not write.
     """
+    shape, plain = _head(source)
+    if source.size > plain:
+        raise BadArtifact(_ODD)
+    raw = source.read(0, source.size)
+    image = _plain(raw, shape) if source.size == plain else _inflated(raw, shape)
+    if pack_png(image) != raw:
+        raise BadArtifact(_ODD)
+    return image
+
+
+def read_earlier_png(source: Source) -> NDArray[np.uint8]:
+    """The image of :func:`pack_earlier_png`.
+
+    Raises:
+        BadArtifact: anything that :func:`pack_earlier_png` would not write.
+    """
+    shape, plain = _head(source)
+    if source.size != plain:
+        raise BadArtifact(_ODD)
+    raw = source.read(0, source.size)
+    image = _plain(raw, shape)
+    if pack_earlier_png(image) != raw:
+        raise BadArtifact(_ODD)
+    return image
+
+
+def _head(source: Source) -> tuple[tuple[int, ...], int]:
+    """The shape that the header promises, and the bytes of such a picture in the plain form."""
     head = source.read(0, 33) if source.size >= 33 else b""
     if head[:16] != _SIGNATURE + b"\0\0\0\rIHDR":
         raise BadArtifact("an image is not a PNG")
     width, height, depth, colour = struct.unpack(">IIBB", head[16:26])
     if depth != 8 or colour not in _CHANNELS:
         raise BadArtifact("an image is not 8-bit grey or RGB")
-    _check_sides(height, width)
-    line = 1 + width * _CHANNELS[colour]
-    if source.size != len(_SIGNATURE) + 25 + 12 + _stored_size(line * height) + 12:
-        raise BadArtifact("a PNG has other chunks, compression or bytes than its one form")
-    raw = source.read(0, source.size)
-    stream = raw[len(_SIGNATURE) + 25 + 8 + 2 : -(12 + 4 + 4)]  # between the zlib header and its checksum
-    packed = b"".join(stream[at + 5 : at + 5 + _STORED] for at in range(0, len(stream), _STORED + 5))
-    rows = np.frombuffer(packed, np.uint8).reshape(height, line)[:, 1:]
-    image = rows.reshape((height, width, 3) if colour == 2 else (height, width))
-    if pack_png(image) != raw:
-        raise BadArtifact("a PNG has other chunks, compression or bytes than its one form")
-    return image
+    shape = (height, width, 3) if colour == 2 else (height, width)
+    return shape, plain_size(shape)
+
+
+def _plain(raw: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """The pixels of a file in the plain form; of another one, whatever stands in their place."""
+    stream = raw[_BEFORE + 2 : -(4 + _BEHIND)]  # between the zlib header and its checksum
+    lines = b"".join(stream[at + 5 : at + 5 + _STORED] for at in range(0, len(stream), _STORED + 5))
+    return np.frombuffer(lines, np.uint8).reshape(shape[0], -1)[:, 1:].reshape(shape)
+
+
+def _inflated(raw: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """The pixels of a compressed file. What is inflated never exceeds what the header promises.
+
+    Raises:
+        BadArtifact: the stream is none, or is of another length.
+    """
+    size = shape[0] * (1 + int(np.prod(shape[1:])))
+    try:
+        lines = zlib.decompressobj().decompress(raw[_BEFORE:-_BEHIND], size)
+    except zlib.error:
+        raise BadArtifact(_ODD) from None
+    if len(lines) != size:
+        raise BadArtifact(_ODD)
+    differences = np.frombuffer(lines, np.uint8).reshape(shape[0], -1)[:, 1:]
+    return np.add.accumulate(differences, axis=0, dtype=np.uint8).reshape(shape)
 
 
 def _check_sides(height: int, width: int) -> None:
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
         raise BadArtifact(f"an image has sides of 1 to {MAX_SIDE} pixels")
+
+
+def _rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The samples of each row, (h, w) or (h, 3 w).
+
+    Raises:
+        BadArtifact: another type or shape, or a side of more than 2048.
+    """
+    if image.dtype != np.uint8:
+        raise BadArtifact("an image is (h, w) or (h, w, 3) of uint8")
+    plain_size(image.shape)
+    return image.reshape(len(image), -1)
+
+
+def _lines(rows: NDArray[np.uint8], filtered: int) -> bytes:
+    """What a PNG compresses: before each row its filter."""
+    lines = np.empty((len(rows), 1 + rows.shape[1]), np.uint8)
+    lines[:, 0], lines[:, 1:] = filtered, rows
+    return lines.tobytes()
+
+
+def _file(image: NDArray[np.uint8], stream: bytes) -> bytes:
+    height, width = image.shape[:2]
+    head = struct.pack(">IIBBBBB", width, height, 8, 2 if image.ndim == 3 else 0, 0, 0, 0)
+    return _SIGNATURE + _chunk(b"IHDR", head) + _chunk(b"IDAT", stream) + _chunk(b"IEND", b"")
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:

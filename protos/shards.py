@@ -5,12 +5,15 @@ Sample ``i`` is two members with one key: ``00000.png`` (or ``.nii``, ``.dcm``) 
 and the length, the end is two blocks of zeros and the padding of POSIX to 10 KiB; a reader regenerates all that and
 compares. So there are no links, no other owners or times, no extended headers, no paths, nothing behind the end. All
 samples have one form, shape and geometry.
+
+A set is bounded by what it would take without compression (:func:`plain_bytes`), so how many samples fit does not
+depend on what they show, and what is unpacked is never more than 256 MiB.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from protos.blocks import BadArtifact, Source, Window
 from protos.dicomset import check_dicom, pack_dicom
 from protos.niftiset import check_nifti, pack_nifti
-from protos.pngset import pack_png, read_png
+from protos.pngset import pack_png, plain_size, read_earlier_png, read_png
 
 MAX_SHARD: Final = 256 << 20  # bytes
 MAX_SAMPLES: Final = 100_000  # what five digits can number
@@ -28,6 +31,7 @@ MAX_LABEL: Final = 32  # characters
 _RECORD: Final = 10_240  # POSIX.1-1988: 20 blocks of 512 bytes
 _BLOCK: Final = 512
 _LOOKS: Final = 16  # blank samples: each has the longest identifiers with a probability of about nine tenths
+_TOO_LARGE: Final = "a set has at most 256 MiB, counted without compression"
 _OCTAL: Final = re.compile(rb"[0-7]{11}\0")
 _LABEL: Final = re.compile(rb"[ -~]{0,32}")
 _LINKS: Final = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
@@ -55,6 +59,8 @@ class Dicom:
 
 
 Form = Png | Nifti | Dicom
+_Found = tuple[str, tuple[int, ...], object]  # form, shape, and whatever else all samples of a set share
+_Check = Callable[[Source, int], _Found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
 
     Raises:
         BadArtifact: no sample, too many, a label too long or not plain, different shapes, a sample that its form
-            cannot hold, or more than 256 MiB in all.
+            cannot hold, or more than 256 MiB in all, without compression.
     """
     if not len(samples) or len(samples) > MAX_SAMPLES or len(labels) != len(samples):
         raise BadArtifact("a set has 1 to 100000 samples, with one label each")
@@ -84,13 +90,15 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
     if not all(map(plain, labels)):
         raise BadArtifact(f"a label is at most {MAX_LABEL} plain characters")
     parts: list[bytes] = []
-    size = 0
+    size = unpacked = 0
     for index, (sample, label) in enumerate(zip(samples, labels, strict=True)):
         suffix, body = _packed(sample, index, form)
         parts += [*_member(f"{index:05d}.{suffix}", body), *_member(f"{index:05d}.txt", label.encode())]
         size += sum(len(part) for part in parts[-6:])
-        if size + _RECORD > MAX_SHARD:
-            raise BadArtifact("a shard is at most 256 MiB")
+        whole = plain_size(sample.shape) if isinstance(form, Png) else len(body)
+        unpacked += _taken(whole) + _taken(len(label))
+        if unpacked + _RECORD > MAX_SHARD:
+            raise BadArtifact(_TOO_LARGE)
     parts.append(bytes(_end(size) - size))
     return b"".join(parts)
 
@@ -100,20 +108,39 @@ def plain(label: str) -> bool:
     return bool(_LABEL.fullmatch(label.encode("utf-8", "replace")))
 
 
-def room(most: int, shape: tuple[int, ...], form: Form) -> int:
-    """How many samples of uint8 surely fit into a shard of ``most`` bytes, whatever they show and are labelled.
+def room(most: int, shape: tuple[int, ...], form: Form, dtype: type[np.generic] = np.uint8) -> int:
+    """How many samples surely fit into a shard of ``most`` bytes, whatever they show and are labelled.
 
-    A sample's length follows from its form, shape and place; of a DICOM file, whose identifiers are a digit longer or
-    shorter, the longest of some is taken.
+    Args:
+        most: bytes of the whole shard.
+        shape: of each sample.
+        form: that they are written in.
+        dtype: of their values.
+    Raises:
+        BadArtifact: the form cannot hold such a sample.
+    """
+    members = min(most // _RECORD * _RECORD - 2 * _BLOCK, MAX_SHARD - _RECORD)
+    return max(0, min(MAX_SAMPLES, members // _each(shape, form, dtype)))
+
+
+def plain_bytes(count: int, shape: tuple[int, ...], form: Form, dtype: type[np.generic] = np.uint8) -> int:
+    """The most that ``count`` samples can take as a shard, whatever they show and are labelled: see :func:`room`.
 
     Raises:
         BadArtifact: the form cannot hold such a sample.
     """
-    blank = np.zeros(shape, np.uint8)
-    longest = max(len(_packed(blank, index, form)[1]) for index in range(_LOOKS))
-    each = sum(len(part) for size in (longest, MAX_LABEL) for part in _member("", bytes(size)))
-    members = min(most // _RECORD * _RECORD - 2 * _BLOCK, MAX_SHARD - _RECORD)
-    return max(0, min(MAX_SAMPLES, members // each))
+    return _end(count * _each(shape, form, dtype))
+
+
+def _each(shape: tuple[int, ...], form: Form, dtype: type[np.generic]) -> int:
+    """What one sample can take with its label.
+
+    Of a DICOM file, whose identifiers are a digit longer or shorter, the longest of some is taken.
+    """
+    if isinstance(form, Png):
+        return _taken(plain_size(shape)) + _taken(MAX_LABEL)
+    blank = np.zeros(shape, dtype)
+    return max(_taken(len(_packed(blank, index, form)[1])) for index in range(_LOOKS)) + _taken(MAX_LABEL)
 
 
 def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
@@ -124,24 +151,66 @@ def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -
     Raises:
         BadArtifact: with the first reason found.
     """
+    return _checked(source, taken, _CHECKS)
+
+
+def check_earlier_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
+    """As :func:`check_shard`, of a set that was written before pictures were compressed.
+
+    Raises:
+        BadArtifact: with the first reason found.
+    """
+    return _checked(source, taken, {**_CHECKS, ".png": _earlier_png})
+
+
+def check_kept_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
+    """As :func:`check_shard`, of a set that was admitted or made here, now or before pictures were compressed.
+
+    For reading only: what comes in has one form. :func:`read_kept_png` reads the pictures.
+
+    Raises:
+        BadArtifact: with the first reason found.
+    """
+    return _checked(source, taken, {**_CHECKS, ".png": _kept_png})
+
+
+def read_kept_png(source: Source) -> NDArray[np.uint8]:
+    """A picture of today's form, or of the form before it.
+
+    Raises:
+        BadArtifact: it is of neither.
+    """
+    try:
+        return read_png(source)
+    except BadArtifact:
+        return read_earlier_png(source)
+
+
+def _like(known: _Found | None, found: _Found) -> _Found:
+    if known not in (None, found):
+        raise BadArtifact("the samples must have one form, shape and geometry")
+    return found
+
+
+def _checked(source: Source, taken: Callable[[Window], None] | None, checks: Mapping[str, _Check]) -> Contents:
     if source.size > MAX_SHARD:
         raise BadArtifact("a shard is at most 256 MiB")
     labels: list[str] = []
-    suffix, at, known = "", 0, None
+    suffix, at, unpacked, known = "", 0, 0, None
     while (head := source.read(at, _BLOCK)) != bytes(_BLOCK):
         index = len(labels)
         if index == MAX_SAMPLES:
             raise BadArtifact(f"a set has at most {MAX_SAMPLES} samples")
         suffix = suffix or head[5:9].decode("ascii", "replace")
-        if suffix not in _CHECKS:
+        if suffix not in checks:
             raise BadArtifact(_odd(head))
         sample, at = _enter(source, at, head, f"{index:05d}{suffix}")
-        found = _CHECKS[suffix](sample, index)
-        known = known or found
-        if found != known:
-            raise BadArtifact("the samples must have one form, shape and geometry")
+        known = _like(known, checks[suffix](sample, index))
         label, at = _enter(source, at, source.read(at, _BLOCK), f"{index:05d}.txt")
         labels.append(_label(label))
+        unpacked += _taken(plain_size(known[1]) if suffix == ".png" else sample.size) + _taken(label.size)
+        if unpacked + _RECORD > MAX_SHARD:
+            raise BadArtifact(_TOO_LARGE)
         if taken is not None:
             taken(sample)
     if known is None:
@@ -161,23 +230,33 @@ def _packed(sample: NDArray[Any], index: int, form: Form) -> tuple[str, bytes]:
             return "dcm", pack_dicom(sample, modality, spacing_um, index)
 
 
-def _png(source: Source, index: int) -> tuple[str, tuple[int, ...], object]:
-    image = read_png(source)
+def _png(source: Source, index: int) -> _Found:
+    return _picture(read_png(source))
+
+
+def _earlier_png(source: Source, index: int) -> _Found:
+    return _picture(read_earlier_png(source))
+
+
+def _kept_png(source: Source, index: int) -> _Found:
+    return _picture(read_kept_png(source))
+
+
+def _picture(image: NDArray[np.uint8]) -> _Found:
     return "png" if image.ndim == 2 else "png-rgb", image.shape, None
 
 
-def _nifti(source: Source, index: int) -> tuple[str, tuple[int, ...], object]:
+def _nifti(source: Source, index: int) -> _Found:
     volume = check_nifti(source)
     return f"nifti-{volume.dtype}", volume.shape, volume
 
 
-def _dicom(source: Source, index: int) -> tuple[str, tuple[int, ...], object]:
+def _dicom(source: Source, index: int) -> _Found:
     picture = check_dicom(source, index)
     return f"dicom-{picture.dtype}", picture.shape, picture
 
 
-# Of each suffix: a check that returns the form's name, the shape, and whatever else all samples must share.
-_CHECKS: Final = {".png": _png, ".nii": _nifti, ".dcm": _dicom}
+_CHECKS: Final[Mapping[str, _Check]] = {".png": _png, ".nii": _nifti, ".dcm": _dicom}
 
 
 def _header(name: str, size: int) -> bytes:
@@ -190,6 +269,11 @@ def _header(name: str, size: int) -> bytes:
 
 def _member(name: str, body: bytes) -> tuple[bytes, bytes, bytes]:
     return _header(name, len(body)), body, bytes(-len(body) % _BLOCK)
+
+
+def _taken(size: int) -> int:
+    """The bytes of a member whose body has ``size``."""
+    return _BLOCK + size + -size % _BLOCK
 
 
 def _end(at: int) -> int:
@@ -232,22 +316,18 @@ def _label(source: Source) -> str:
     return raw.decode()
 
 
-def read_images(source: Source, max_pixels: int) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """All images of a shard of PNG, (n, h, w) grey or (n, h, w, 3) RGB, and their labels.
+def read_images(source: Source) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """All images of a shard of PNG, (n, h, w) grey or (n, h, w, 3) RGB, and their labels, now or earlier made.
 
     Raises:
-        BadArtifact: see :func:`check_shard`; other samples; or more than ``max_pixels`` in all, which is known before
-            the next image is held.
+        BadArtifact: see :func:`check_kept_shard`; or other samples.
     """
     images: list[NDArray[np.uint8]] = []
 
     def take(sample: Window) -> None:
-        if sample.read(0, 4) != b"\x89PNG" or sample.read(25, 1) not in (b"\0", b"\2"):
+        if sample.read(0, 4) != b"\x89PNG":
             raise BadArtifact("the set holds other samples than 8-bit images")
-        image = read_png(sample)
-        if (len(images) + 1) * image.size > max_pixels:
-            raise BadArtifact("the set has too many pixels")
-        images.append(image)
+        images.append(read_kept_png(sample))
 
-    contents = check_shard(source, take)
+    contents = check_kept_shard(source, take)
     return np.stack(images), contents.labels

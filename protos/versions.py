@@ -5,7 +5,8 @@ the coordinator in the trailing metadata of a reply. They use the newest that bo
 newer side says so in a sentence, and nothing else is done. This program speaks the newest and the one before it (N
 and N-1), so that a federation is upgraded one site at a time, in whatever order.
 
-Protocol 1 announced nothing; 2 is the same calls with the announcement.
+Protocol 1 announced nothing; 2 is the same calls with the announcement; since 3 the pictures of a set are compressed
+(:mod:`protos.pngset`), and from an agent that speaks 2 at most a set comes without compression, or not at all.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-NEWEST: Final = 2
+NEWEST: Final = 3
 OLDEST: Final = NEWEST - 1
+COMPRESSED: Final = 3  # the protocol since which pictures are
 METADATA: Final = "lazaret-protocol"  # of replies
 _AGENT: Final = re.compile(r"(?:^| )lazaret-protocol/(\S{1,40})")
 _RANGE: Final = re.compile(r"([1-9][0-9]{0,5})-([1-9][0-9]{0,5})")
@@ -39,7 +41,7 @@ class Spoken:
             raise ValueError("an empty range of protocols")
 
     def __str__(self) -> str:
-        """As announced: ``1-2``."""
+        """As announced: ``2-3``."""
         return f"{self.oldest}-{self.newest}"
 
     @classmethod
@@ -60,6 +62,7 @@ OTHER: Final = {"agent": "coordinator", "coordinator": "agent"}
 FIRST: Final = Spoken(1, 1)  # of whoever announces nothing
 OURS: Final = Spoken()
 USER_AGENT: Final = f"lazaret-protocol/{OURS}"
+EARLIER_AGENT: Final = f"lazaret-protocol/{Spoken(OLDEST, COMPRESSED - 1)}"  # of a set that waited since before then
 
 
 def announced(metadata: Iterable[Any]) -> Spoken:

@@ -6,7 +6,6 @@ Every page opens the vault for itself and closes it (SQLite keeps connections ap
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import datetime as dt
 import threading
@@ -21,6 +20,7 @@ from agent.edges.home import MAIN, Home
 from agent.edges.reception import Reception
 from agent.edges.vault import Vault
 from agent.edges.way import Way, open_way
+from agent.kept import clear_of
 from agent.stages.freeze import place_of
 from policies.policy import Policy, strictest
 from policies.search import Index
@@ -125,19 +125,17 @@ class Desk:
         with self.vault() as vault:
             pending, record = vault.note("pending") or {}, vault.note("releases") or []
             out = vault.opted_out()
-        return tuple(self._waiting(pending[name], record, out) for name in sorted(pending))
+            clear = {name: clear_of(vault, name, pending[name]) for name in pending}
+        return tuple(self._waiting(pending[name], record, out, clear[name]) for name in sorted(pending))
 
-    def _waiting(self, kept: Mapping[str, Any], record: list[Any], out: frozenset[str]) -> Waiting:
+    def _waiting(self, kept: Mapping[str, Any], record: list[Any], out: frozenset[str], clear: bytes) -> Waiting:
         release = parse(kept["statement"].encode())
         assert isinstance(release, Release)
         behind = behind_of(release.release, record) | set(kept.get("persons", ()))
         state = self.books.read().state
         given = state.approvals(release.release, "release", release.release, release.artifact_sha256)
         missing = tuple(sorted(self.policy().approvals - set(given)))
-        clear = kept.get("clear") or kept["artifact"]
-        return Waiting(
-            release, base64.b64decode(clear), frozenset(behind), given, missing, not out.isdisjoint(behind)
-        )
+        return Waiting(release, clear, frozenset(behind), given, missing, not out.isdisjoint(behind))
 
     def project_of(self, release: str) -> str:
         """The project whose vault holds the pictures of a release's clusters; main, where none does."""

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from protos.artifact import MAX_PIXELS
-from protos.blocks import BadArtifact, Held, Window
+from protos.blocks import Held, Window
 from protos.dicomset import check_dicom
 from protos.niftiset import check_nifti
-from protos.pngset import read_png
-from protos.shards import check_shard
+from protos.shards import check_kept_shard, read_kept_png
 
 HOTTEST: Final = 64.0  # grey values: what differs by more is drawn as this does
 LARGEST: Final = 512  # pixels of a side on the screen
@@ -30,20 +28,14 @@ def unpack(artifact: bytes) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     Slices are from left to right of the array's middle plane; grey values are stretched over what the set holds.
 
     Raises:
-        BadArtifact: not a set, or too large to be looked at.
+        BadArtifact: not a set.
     """
     found: list[NDArray[np.generic]] = []
-    room = MAX_PIXELS
 
     def take(sample: Window) -> None:
-        nonlocal room
-        picture = _sample(sample, len(found))
-        room -= picture.size
-        if room < 0:
-            raise BadArtifact("the set has too many pixels to be shown")
-        found.append(picture)
+        found.append(_sample(sample, len(found)))
 
-    contents = check_shard(Held(artifact), take)
+    contents = check_kept_shard(Held(artifact), take)
     whole = np.stack(found)
     if whole.dtype == np.uint8:
         return whole, contents.labels
@@ -56,7 +48,7 @@ def unpack(artifact: bytes) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
 def _sample(sample: Window, index: int) -> NDArray[np.generic]:
     head = sample.read(0, min(8, sample.size))
     if head.startswith(b"\x89PNG"):
-        return read_png(sample)
+        return read_kept_png(sample)
     if sample.size > 132 and sample.read(128, 4) == b"DICM":
         picture = check_dicom(sample, index)
         body = sample.read(sample.size - picture.nbytes - picture.nbytes % 2, picture.nbytes)

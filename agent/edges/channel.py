@@ -18,13 +18,14 @@ _KEEPALIVE_MS: Final = 60_000  # a half-open connection is noticed after this an
 _KEEPALIVE_TIMEOUT_MS: Final = 20_000
 
 
-def open_channel(target: str, credentials: grpc.ChannelCredentials, proxy: str = "") -> grpc.Channel:
+def open_channel(target: str, credentials: grpc.ChannelCredentials, proxy: str = "", agent: str = "") -> grpc.Channel:
     """A channel to ``target``; nothing is sent before the first call.
 
     Args:
         target: host:port of the coordinator.
         credentials: the site's certificate and the federation's root (TLS; the proxy sees neither).
         proxy: host:port of the hospital's HTTP proxy, which is asked to CONNECT to ``target``; "": none.
+        agent: which protocols are spoken; "": all that this program speaks.
     """
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -35,7 +36,7 @@ def open_channel(target: str, credentials: grpc.ChannelCredentials, proxy: str =
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_http_proxy", 0),  # of the environment
         ("grpc.use_local_subchannel_pool", 1),  # fresh credentials must mean a fresh connection
-        ("grpc.primary_user_agent", USER_AGENT),  # which protocols this agent speaks
+        ("grpc.primary_user_agent", agent or USER_AGENT),  # which protocols this agent speaks
     ]
     if not proxy:
         return grpc.secure_channel(target, credentials, options)

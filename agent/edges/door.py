@@ -31,7 +31,7 @@ from policies.statement import ID, Release, parse
 from policies.store import Shown
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import Unspoken, agree, answered
+from protos.versions import COMPRESSED, EARLIER_AGENT, Unspoken, agree, answered
 
 # a key's first word, and the entry it leads to
 _LEADS_TO = {"reserve": Reserved, "run": Reserved, "submit": Admitted, "recover": Recovered}
@@ -57,6 +57,7 @@ class GrpcDoor:
         """
         self._target, self._credentials, self._proxy = target, credentials, proxy
         self.watch, self._patience_s, self._turn = watch, patience_s, threading.Lock()
+        self.protocol = 0  # that both sides speak: see :meth:`hello`
         self.progress: Progress | None = None  # hears how far an artifact has got
         self.own: Callable[[int], Shown] | None = None  # shows this site's own ledger to who has seen so much of it
         self._own_seen: int | None = None  # how much of it the coordinator keeps; None: it has not said so yet
@@ -107,7 +108,7 @@ class GrpcDoor:
         with self._turn:
             request = pb.HelloRequest(seen=self.watch.seen, cosigned=cosigned, own=self._own_head())
             reply, call = self._ask(lambda: self._stub.Hello.with_call(request, timeout=10))
-            _speaks(call)
+            self.protocol = _speaks(call)
             self._own_seen = reply.own_seen
             epoch = Epoch(reply.epoch, reply.restored, reply.restored_at, tuple(reply.restored_proof))
             if self.watch.renewed(epoch):
@@ -141,6 +142,11 @@ class GrpcDoor:
 
     def submit(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
         """Hand in an artifact with its sealed statement, in resumable pieces, and wait for the verdict."""
+        if 0 < self.protocol < COMPRESSED:
+            raise Unreachable("the coordinator is too old for compressed pictures: upgrade the coordinator first")
+        return self._hand_in(key, envelope, artifact)
+
+    def _hand_in(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
         with self._turn:
             own = self._own_head()
             sealed = pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen, own=own)
@@ -151,6 +157,19 @@ class GrpcDoor:
                 raise Unreachable(_hint(error.code(), error.details())) from None
             self._own_seen = int(own.checkpoint.split("\n")[1]) if own else None  # where it is not, it will say so
             return self._verdict(reply, (Admitted,), hashlib.sha256(envelope).digest())
+
+    def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        """The same of a set that was made before pictures were compressed, in the protocol of then."""
+        way = self._target, self._credentials.channel_credentials(), self._proxy
+        with self._turn:
+            ours, self._channel = self._channel, open_channel(*way, EARLIER_AGENT)
+            self._stub = GatewayStub(self._channel)
+        try:
+            return self._hand_in(key, envelope, artifact)
+        finally:
+            with self._turn:
+                self._channel.close()
+                self._channel, self._stub = ours, GatewayStub(ours)
 
     def outcome(self, key: str, envelope: bytes) -> Verdict | None:
         """What a key has led to, with the SHA-256 of the envelope sent; None if the coordinator never heard of it."""
@@ -198,14 +217,14 @@ class GrpcDoor:
         return Verdict(findings, reply.level if reply.level in _LEVELS else "")
 
 
-def _speaks(call: Any) -> None:
-    """Is there a protocol that the coordinator speaks too?
+def _speaks(call: Any) -> int:
+    """The newest protocol that the coordinator speaks too.
 
     Raises:
         Unreachable: there is none, and which side to upgrade.
     """
     try:
-        agree(answered(call.trailing_metadata() or ()), "coordinator")
+        return agree(answered(call.trailing_metadata() or ()), "coordinator")
     except Unspoken as error:
         raise Unreachable(str(error)) from None
 

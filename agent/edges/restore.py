@@ -32,6 +32,7 @@ from agent.edges.home import BadSite, Home, origin
 from agent.edges.notes import Notes
 from agent.edges.own_ledger import found
 from agent.edges.room import sync_folder
+from agent.edges.sealed import SealedPlace
 from agent.edges.upgrading import forms
 from agent.edges.watch import Watch
 from policies.entries import Expired, Spent
@@ -167,6 +168,9 @@ def _new_epoch(home: Home, nonce: str, made: int, last: bytes | None) -> Restore
             store.append(f"close-{grant}", Draft((end,)))
         kinds = {TERMS[g.reserved.mechanism].kind for _, g in open_then if g.reserved.mechanism in TERMS}
         with contextlib.closing(Notes(home.root / "vault.db", home.secret("vault"))) as notes:
+            for name in notes.note("pending") or {}:
+                for part in ("artifact", "clear"):
+                    SealedPlace(notes, f"site/kept/{name}/{part}").clear()
             for note, value in (("pending", {}), ("run", None), ("unfinished", None), ("ledger", store.state.size)):
                 notes.write_note(note, value)
             earlier = notes.note(NOTE) or {"unsure": again}  # of a restore after which nothing was made good yet

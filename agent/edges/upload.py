@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 
 from agent.nouns import Unreachable
-from protos.chunks import Artifact, Manifest, indices, length, manifest, piece
+from protos.chunks import CHUNK, Artifact, Manifest, indices, length, manifest, piece
 from protos.v1 import gateway_pb2 as pb
 
 WINDOW: Final = 32  # pieces in one Upload call: what a coordinator's crash can cost; each call waits for its disk
@@ -39,7 +39,7 @@ class Patience:
     still_s: float = 300.0  # without a piece more being durable, or an answer
     offer_s: float = 30.0
     window_s: float = 120.0  # one Upload call, of WINDOW pieces
-    submit_s: float = 120.0  # review of the artifact
+    submit_s: float = 120.0  # review of the artifact; and a second for each MiB of it beside
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
     rng: random.Random = field(default_factory=random.SystemRandom)
@@ -140,7 +140,8 @@ class _Sending:
             self.tell(size - sum(length(size, index) for index in missing), size)
 
     def _submit(self) -> pb.VerdictReply:
-        reply: pb.VerdictReply = self.stub.Submit(self.sealed, timeout=self.patience.submit_s)
+        seconds = self.patience.submit_s + self.manifest.size / CHUNK
+        reply: pb.VerdictReply = self.stub.Submit(self.sealed, timeout=seconds)
         return reply
 
     def _outcome(self) -> pb.VerdictReply | None:

@@ -8,6 +8,7 @@ key it is noise. An instance is three boxes: what it is, its pixels, its file; t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from hashlib import sha256
@@ -56,7 +57,7 @@ class Vault(Withheld):
             OlderVault: an older program made it.
             VaultError: the key does not open it, or the disk failed.
         """
-        self._notes = notes
+        self._notes, self._path = notes, path
         super().__init__(SealedFile(path, key, _SCHEMA, upgrading=upgrading))
         self._split_key = derive(key, "vault/split")
         self._claims: dict[str, str] = {}  # series that were let in and are not kept yet -> their studies
@@ -85,6 +86,15 @@ class Vault(Withheld):
     def place(self, name: str) -> SealedPlace:
         """Where something long is kept until it is done, such as a training; it ends with the project."""
         return SealedPlace(self._file, f"project/{name}")
+
+    def site_place(self, name: str) -> SealedPlace:
+        """Where something long of the site is kept until it is done, such as a release; it outlives the project."""
+        return SealedPlace(self._notes, f"site/{name}")
+
+    def free_bytes(self) -> int:
+        """What this user may still write on the disk that the vault is on."""
+        disk = os.statvfs(self._path.parent)
+        return disk.f_bavail * disk.f_frsize
 
     def opted_out(self) -> frozenset[str]:
         """Who has opted out, as of now."""

@@ -93,6 +93,16 @@ class Withheld(Holds):
         kept = ((h.name, h.kind, h.modality, h.person, h.study, h.series, h.label) for h in found)
         return [Face(*one, self.payload(one[0])) for one in kept]
 
+    def heads_waiting(self, modality: str) -> tuple[int, bool]:
+        """How many patients :meth:`scans` would look at, at most; and may one need float32? No file is opened.
+
+        CT is looked at in Hounsfield units, and a whole volume (NIfTI) may hold any numbers.
+        """
+        out, barred = self.opted_out(), self.barred() | self.held()
+        faces = (head for head in self.heads() if head.face and head.modality == modality and head.person not in out)
+        free = [head for head in faces if barred.isdisjoint((head.series, head.study))]
+        return len({head.person for head in free}), modality == "CT" or any(head.kind == "volume" for head in free)
+
     def scans(self, modality: str) -> tuple[Scan, ...]:
         """The finest volume of each patient whose face is on, by pseudonym; of several studies the first one's."""
         from agent.edges.withheld_volumes import finest  # noqa: PLC0415 - the parsers take half a second

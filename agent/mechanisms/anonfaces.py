@@ -49,6 +49,7 @@ class AnonFaces:
     mixing: Mixing
 
     name: ClassVar[str] = "anonfaces"
+    per_cluster: ClassVar[int] = 1  # pictures
 
     def __post_init__(self) -> None:
         """Refuse what ``claim`` would refuse, a mixing of other clusters, and recognisers that can vet nothing.

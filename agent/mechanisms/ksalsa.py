@@ -55,6 +55,11 @@ class KSalsa:
         return self.codec.shape
 
     @property
+    def per_cluster(self) -> int:
+        """Pictures of each cluster."""
+        return self.views.count if self.views else 1
+
+    @property
     def form(self) -> str:
         """What a representative of this configuration is comparable with: a digest of all that draws it."""
         views = asdict(self.views) if self.views else None

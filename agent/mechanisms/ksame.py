@@ -29,6 +29,7 @@ class KSame:
     basis: Basis  # encoder and generator
 
     name: ClassVar[str] = "ksame"
+    per_cluster: ClassVar[int] = 1  # pictures
 
     def __post_init__(self) -> None:
         """Refuse what ``claim`` would refuse, and more labels than patients."""

@@ -37,8 +37,7 @@ from coordinator.pool import (
 from policies.entries import decode
 from policies.statement import claim_json
 from protos.blocks import BadArtifact, Held, Opened, Window
-from protos.pngset import read_png
-from protos.shards import check_shard
+from protos.shards import check_kept_shard, read_kept_png
 
 # What else a release's folder may hold, and why it cannot be pooled.
 _OTHERS: Final[Mapping[str, tuple[str, str]]] = {
@@ -251,7 +250,7 @@ def read_pictures(archive: Path, source: Source) -> list[Picture] | LeftOut:
     def take(sample: Window) -> None:
         raw = sample.read(0, sample.size)
         if raw[:4] == b"\x89PNG":  # of another form: said below
-            image = read_png(Held(raw))
+            image = read_kept_png(Held(raw))
             at = (sample.start, sample.size, hashlib.sha256(raw).digest())
             out.append((pixel_digest(image), image.shape, look(image), *at))
 
@@ -259,7 +258,7 @@ def read_pictures(archive: Path, source: Source) -> list[Picture] | LeftOut:
         with archive.open("rb") as raw:
             if hashlib.file_digest(raw, "sha256").hexdigest() != source.artifact:
                 raise PoolRefused(f"{source.release}: {archive.name} is not the one in the ledger; it was changed")
-            labels = check_shard(Opened.of(raw.fileno()), take).labels
+            labels = check_kept_shard(Opened.of(raw.fileno()), take).labels
     except (BadArtifact, OSError) as error:
         raise PoolRefused(f"{source.release}: its images cannot be read: {error}") from None
     if len(out) != len(labels):

@@ -56,9 +56,12 @@ class Limits:
 
     @staticmethod
     def for_size(size: int) -> Limits:
-        """Time in proportion to a file's bytes, as if 32 MiB were read in a second; memory does not depend on it."""
-        seconds = 30 + size // (32 << 20)
-        return Limits(cpu_seconds=seconds, wall_seconds=3.0 * seconds)
+        """Time in proportion to a file's bytes; memory does not depend on it.
+
+        A file of pictures unpacks to eight times its size, at most, and the time is for 16 MiB of that in a second.
+        """
+        seconds = 30 + size // (2 << 20)
+        return Limits(cpu_seconds=seconds, wall_seconds=4.0 * seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ from tests.support.distilling import CONDITIONS, SIDE, network_files, public_pic
 from tests.support.federation import Federation, Site
 from tests.support.latents import tiny_autoencoder_file
 from tests.support.private import digest_of
+from tests.support.untouched import opened_once, untouched
 
 __all__ = ["typed"]  # a fixture
 torch.set_num_threads(1)
@@ -414,6 +415,19 @@ def test_a_model_leaves_as_weights_and_never_in_the_form_of_pictures(
     assert "name a new file" in released(typed, ward, tmp_path, "--blank", blank).err
     (tmp_path / "distill.toml").write_text(toml({**SMALL, "networks": pinned()}))
     assert "--blank is of a model" in released(typed, ward, tmp_path, "--blank", tmp_path / "b").err
+
+
+@level_c
+def test_a_dry_run_weighs_pictures_or_the_model_and_touches_nothing(typed: Typed, ward: Site, tmp_path: Path) -> None:
+    opened_once(ward)
+    with untouched(ward):
+        said = released(typed, ward, tmp_path, "--dry-run", "--json")
+        assert (said.status, said.line["would_go"], said.line["samples"]["exact"]) == (0, True, True), said.err
+        (tmp_path / "distill.toml").write_text(
+            toml({**changed(SMALL, output={"release": "model"}), "networks": pinned()})
+        )
+        said = released(typed, ward, tmp_path, "--dry-run")
+    assert (said.status, "number  one model" in said.out, "level C" in said.out) == (0, True, True), said.err
 
 
 @level_c

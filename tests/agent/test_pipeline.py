@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import hashlib
 import os
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent import grants, pipeline
 from agent.approval import hand_over, withdraw
+from agent.foreseen import RefusedBeforehandError
+from agent.kept import artifact_of, clear_of, listed, statement_of
 from agent.mechanisms.federated import Federated
 from agent.mechanisms.ksame import KSame
 from agent.nouns import CohortTooSmall, Selection, Split, Unreachable, Update
@@ -34,10 +38,12 @@ from policies.policy import parse
 from policies.register import Register
 from policies.review import Verdict
 from policies.sqlite import export_file, open_sqlite
-from policies.statement import Release
+from policies.statement import Release, encode
 from policies.store import Store
 from policies.verify import verify
 from protos.artifact import unpack_images
+from protos.pngset import pack_earlier_png
+from tests.protos.test_compressed_pictures import shard_of
 from tests.support.books import Clock, Hospital, Person, policy
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.wards import SHAPE, Door, Vault, federated, site_of
@@ -148,16 +154,15 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
     s = stage(tmp_path, max_artifact_bytes=1000)
     sent: list[str] = []
     monkeypatch.setattr(Door, "submit", lambda self, key, envelope, artifact: sent.append(key))
-    with pytest.raises(Refused, match="artifact_size"):
+    with pytest.raises(RefusedBeforehandError, match="max_artifact_bytes, 1000"):
         release_synthetic(s.site, ksame(), "OT", RNG)
-    assert sent == []
-    assert s.spent("k") == ((0, 1), (0, 1))
+    assert (sent, s.vault.reads) == ([], 0)
+    assert s.spent("k") == ((0, 0), (0, 0)), "the size was known before the price: the patients' only release is left"
     tiny = stage(_fresh(tmp_path), max_artifact_bytes=50)
     p = Participant(tiny.site, "OT", UnsafeSeededEntropy(1))
-    tiny.join(p, federated())
     with pytest.raises(Refused, match="artifact_size"):
-        p.train("run-1", 1, federated().initial())
-    assert p.last is None
+        p.join("run-1", federated())
+    assert not tiny.site.books.store.state.grants
 
 
 @pytest.mark.parametrize("patients", [0, 1, 3, 4])
@@ -416,26 +421,48 @@ def test_after_a_crash_before_anything_set_out_the_same_patients_can_be_released
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
-    assert recover(s.site) == ["grant-site-a-0"]
-    _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
-    assert verdict.admitted
+    assert recover(s.site) == []
+    ((made, _),) = s.vault.note("pending").items()
+    assert hand_over(s.site, made)[1].admitted
+    assert (s.spent("k"), s.vault.note("pending"), s.vault.blobs) == (((0, 1), (0, 1)), {}, {})
 
 
 def test_after_a_crash_when_it_had_set_out_its_patients_never_take_part_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of it may have been seen. The next release is of other patients, and works."""
+    """Half of it may have been seen. What is kept can be sent again, and the next release is of other patients."""
     s = stage(tmp_path, max_releases_per_patient=3)
     monkeypatch.setattr(Door, "submit", _crash)
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
-    assert recover(s.site) == ["grant-site-a-0"]
+    assert recover(s.site) == [], "its grant is held: it is made, and only the answer is missing"
+    ((made, _),) = s.vault.note("pending").items()
+    withdraw(s.site, made)
+    assert s.spent("k") == ((0, 1), (0, 1))
     with pytest.raises(CohortTooSmall):
         release_synthetic(s.site, ksame(), "OT", RNG)
     s.vault.patients = 24
     _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert verdict.admitted
+
+
+def test_what_is_sent_again_is_reviewed_by_the_policy_of_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: it had set out under a policy that admitted it, and nobody has it yet."""
+    s = stage(tmp_path)
+    monkeypatch.setattr(Door, "submit", _crash)
+    with pytest.raises(KeyboardInterrupt):
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    monkeypatch.undo()
+    ((made, _),) = s.vault.note("pending").items()
+    tight = parse(policy(k_min=11), "tight")
+    s.site = replace(s.site, books=Register(s.site.books.store, lambda _site: tight))
+    with pytest.raises(Refused, match="min_k"):
+        hand_over(s.site, made)
+    assert made in s.vault.note("pending")
+    assert s.intake.register.store.state.releases == {}
 
 
 def test_a_policy_that_was_tightened_binds_an_account_that_was_opened_before(tmp_path: Path) -> None:
@@ -706,3 +733,35 @@ def test_a_run_that_ends_early_gives_back_what_was_not_used_at_the_site(tmp_path
     assert 0 < spent < whole == hub_spent
     s.site.books.store.close()
     verify(export_file(tmp_path / "site-a.db", "lazaret/test", s.hospital.key))
+
+
+def test_what_waited_since_before_pictures_were_compressed_leaves_as_persons_approved_it(tmp_path: Path) -> None:
+    """In another form the coordinator would refuse it at the end, or its persons would have approved other bytes."""
+    s, careful, local = approving(tmp_path)
+    release = waiting(s)
+    old = shard_of([pack_earlier_png(np.arange(64 * 64, dtype=np.uint8).reshape(64, 64) // 16)])
+    before = replace(release, artifact_sha256=hashlib.sha256(old).hexdigest(), artifact_bytes=len(old))
+    told = {"grant": release.grant, "statement": encode(before).decode(), "persons": []}
+    told |= {"artifact": base64.b64encode(old).decode(), "clear": ""}
+    s.vault.write_note("pending", {release.release: told})
+    for person in (careful, local):
+        approve(s, person, before)
+    assert recover(s.site) == []
+    goods, verdict = hand_over(s.site, release.release)
+    assert (verdict.admitted, goods.artifact) == (True, old)
+
+
+def test_what_waits_sealed_to_a_reader_is_shown_in_clear(tmp_path: Path) -> None:
+    s, *_ = approving(tmp_path)
+    release = waiting(s)
+    sealed = replace(
+        release, reader="a" * 64, artifact_sha256=hashlib.sha256(b"sealed").hexdigest(), artifact_bytes=6
+    )
+    told = {"grant": release.grant, "statement": encode(sealed).decode(), "persons": []}
+    told |= {"artifact": base64.b64encode(b"sealed").decode(), "clear": base64.b64encode(b"clear").decode()}
+    s.vault.write_note("pending", {release.release: told})
+    recover(s.site)
+    one = listed(s.vault)[release.release]
+    assert statement_of(one) == sealed
+    assert artifact_of(s.vault, release.release, one) == b"sealed"
+    assert clear_of(s.vault, release.release, one) == b"clear"

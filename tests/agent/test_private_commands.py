@@ -32,6 +32,7 @@ from agent.stages.noise import SystemEntropy
 from agent.training.semantics import cluster_semantics
 from protos import hpke
 from protos.artifact import unpack_images
+from protos.shards import Png, plain_bytes
 from tests.agent.edges.test_synthesis import changed, toml
 from tests.agent.edges.test_vault import record
 from tests.agent.test_centroids import WRITTEN as CELLS
@@ -40,6 +41,7 @@ from tests.agent.test_synthesis_commands import Typed, at, typed
 from tests.support.federation import Federation, Site
 from tests.support.networks import files
 from tests.support.private import SMALLEST, digest_of, public
+from tests.support.untouched import opened_once, untouched
 
 __all__ = ["typed"]  # a fixture
 torch.set_num_threads(1)
@@ -134,6 +136,22 @@ def test_as_json_a_release_is_one_line_with_everything_that_is_said(typed: Typed
     assert said.line.keys() == {*keys, "findings"}
     assert (said.line["mechanism"], said.line["level"], said.line["unit"]) == ("privimage", "A", "patient")
     assert 0 < said.line["epsilon_by_loss_distributions"] <= said.line["epsilon"]
+
+
+def test_a_dry_run_says_price_number_and_bytes_without_an_audit_and_touches_nothing(
+    typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_commands, "gate", lambda *_: pytest.fail("audited"))
+    monkeypatch.setattr(Vault, "cohort", lambda *_: pytest.fail("read"))
+    opened_once(ward)
+    with untouched(ward):
+        said = released(typed, ward, tmp_path, "--dry-run")
+        line = released(typed, ward, tmp_path, "--dry-run", "--json").line
+    assert said.status == 0, said.err
+    assert re.search(r"price  epsilon \S+ by loss distributions; the ledger charges \S+", said.out)
+    assert "number  20 pictures of 8 x 8\n" in said.out
+    assert (line["samples"]["most"], line["samples"]["exact"], line["would_go"]) == (20, True, True)
+    assert line["bytes"]["most"] == plain_bytes(20, (8, 8), Png())
 
 
 def test_on_a_machine_whose_noise_is_not_the_claimed_one_nothing_is_priced_or_given_up(

@@ -291,6 +291,11 @@ def test_an_interruption_after_it_left_does_not_buy_a_second_one_unasked(
     assert make(s)[1].admitted, "said again, it is another one, with another price"
 
 
+def of_training(s: Stage) -> dict[str, bytes]:
+    """What lies in the vault but for made sets."""
+    return {name: raw for name, raw in s.vault.blobs.items() if not name.startswith("site/kept/")}
+
+
 def test_a_coordinator_that_falls_silent_at_the_end_ends_the_training_and_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,11 +310,13 @@ def test_a_coordinator_that_falls_silent_at_the_end_ends_the_training_and_is_ask
     monkeypatch.setattr(PrivImage, "run", last)
     with pytest.raises(Unreachable):
         make(s)
-    assert (s.vault.blobs, s.vault.note("unfinished")) == ({}, None)
+    assert (of_training(s), s.vault.note("unfinished")) == ({}, None)
     assert s.spent("rdp")[0][0] > 0, "the outcome is unknown: held"
     s.door.shut = False
-    recover(s.site)
-    assert s.spent("rdp")[0][0] == 0
+    assert recover(s.site) == [], "the coordinator never heard of it: it is kept"
+    ((name, _),) = s.vault.note("pending").items()
+    assert hand_over(s.site, name)[1].admitted
+    assert (s.spent("rdp")[0][0], s.vault.blobs) == (0, {})
 
 
 def test_persons_who_must_approve_end_the_training_too(tmp_path: Path) -> None:
@@ -317,7 +324,7 @@ def test_persons_who_must_approve_end_the_training_too(tmp_path: Path) -> None:
     with pytest.raises(Waiting) as caught:
         make(s)
     assert caught.value.goods.release.release in s.vault.note("pending")
-    assert s.vault.blobs == {}
+    assert of_training(s) == {}
     recover(s.site)
     assert s.spent("rdp")[0][0] > 0, "it waits for persons, and its grant with it"
 
@@ -336,16 +343,16 @@ def test_an_approved_release_leaves_and_not_with_somebody_who_has_opted_out(tmp_
 
 
 def test_what_a_kill_left_behind_is_in_no_later_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between the verdict and the end: the next release, with its own price, begins from nothing."""
+    """Killed when the set was made and kept: the next release, with its own price, begins from nothing."""
     s = stage(tmp_path, PATIENTS)
     with monkeypatch.context() as patch:
         patch.setattr("agent.pipeline.end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             make(s)
-    assert len(s.vault.blobs) == 3
-    with pytest.raises(Unfinished, match="in full"):
+    assert len(of_training(s)) == 3
+    with pytest.raises(Unfinished, match=r"in full.*release send"):
         make(s)
-    assert s.vault.blobs == {}
+    assert of_training(s) == {}
     trained: list[int] = []
     honest = privimage.train_privately
 

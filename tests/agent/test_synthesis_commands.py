@@ -58,6 +58,7 @@ from tests.agent.test_pipeline import stage
 from tests.agent.test_siamese import made
 from tests.support.federation import Federation, Site
 from tests.support.networks import codec, files, recogniser, recogniser_file
+from tests.support.untouched import opened_once, untouched
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
@@ -581,12 +582,19 @@ def pseudonyms(site: Site) -> list[str]:
 def test_a_release_goes_from_the_vault_to_a_verdict(
     typed: Typed, clinic: Site, tmp_path: Path, mechanism: str
 ) -> None:
+    opened_once(clinic)
+    with untouched(clinic):
+        dry = typed(
+            *at(clinic), "release", mechanism, "--config", tmp_path / f"{mechanism}.toml", "--dry-run", "--json"
+        )
+    assert (dry.status, dry.line["would_go"], dry.line["samples"]["exact"]) == (0, True, False), dry.err
     said = typed(*at(clinic), "release", mechanism, "--config", tmp_path / f"{mechanism}.toml", "--json")
     assert (said.status, said.line["admitted"], said.line["mechanism"]) == (0, True, mechanism), said.err
     (artifact,) = [path for path in clinic.federation.home.releases.rglob("*") if path.is_file() and _images(path)]
     images, labels = unpack_images(artifact.read_bytes())
     assert images.shape[1:] == (32, 32)
-    assert len(labels) == len(images) <= 8
+    assert len(labels) == len(images) <= dry.line["samples"]["most"] <= 8
+    assert artifact.stat().st_size <= dry.line["bytes"]["most"]
     again = typed(*at(clinic), "release", mechanism, "--config", tmp_path / f"{mechanism}.toml", "--json")
     assert again.status == 1, "everybody has been released as often as the policy admits"
 

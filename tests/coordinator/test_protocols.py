@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from agent.commands import start_making
+from agent.desk import open_desk
 from agent.edges import channel, door
 from agent.nouns import Unreachable
 from coordinator.edges import guard
+from protos.pngset import pack_earlier_png, pack_png
 from protos.versions import NEWEST, OURS, Spoken, agree
+from tests.protos.test_compressed_pictures import shard_of
 from tests.support.federation import Federation, Site
 
 
@@ -43,9 +49,9 @@ def hello(federation: Federation) -> str:
         opened.close()
 
 
-@pytest.mark.parametrize("agent", [None, Spoken(NEWEST - 1, NEWEST - 1), OURS, Spoken(NEWEST, NEWEST + 1)])
+@pytest.mark.parametrize("agent", [Spoken(NEWEST - 1, NEWEST - 1), OURS, Spoken(NEWEST, NEWEST + 1)])
 def test_an_agent_one_version_before_or_after_is_served(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch, agent: Spoken | None
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, agent: Spoken
 ) -> None:
     says(monkeypatch, agent)
     assert "k_min" in hello(federation)
@@ -56,6 +62,7 @@ def test_an_agent_one_version_before_or_after_is_served(
     [
         (OURS, Spoken(NEWEST + 1, NEWEST + 2), "the agent is too new.*upgrade the coordinator first"),
         (OURS, Spoken(NEWEST + 1, NEWEST + 1), "the agent is too new.*upgrade the coordinator first"),
+        (OURS, None, "the agent is too old.*upgrade the agent"),
         (Spoken(NEWEST, NEWEST + 1), None, "the agent is too old.*upgrade the agent"),
         (Spoken(NEWEST + 1, NEWEST + 2), OURS, "the agent is too old.*upgrade the agent"),
     ],
@@ -92,7 +99,74 @@ def test_a_coordinator_from_before_versions_were_announced_is_taken_for_the_firs
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_speaks", lambda _context: None)
-    assert "k_min" in hello(federation)
-    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, Spoken(2, 3)))
     with pytest.raises(Unreachable, match="the coordinator is too old"):
         hello(federation)
+    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, Spoken(1, 2)))
+    assert "k_min" in hello(federation)
+
+
+def submitted(federation: Federation, grant: str, artifact: bytes) -> set[str]:
+    """The rules by which a set is refused; none: it is admitted."""
+    site: Site = federation.site  # type: ignore[attr-defined]
+    site.reserved(grant)
+    release = site.release(grant, artifact)
+    opened = site.door()
+    try:
+        verdict = opened.submit(f"submit-{release.release}", site.seal(release), artifact)
+    finally:
+        opened.close()
+    return {finding.rule for finding in verdict.findings}
+
+
+@pytest.mark.parametrize(
+    ("agent", "form", "rules"),
+    [
+        (Spoken(1, 2), "plain", set()),
+        (Spoken(1, 2), "compressed", {"artifact_malformed"}),
+        (OURS, "compressed", set()),
+        (OURS, "plain", {"artifact_malformed"}),
+        (Spoken(2, 4), "plain", {"artifact_malformed"}),
+    ],
+)
+def test_each_side_of_the_change_has_one_form_of_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Spoken, form: str, rules: set[str]
+) -> None:
+    """Else whether a set is compressed would be one more thing that a set can say."""
+    image = np.arange(64 * 64, dtype=np.uint8).reshape(64, 64) // 16
+    plain, today = pack_earlier_png(image), pack_png(image)
+    assert len(today) < len(plain)
+    artifact = shard_of([plain if form == "plain" else today])
+    with Federation(tmp_path) as made:
+        made.site = made.join("site-a")  # type: ignore[attr-defined]
+        says(monkeypatch, agent)
+        assert submitted(made, "g-1", artifact) == rules
+
+
+def test_what_waited_since_before_is_handed_in_in_the_protocol_of_then(tmp_path: Path) -> None:
+    """By an agent of today, and its next call is of today again."""
+    image = np.arange(64 * 64, dtype=np.uint8).reshape(64, 64) // 16
+    with Federation(tmp_path) as made:
+        site = made.join("site-a")
+        site.reserved("g-1")
+        artifact = shard_of([pack_earlier_png(image)])
+        release, opened = site.release("g-1", artifact), site.door()
+        verdict = opened.submit_earlier(f"submit-{release.release}", site.seal(release), artifact)
+        opened.hello()
+        opened.close()
+        assert (verdict.admitted, opened.protocol) == (True, NEWEST)
+
+
+def test_a_site_makes_no_set_for_a_coordinator_that_knows_no_compressed_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guard, "OURS", Spoken(1, 2))
+    with Federation(tmp_path) as made:
+        site = made.join("site-a")
+        before = made.store.state.size
+        with (
+            open_desk(site.home.root, lambda *_: None) as desk,
+            pytest.raises(Unreachable, match="too old for compr"),
+        ):
+            start_making(desk, anew=False)
+        assert made.store.state.size == before
+    capsys.readouterr()

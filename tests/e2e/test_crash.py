@@ -1,4 +1,4 @@
-"""Pull the cable: what is killed in the middle is spent, nothing half-sent is admitted, no entry lost or doubled."""
+"""Pull the cable: what is killed in the middle is kept, nothing half-sent is admitted, no entry lost or doubled."""
 
 from __future__ import annotations
 
@@ -56,15 +56,21 @@ def kill(scene: Scene, site: str, moment: str) -> None:
 
 
 @pytest.mark.parametrize(("site", "moment"), [("site-a", "before-submit"), ("site-b", "half-sent")])
-def test_an_agent_killed_between_grant_and_verdict_has_spent_its_grant(scene: Scene, site: str, moment: str) -> None:
+def test_an_agent_killed_between_grant_and_verdict_keeps_what_it_made_and_sends_it_later(
+    scene: Scene, site: str, moment: str
+) -> None:
     kill(scene, site, moment)
     assert spent(site_ledger(scene, site), f"{site}/k") == (1, 0)
     with pytest.raises(DemoFailed, match="does not qualify"):  # its patients are in what set out: nothing is priced
         scene.run(scene.agent(site, *words(scene)), may_refuse=True)
+    (sent,) = [e for e in site_ledger(scene, site)["entries"] if e["type"] == "sent"]
+    assert spent(ledger(scene), f"{site}/k") == (1, 0), "held on both sides"
+    scene.run(scene.agent(site, "release", "send", sent["release"]))
     books = ledger(scene)
     assert spent(books, f"{site}/k") == spent(site_ledger(scene, site), f"{site}/k") == (0, 1)
-    assert not [e for e in books["entries"] if e["type"] == "admitted"]
-    assert not list((scene.work / "coordinator" / "releases").glob("release-*"))
+    assert [e["release"] for e in books["entries"] if e["type"] == "admitted" and e["site"] == site] == [
+        sent["release"]
+    ]
 
 
 def test_an_agent_killed_after_the_verdict_learns_it_at_the_next_start(scene: Scene) -> None:
@@ -72,7 +78,7 @@ def test_an_agent_killed_after_the_verdict_learns_it_at_the_next_start(scene: Sc
     kill(scene, "site-c", "after-verdict")
     with pytest.raises(DemoFailed, match="does not qualify"):
         scene.run(scene.agent("site-c", *words(scene)), may_refuse=True)
-    (admitted,) = [e for e in ledger(scene)["entries"] if e["type"] == "admitted"]
+    (admitted,) = [e for e in ledger(scene)["entries"] if e["type"] == "admitted" and e["site"] == "site-c"]
     (mine,) = [e for e in site_ledger(scene, "site-c")["entries"] if e["type"] == "admitted"]
     assert mine["release"] == admitted["release"]
     assert (scene.work / "coordinator" / "releases" / admitted["release"] / "images.tar").exists()

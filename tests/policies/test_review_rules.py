@@ -518,7 +518,7 @@ def test_a_finding_says_what_is_asked_and_what_was_found() -> None:
         "modality": "the policy internal does not admit ZZ",
         "artifact_type": "ksame releases image-set",
         "artifact_type_not_allowed": "the policy does not admit weights",
-        "artifact_size": "the artifact must have 1 to 16777216 bytes",
+        "artifact_size": "the artifact must have 1 to 268435456 bytes",
         "components": "the components to declare are encoder, generator",
         "provenance": "the encoder is private; the policy does not admit that",
         "reid_rate": "a release of level C rests on a measured re-identification rate",

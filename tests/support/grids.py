@@ -46,12 +46,12 @@ def admitting(**changes: object) -> str:
     return policy(**{"levels": LEVELS, **changes})
 
 
-def goods(release: Release, artifact: bytes) -> Staged:
+def goods(release: Release, artifact: bytes, expected: dict[str, Any] | None = None) -> Staged:
     """An artifact at hand, read by the very readers that the coordinator's sandbox runs."""
 
     def look() -> list[Finding]:
         try:
-            check(Held(artifact), release.artifact_type, {})
+            check(Held(artifact), release.artifact_type, expected or {})
         except BadArtifact as fault:
             return [Finding("artifact_malformed", str(fault))]
         return []

@@ -11,7 +11,10 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import agent.__main__
+from agent import kept, pipeline
 from agent.edges.door import GrpcDoor
+from agent.mechanisms import KSame
+from policies.register import Register
 from protos.chunks import manifest, piece
 from protos.v1 import gateway_pb2 as pb
 
@@ -41,9 +44,15 @@ def after_verdict(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoRe
 
 
 SUBMIT = GrpcDoor.submit
-GrpcDoor.submit = {  # type: ignore[method-assign]
-    "before-submit": die,
-    "half-sent": half_sent,
-    "after-verdict": after_verdict,
-}[sys.argv[1]]
+MOMENTS: dict[str, tuple[Any, str, Any]] = {
+    "making": (KSame, "run", die),
+    "keeping": (kept, "keep", die),
+    "before-sent": (Register, "send", die),
+    "before-submit": (GrpcDoor, "submit", die),
+    "half-sent": (GrpcDoor, "submit", half_sent),
+    "after-verdict": (GrpcDoor, "submit", after_verdict),
+    "before-forgotten": (kept, "forget", die),
+}
+where, name, instead = MOMENTS[sys.argv[1]]
+setattr(pipeline if where is kept else where, name, instead)
 sys.exit(agent.__main__.main(sys.argv[2:]))

@@ -77,6 +77,8 @@ class Vault:
     crash_at: str = ""  # a note's name: the process is gone before it is written
     seed: int = 1
     heads: tuple[Scan, ...] = ()
+    free: int = 1 << 40  # bytes of the disk
+    wide: bool = False  # by their list, the heads may need float32
     unreadable: int = 0  # of the last patients, no image can be used: what only their pixels show
 
     def cohort(
@@ -107,6 +109,10 @@ class Vault:
         self.reads += 1
         return tuple(scan for scan in self.heads if scan.pseudonym not in self.out)
 
+    def heads_waiting(self, modality: str) -> tuple[int, bool]:
+        free = [scan for scan in self.heads if scan.pseudonym not in self.out]
+        return len(free), self.wide
+
     def opted_out(self) -> frozenset[str]:
         return self.out
 
@@ -118,6 +124,12 @@ class Vault:
 
     def place(self, name: str) -> Drawer:
         return Drawer(self.blobs, name)
+
+    def site_place(self, name: str) -> Drawer:
+        return Drawer(self.blobs, f"site/{name}")
+
+    def free_bytes(self) -> int:
+        return self.free
 
     def note(self, name: str) -> Any:
         return json.loads(self.notes[name]) if name in self.notes else None
@@ -153,6 +165,11 @@ class Door:
     def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
         release = self.intake.release(self.site, key, envelope)
         return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, goods(release, artifact)))
+
+    def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+        release = self.intake.release(self.site, key, envelope)
+        staged = goods(release, artifact, {"earlier": True})
+        return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, staged))
 
     def amend(self, key: str, envelope: bytes) -> Verdict:
         return self._ask(lambda: self.intake.amend(self.site, key, envelope))

@@ -196,11 +196,12 @@ def test_a_refusal_stands_while_the_coordinator_is_away_and_nothing_can_be_sent(
 
 def test_a_copy_of_a_patient_among_the_pictures_is_shown_first_and_marked(made: Hospital) -> None:
     """What the reviewer is there for: a release with one real picture in it."""
-    import base64
     import hashlib
+    from dataclasses import replace
 
     import numpy as np
 
+    from agent.kept import artifact_of, keep, listed, statement_of
     from agent.nouns import Selection
     from protos.artifact import pack_images, unpack_images
 
@@ -208,17 +209,12 @@ def test_a_copy_of_a_patient_among_the_pictures_is_shown_first_and_marked(made: 
     vault = projects.open_vault(made.home)
     try:
         (_, real) = next(iter(vault.images(Selection("OT", (32, 32)))))
-        pending = vault.note("pending")
-        images, labels = unpack_images(base64.b64decode(pending[release]["artifact"]))
+        one = listed(vault)[release]
+        images, labels = unpack_images(artifact_of(vault, release, one))
         images[1] = np.rint(real.pixels * 255)
         raw = pack_images(images, labels)
-        told = json.loads(pending[release]["statement"])
-        told["predicate"]["artifact_sha256"] = hashlib.sha256(raw).hexdigest()
-        told["predicate"]["artifact_bytes"] = len(raw)
-        told["subject"][0]["digest"]["sha256"] = told["predicate"]["artifact_sha256"]
-        pending[release]["statement"] = json.dumps(told, sort_keys=True, separators=(",", ":"))
-        pending[release]["artifact"] = base64.b64encode(raw).decode()
-        vault.write_note("pending", pending)
+        other = replace(statement_of(one), artifact_sha256=hashlib.sha256(raw).hexdigest(), artifact_bytes=len(raw))
+        keep(vault, other, raw, b"", set(one["persons"]))
     finally:
         vault.close()
     with serving(made), made.client("dora") as dora:

@@ -26,7 +26,7 @@ from agent.edges.backup import backup
 from agent.edges.home import BadSite, Home, create, origin
 from agent.edges.notes import Notes
 from agent.edges.recover import spend_everything
-from agent.edges.sealed import VaultError
+from agent.edges.sealed import SealedPlace, VaultError
 from coordinator.edges import backup as coordinator_backup
 from policies import governance
 from policies.claims import SubsampledGaussian
@@ -599,12 +599,14 @@ def test_what_waited_for_persons_does_not_come_back(ward: Ward, tmp_path: Path) 
     with ward.desk() as desk:
         assert ward.grant(desk, "waits", K5, "ksame")
         desk.vault.write_note("pending", {"release-x": {"grant": "waits"}})
+        desk.vault.site_place("kept/release-x/artifact").write(b"a made set")
     backup(ward.site.home, tmp_path / "backup")
     keys, shared = ward.lose(tmp_path / "gone"), ward.shared()
     done = restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     assert done.closed == 1
     with contextlib.closing(Notes(ward.root / "vault.db", keys["vault.key"])) as notes:
         assert notes.note("pending") == {}
+        assert SealedPlace(notes, "site/kept/release-x/artifact").read() is None, "nothing private outlives its use"
         assert notes.note("restored")["unsure"], "it may have left after the backup: whose pictures it showed is open"
     assert recover.recover(Home(ward.root), shared).lost == 0
 

@@ -1,0 +1,97 @@
+"""Made releases lie sealed at the site until they have left: for persons to approve, or the coordinator to answer.
+
+What was made from patients is made once: a kill, a full disk or a silent coordinator must not take it away and leave
+its price spent. So it is kept before a byte of it leaves, together with whose it is, and its grant stays held; it is
+forgotten with the verdict, or when it is withdrawn. One note of the site lists them; their bytes lie beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, Any
+
+from agent.nouns import Unreachable
+from policies.statement import Release, encode, parse
+
+if TYPE_CHECKING:
+    from agent.site import Shelf, Site, Vault
+
+NOTE = "pending"
+
+
+class NotSentError(Unreachable):
+    """A release was made and is kept; whether the coordinator has it is not known."""
+
+    def __init__(self, release: str, why: str) -> None:
+        """Say how it goes on."""
+        told = f"the set is made, and kept here under its grant: `release send {release}` sends the same again"
+        super().__init__(f"{why}; {told}")
+        self.release = release
+
+
+def listed(vault: Vault) -> dict[str, dict[str, Any]]:
+    """What is kept, by release: ``grant``, ``statement``, ``persons``."""
+    return vault.note(NOTE) or {}
+
+
+def keep(vault: Vault, release: Release, artifact: bytes, clear: bytes, persons: Set[str]) -> None:
+    """Seal a made release into the vault, durable when this returns; from here on its grant stays held.
+
+    Args:
+        vault: of the site.
+        release: what it states.
+        artifact: what leaves.
+        clear: the same before it was sealed to a reader; "": it is in clear.
+        persons: of whom, where the site's record of clusters does not say it.
+    Raises:
+        NotKept: the vault failed; nothing of it is listed.
+    """
+    name = release.release
+    _place(vault, name, "artifact").write(artifact)
+    if clear:
+        _place(vault, name, "clear").write(clear)
+    told = {"grant": release.grant, "statement": encode(release).decode(), "persons": sorted(persons)}
+    vault.write_note(NOTE, {**listed(vault), name: told})
+
+
+def forget(site: Site, release: str) -> None:
+    """It has left, was refused or is withdrawn: nothing of it stays."""
+    kept = listed(site.vault)
+    if release in kept:
+        site.vault.write_note(NOTE, {name: one for name, one in kept.items() if name != release})
+    for part in ("artifact", "clear"):
+        _place(site.vault, release, part).clear()
+
+
+def statement_of(one: Mapping[str, Any]) -> Release:
+    """What the release states, by its entry in the list."""
+    found = parse(one["statement"].encode())
+    assert isinstance(found, Release)
+    return found
+
+
+def of_before(one: Mapping[str, Any]) -> bool:
+    """Whether an earlier version kept it, in the list itself: its pictures are not compressed.
+
+    Persons have approved those very bytes, and can approve no others under a release's name: they leave as they are.
+    """
+    return "artifact" in one
+
+
+def artifact_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
+    """The bytes that leave."""
+    if of_before(one):
+        return base64.b64decode(one["artifact"])
+    return _place(vault, release, "artifact").read() or b""
+
+
+def clear_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
+    """The same as persons look at it: before it was sealed to a reader."""
+    if of_before(one):
+        return base64.b64decode(one.get("clear") or one["artifact"])
+    return _place(vault, release, "clear").read() or artifact_of(vault, release, one)
+
+
+def _place(vault: Vault, release: str, part: str) -> Shelf:
+    return vault.site_place(f"kept/{release}/{part}")
