@@ -1,9 +1,14 @@
 """What pytest should know of the tree: ``support`` holds helpers and programs that tests start, and no tests."""
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# One thread for each worker, and for each process that a test starts: two workers of two threads each, on two cores,
+# wait for each other. Libraries read it when they are first imported, so it stands before every other import of ours.
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 collect_ignore_glob = ["support/*"]
 

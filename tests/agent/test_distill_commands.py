@@ -49,7 +49,6 @@ from tests.support.latents import tiny_autoencoder_file
 from tests.support.private import digest_of
 
 __all__ = ["typed"]  # a fixture
-torch.set_num_threads(1)
 PATIENTS = 30
 
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ConfigRecord, Error, Message
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -42,7 +41,6 @@ from protos.secagg_session import Acquaintance
 from tests.support.books import Clock, Hospital, policy
 from tests.support.entropy import UnsafeSeededEntropy
 
-torch.set_num_threads(1)  # the models are tiny, and threads only wait for each other
 SHAPE = (8, 8)
 LEVELS = '["A", "A*", "B"]'
 

@@ -44,7 +44,6 @@ from tests.agent.test_pipeline import stage
 from tests.support.distilling import verifier_file
 from tests.support.networks import files, recogniser_file
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "deploy" / "docs"
 
