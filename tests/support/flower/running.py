@@ -1,8 +1,8 @@
 """The process of a run, held to loopback like the coordinator that starts it: its notes lie beside that one's.
 
 A round's timeout is over when the test says so, and not after so many seconds on a machine that may be busy. Once
-there is a file ``gone.json``, {"asked": 3, "answered": 2}, a wait for that many sites ends with that many answers. Each such
-end is a line of ``timeouts.txt``.
+there is a file ``gone.json``, {"asked": 3, "answered": 2}, a wait for that many sites ends with that many answers.
+Each such end is a line of ``timeouts.txt``.
 """
 
 # ruff: noqa: E402 - the guard comes first
