@@ -109,8 +109,9 @@ def _attend(line: socket.socket) -> NoReturn:
         _command(order, descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
-    line.sendall(b"%d\n" % pid)
     ended = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # the caller is gone
+        line.sendall(b"%d\n" % pid)
     if ended not in select.select([ended, line], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
