@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.commit_third import commit, third
+
 # One thread for each worker, and for each process that a test starts: two workers of two threads each, on two cores,
 # wait for each other. Libraries read it when they are first imported, so it stands before every other import of ours.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
@@ -36,6 +38,11 @@ LONGEST = (
     "policies/test_kill.py",
     "policies/test_accounting.py",
 )
+
+
+def pytest_report_header() -> str:
+    """Which samples are tried at this commit where all would take too long; see tests/policies/test_kill.py."""
+    return f"third {third() + 1} of 3 of the sampled operations, by the commit {commit()[:12] or '(none)'}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
