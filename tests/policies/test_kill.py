@@ -1,7 +1,7 @@
 """Killed or failed at any operation, the ledger comes back whole; the long form is ``python -m tests.crash kill``.
 
 Of the sampled operations `make test` takes every third, from a place that the commit's hash chooses (pytest says
-which at its start); all of them are marked slow. Both see the same faults in the same way: they differ in number only.
+which at its start). All of them are marked slow: both see the same faults in the same way, and differ in number only.
 """
 
 from __future__ import annotations
