@@ -184,7 +184,7 @@ class Process:
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> None:
         """End in an orderly way."""
@@ -193,7 +193,7 @@ class Process:
             self.process.stdin.close()
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(15)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
 
