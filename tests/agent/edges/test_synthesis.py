@@ -185,6 +185,18 @@ def test_the_mixing_takes_its_k_from_the_clusters(tmp_path: Path) -> None:
 # -- what is refused
 
 
+@pytest.mark.parametrize("document", [KSALSA, ANONFACES], ids=["ksalsa", "anonfaces"])
+def test_a_mistake_in_a_table_is_told_before_a_network_is_looked_for(
+    tmp_path: Path, document: Mapping[str, Any]
+) -> None:
+    (tmp_path / "release.toml").write_text(toml(changed(document, clusters={"k": 1})))
+    with pytest.raises(BadSite, match=r"clusters"):  # and not BadWeights: there is no network here
+        read_synthesis(tmp_path / "release.toml", "", frozenset())
+    (tmp_path / "release.toml").write_text(toml(document))
+    with pytest.raises(BadWeights):
+        read_synthesis(tmp_path / "release.toml", "", frozenset())
+
+
 def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     wrong = {
         "mechanism": "ksalsa",
