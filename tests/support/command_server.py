@@ -3,8 +3,9 @@
 Started as a user starts it, a command takes 1.4 to 4.6 s of a processor to import torch, grpc and the rest. Here one
 process imports them, has no thread, and forks for each command: with the caller's words, environment, folder and
 descriptors, its own exit status, and an end by the signal that the caller's side was ended with. :func:`python` is an
-executable that takes ``-m MODULE WORDS`` as Python does. What a test kills or watches, and what it starts to see
-whether it starts, it starts as a user does.
+executable that takes ``-m MODULE WORDS`` as Python does. What Python and libraries read from the environment at their
+start (PYTHONPATH, OMP_NUM_THREADS) is the server's. What a test kills or watches, and what it starts to see whether it
+starts, it starts as a user does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
+
+import numpy as np
 
 ROOT: Final = Path(__file__).parents[2]
 _IMPORTED: Final = (
@@ -123,7 +126,9 @@ def _attend(line: socket.socket) -> NoReturn:
 def _exactly(line: socket.socket, size: int) -> bytes:
     raw = b""
     while len(raw) < size:
-        raw += line.recv(size - len(raw))
+        if not (piece := line.recv(size - len(raw))):
+            os._exit(0)  # the caller is gone before it has said what it wants
+        raw += piece
     return raw
 
 
@@ -138,7 +143,8 @@ def _command(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.umask(order["umask"])
     os.environ.clear()
     os.environ.update(order["environment"])
-    random.seed()
+    random.seed()  # these two would go on from the server's state, all commands alike
+    np.random.seed()
     switch, module, *words = order["words"]
     assert switch == "-m", "python -m MODULE WORDS, and nothing else"
     sys.argv = [module, *words]
