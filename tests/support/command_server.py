@@ -4,7 +4,7 @@ Started as a user starts it, a command takes 1.4 to 4.6 s of a processor to impo
 process imports them, has no thread, and forks for each command: with the caller's words, environment, folder and
 descriptors, its own exit status, and an end by the signal that the caller's side was ended with. :func:`python` is an
 executable that takes ``-m MODULE WORDS`` as Python does. What Python and libraries read from the environment at their
-start (PYTHONPATH, OMP_NUM_THREADS) is the server's. What a test kills or watches, and what it starts to see whether it
+start (PYTHONPATH, OMP_NUM_THREADS) is the server's. What a test kills or watches, and what it starts to see that it
 starts, it starts as a user does.
 """
 
