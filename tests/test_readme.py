@@ -21,6 +21,7 @@ from agent.phantoms import scanners
 from coordinator.plan import Job
 from policies.policy import parse, preset
 from tests.conftest import LONGEST
+from tests.support.command_server import python as forking_python
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "deploy" / "docs"
@@ -44,7 +45,7 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
         "lazaret-verify": "-m policies.verify",
     }
     for name, how in {**modules, "python": ""}.items():
-        (bin_folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {how} "$@"\n')
+        (bin_folder / name).write_text(f'#!/bin/sh\nexec "{forking_python()}" {how} "$@"\n')
         (bin_folder / name).chmod(0o755)
     command = ["bash", "-c", script_text]
     process = subprocess.Popen(

@@ -197,7 +197,7 @@ def test_grpc_goes_through_the_tunnel(echo: str) -> None:
         with ConnectProxy() as proxy:
             options = (("grpc.http_proxy", proxy.url),)
             with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-                assert channel.unary_unary("/t.T/Twice")(b"ab", timeout=10) == b"abab"
+                assert channel.unary_unary("/t.T/Twice")(b"ab", timeout=120) == b"abab"
             assert proxy.tunnels == [f"127.0.0.1:{port}"]
     finally:
         server.stop(None)

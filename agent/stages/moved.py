@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, avg_pool2d, grid_sample
+from torch.nn.functional import avg_pool2d, grid_sample
 
 from agent.stages.copies import FINE, FLAT, PLAIN, SIDE
 
@@ -49,9 +49,15 @@ def looked_through(every: Tensor) -> tuple[Tensor, Tensor]:
     zoom, turn, x, y = every.reshape(-1, 4).unbind(1)
     cos, sin = turn.cos() / zoom, turn.sin() / zoom
     # a copy shows at q what its original shows at zoom R q + (x, y): the view looks at q = R' (p - (x, y)) / zoom
-    rows = [torch.stack([cos, sin, -cos * x - sin * y], 1), torch.stack([-sin, cos, sin * x - cos * y], 1)]
-    grid = affine_grid(torch.stack(rows, 1), [len(zoom), 1, FINE, FINE], align_corners=False)
-    inside = (grid.abs() <= 1.0).all(dim=-1).to(grid.dtype)
+    middles = (2.0 * torch.arange(FINE, device=every.device, dtype=every.dtype) + 1.0) / FINE - 1.0  # of pixels
+    # each coordinate is a sum of what the column and what the row give: affine_grid, in a third of its time
+    grid = every.new_empty(len(zoom), FINE, FINE, 2)
+    for place, (along, down, start) in enumerate(
+        ((cos, sin, -cos * x - sin * y), (-sin, cos, sin * x - cos * y)),
+    ):
+        rows = down[:, None] * middles + start[:, None]
+        grid[..., place] = (along[:, None] * middles)[:, None, :] + rows[:, :, None]
+    inside = ((grid[..., 0].abs() <= 1.0) & (grid[..., 1].abs() <= 1.0)).to(grid.dtype)
     known = (avg_pool2d(inside[:, None], FINE // SIDE) >= _INSIDE).to(grid.dtype)
     return grid.reshape(*every.shape[:-1], FINE, FINE, 2), known.reshape(*every.shape[:-1], SIDE * SIDE)
 

@@ -12,8 +12,6 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from agent.nets.ada import Control, augmented, colours, geometry, sampled
 
-torch.set_num_threads(1)
-
 
 def stream(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

@@ -26,8 +26,6 @@ from agent.stages.align import (
 from agent.stages.gram import Grid, correspondence, local_styles, style_loss
 from agent.training.loop import seeded
 
-torch.set_num_threads(1)
-
 with seeded(5):
     GENERATOR = Generator(PRESETS["tiny32"]).eval()
 NETWORKS = Networks(GENERATOR, RandomFeatures(0, width=8, depth=1), RandomFeatures(1, width=8, depth=2))

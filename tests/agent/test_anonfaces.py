@@ -20,7 +20,6 @@ from agent.training.loop import seeded
 from agent.wilson import bounds
 from tests.support.networks import LITTLE, codec, recogniser, seen_again, unsafe_calibration
 
-torch.set_num_threads(1)
 LOW = Judged(0.35, Share(0.033, 0.01, 0.08), Share(0.005, 0.0, 0.04), Share(0.1, 0.05, 0.2))
 
 

@@ -41,7 +41,6 @@ from agent.training.loop import CHECKPOINT, OtherRun, Progress, own_generator, s
 from agent.training.views import Pool
 from tests.support.latents import tiny_autoencoder, tiny_autoencoder_file
 
-torch.set_num_threads(1)
 SMALL = AutoencoderArchitecture(8, 1, 2, (8, 16), 1, 4)
 CPU = torch.device("cpu")
 

@@ -45,7 +45,6 @@ from policies.claims import Composed, GaussianQuery, SubsampledGaussian, Unsuppo
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.networks import codec, files
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
 DATA = load_digits()
 DIGITS = (DATA.images / 16).astype(np.float32)  # (1797, 8, 8)

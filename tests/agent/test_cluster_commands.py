@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from agent.commands import project_of
 from agent.edges import projects
@@ -29,7 +28,6 @@ from tests.support.networks import files
 from tests.support.verifiers import chests
 
 __all__ = ["typed"]  # a fixture
-torch.set_num_threads(1)
 PATIENTS, SIDE = 44, 32
 
 

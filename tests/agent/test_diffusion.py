@@ -40,7 +40,6 @@ from agent.stages.noise import SystemEntropy
 from agent.training.diffusion import Average, DiffusionTraining, row_losses, train_denoiser
 from agent.training.loop import OtherRun, Progress, seeded
 
-torch.set_num_threads(1)
 SMALL = DiffusionArchitecture(8, 1, 2, (8, 16), 1, (False, True), 8, 4)
 COLOUR = replace(SMALL, channels=3, classes=3)
 KNOWN = {nn.Linear, nn.Conv2d, nn.GroupNorm, nn.Embedding}

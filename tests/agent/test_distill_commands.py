@@ -50,7 +50,6 @@ from tests.support.private import digest_of
 from tests.support.untouched import opened_once, untouched
 
 __all__ = ["typed"]  # a fixture
-torch.set_num_threads(1)
 PATIENTS = 30
 
 

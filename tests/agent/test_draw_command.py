@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from agent import draw_command
@@ -19,7 +18,6 @@ from tests.support.distilling import CONDITIONS, SIDE
 from tests.support.latents import tiny_autoencoder
 
 __all__ = ["typed"]  # a fixture
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

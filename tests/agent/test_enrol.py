@@ -158,7 +158,7 @@ def renewed(hub: Hub, credentials: Credentials, when: dt.datetime | None = None)
     """Renew through the port."""
     with open_channel(f"localhost:{hub.port}", credentials.channel_credentials()) as channel:
         stub = GatewayStub(channel)
-        credentials.renew(lambda csr: stub.Renew(pb.RenewRequest(csr=csr), timeout=10).certificate, when or now())
+        credentials.renew(lambda csr: stub.Renew(pb.RenewRequest(csr=csr), timeout=120).certificate, when or now())
 
 
 def test_a_hospital_joins_over_the_wire_and_the_key_it_was_born_with_is_in_use(hub: Hub) -> None:
@@ -456,7 +456,7 @@ def test_a_waiting_certificate_may_do_nothing_but_ask(hub: Hub) -> None:
     key = keyfile.read_private(site.keys / "request.key")
     credentials = grpc.ssl_channel_credentials(kept["root"].encode(), key, kept["certificate"].encode())
     with open_channel(f"localhost:{hub.port}", credentials) as channel, pytest.raises(grpc.RpcError) as refusal:
-        GatewayStub(channel).Renew(pb.RenewRequest(csr=b"x"), timeout=10)
+        GatewayStub(channel).Renew(pb.RenewRequest(csr=b"x"), timeout=120)
     assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 

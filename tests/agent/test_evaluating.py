@@ -24,7 +24,6 @@ from tests.support.private import public as publics
 from tests.support.private import semantics, tiny
 from tests.support.wards import Vault
 
-torch.set_num_threads(1)
 CLASSES = ("dark", "bright", "striped")
 SPLIT = Split("study", {"release": 4, "held-out": 1})
 RELEASED = Selection("OT", (8, 8), split=SPLIT, part="release")

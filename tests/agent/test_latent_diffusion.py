@@ -44,7 +44,6 @@ from agent.training.latent_diffusion import (
 )
 from agent.training.loop import Diverged, OtherRun, Progress, own_generator, seeded
 
-torch.set_num_threads(1)
 CONDITIONS = Conditions(("none", "edema", "edema+effusion"), ("image with {}", "{}"), 6)
 KNOWN = {nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding}
 ENGINES = {"chunked": chunked(4), "bookkept": bookkept(4), "best": best_engine("cpu")}

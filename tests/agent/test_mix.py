@@ -16,8 +16,6 @@ from agent.stages.gallery import Gallery, gallery_of
 from agent.stages.invert import fit_basis, invert
 from agent.stages.mix import Mixed, Mixing, Published, Setting, bounded, lowered, mix, mix_published, secret_weights
 
-torch.set_num_threads(1)
-
 DIGITS = (load_digits().images / 16).astype(np.float32)
 BASIS = fit_basis(DIGITS[-400:], 40, "public")
 

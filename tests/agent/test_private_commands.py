@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from agent import commands, evaluate_command, private_commands
@@ -44,7 +43,6 @@ from tests.support.private import SMALLEST, digest_of, public
 from tests.support.untouched import opened_once, untouched
 
 __all__ = ["typed"]  # a fixture
-torch.set_num_threads(1)
 PATIENTS = 200
 SMALL: dict[str, Any] = {
     "mechanism": "privimage",

@@ -329,7 +329,6 @@ _CHILD = """
 import sys
 from pathlib import Path
 import torch
-torch.set_num_threads(1)
 from agent.reproduce import ksalsa
 from agent.reproduce.datasets import aptos
 from tests.agent.test_reproduce import LONGER

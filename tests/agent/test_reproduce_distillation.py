@@ -110,13 +110,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tables(sources: Radiographs, folder: Path) -> dict[str, Table]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with working(sources, TINY, folder) as work:
         found = {name: TABLES[name](work) for name in ("distillation-table2", "distillation-fig2")}
         work.settings = replace(TINY, seeds=(0,))  # one seed is enough to see them run
         found |= {name: TABLES[name](work) for name in ("distillation-table1", "distillation-fig3")}
-    torch.set_num_threads(threads)
     return found
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from agent import reproduce_command
 from agent.__main__ import main
@@ -98,15 +97,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tables(small: Sources, folder: Path, told: list[str]) -> dict[str, Table]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agent.reproduce.private.calibrate", _quick)
         patch.setattr("agent.reproduce.private.tight_epsilon", lambda *_: 0.9991)
         found = {
             name: privimage.run(name, small, sources.fitted(TINY, small), folder, told.append) for name in TABLES
         }
-    torch.set_num_threads(threads)
     return found
 
 

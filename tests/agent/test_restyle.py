@@ -23,7 +23,6 @@ from agent.nets.stylegan import PRESETS, Architecture, Generator
 from agent.nets.weights import BadWeights, pack, unpack
 from agent.training.loop import seeded
 
-torch.set_num_threads(1)
 GREY = Architecture(16, 1, 16, 16, 2, 256, 16)
 COLOUR = GREY.with_channels(3)
 

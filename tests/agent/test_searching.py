@@ -26,7 +26,6 @@ from tests.agent.test_pipeline import Stage, stage
 from tests.support.networks import NEVER, codec, recogniser
 from tests.support.wards import Vault
 
-torch.set_num_threads(1)
 OT = Selection("OT", (32, 32))
 
 

@@ -28,7 +28,6 @@ from agent.training.semantics import (
     train_semantics,
 )
 
-torch.set_num_threads(1)
 DIGITS = load_digits()
 IMAGES = np.rint(DIGITS.images / 16 * 255).astype(np.uint8)
 LABELS = DIGITS.target.astype(np.int64)

@@ -21,7 +21,6 @@ from agent.nets.stable import NeedsStable, Schedule, part_of, schedule_of
 from agent.nets.weights import BadWeights
 from agent.training.loop import own_generator
 
-torch.set_num_threads(1)
 PARTS = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
 _SEEN: list[str] = []  # of the network, by the audit hook
 _WATCHING: list[bool] = []

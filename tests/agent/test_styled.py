@@ -19,7 +19,6 @@ from agent.stages.invert import Codec, invert
 from agent.stages.styled import StyledCodec, codec_from
 from agent.training.loop import seeded
 
-torch.set_num_threads(1)
 GREY = Architecture(16, 1, 16, 16, 2, 256, 16)
 PUBLIC = {name: Origin("public", "0" * 64) for name in ("encoder", "generator")}
 

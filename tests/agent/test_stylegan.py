@@ -26,7 +26,6 @@ from agent.nets.stylegan import (
 )
 from agent.training.loop import seeded
 
-torch.set_num_threads(1)
 SMALL = Architecture(16, 3, 12, 10, 2, 256, 24)
 
 

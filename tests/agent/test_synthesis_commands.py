@@ -60,7 +60,6 @@ from tests.support.federation import Federation, Site
 from tests.support.networks import codec, files, recogniser, recogniser_file
 from tests.support.untouched import opened_once, untouched
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
 
 
@@ -424,8 +423,8 @@ def test_a_training_that_was_killed_goes_on_and_ends_with_the_same_network(
     typed: Typed, eyes: Path, tmp_path: Path
 ) -> None:
     order = [str(word) for word in words("generator", eyes, tmp_path / "killed", "--steps", 16, "--json")]
-    child = "import sys, torch; torch.set_num_threads(1); from agent.__main__ import main; main(sys.argv[1:])"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    child = "import sys; from agent.__main__ import main; main(sys.argv[1:])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", child, *order], cwd=ROOT, env=environment)
     deadline = time.monotonic() + 120
     while not (tmp_path / "killed" / "checkpoint.safetensors").exists():

@@ -20,7 +20,6 @@ from agent.training.gan import GENERATOR, GanConfig, GanTrainer, auto, train_gen
 from agent.training.grids import grid, write_grid
 from agent.training.loop import CHECKPOINT, OtherRun
 
-torch.set_num_threads(1)
 MINI = Architecture(8, 1, 8, 8, 1, 64, 12)
 
 

@@ -15,7 +15,6 @@ from agent.nets.stylegan import Architecture, Generator
 from agent.training.inversion import InversionConfig, InversionTrainer, Losses, draw_codes, train_encoder
 from agent.training.loop import OtherRun, seeded
 
-torch.set_num_threads(1)
 SMALL = Architecture(16, 1, 16, 16, 2, 256, 16)
 SMALL_ENCODER = EncoderArchitecture(16, 1, SMALL.num_ws, 16, 16, (16, 24, 32), (1, 1, 1), 32)
 QUICK = InversionConfig(

@@ -33,7 +33,6 @@ from agent.training.loop import (
     write_whole,
 )
 
-torch.set_num_threads(1)
 RUN = "0" * 64
 CHILD = """
 import sys
@@ -42,7 +41,6 @@ from typing import Any
 import numpy as np, torch
 from agent.nets.stylegan import Architecture
 from agent.training.gan import GanConfig, train_generator
-torch.set_num_threads(1)
 images = np.load(sys.argv[1])
 config = GanConfig(Architecture(8, 1, 8, 8, 1, 64, 8), 10**6, 3, batch=4, r1_every=2, checkpoint_every=3, say_every=1)
 train_generator(images, config, Path(sys.argv[2]), lambda p: print(p.step, flush=True))

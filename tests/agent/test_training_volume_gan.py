@@ -49,7 +49,6 @@ from agent.training.volume_gan import (
 from tests.support import head_networks
 from tests.support.head_networks import KEPT, heads
 
-torch.set_num_threads(1)
 TINY = PRESETS["tiny16"]
 KEY = b"k" * 32
 

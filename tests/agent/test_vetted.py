@@ -46,7 +46,6 @@ from tests.support.demo_networks import KEPT
 from tests.support.verifiers import chests
 from tests.support.wards import Door, Vault
 
-torch.set_num_threads(1)
 SIDE, K, EVERYBODY = 32, 5, 44
 Pictures = NDArray[np.uint8]
 

@@ -43,7 +43,6 @@ from agent.nets.volume_gan import (
 from agent.nets.weights import BadWeights, pack
 from agent.training.loop import own_generator, seeded
 
-torch.set_num_threads(1)
 TINY = PRESETS["tiny16"]
 KEY, OTHER = b"k" * 32, b"o" * 32
 

@@ -39,14 +39,14 @@ def serving(home: list[str]) -> Iterator[None]:
     )
     try:
         assert process.stdout is not None
-        watchdog = threading.Timer(60, process.kill)
+        watchdog = threading.Timer(200, process.kill)
         watchdog.start()
         assert process.stdout.readline().startswith("serving")
         watchdog.cancel()
         yield
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(200) == 0
 
 
 def test_a_coordinator_keeps_its_ledger_in_postgresql(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,7 +280,6 @@ def test_a_torch_loader_trains_on_the_shards(pooled: World) -> None:
                 yield torch.from_numpy(decoded(s["png"]).astype(np.float32) / 255), int(s["cls"])
                 assert classes[json.loads(s["json"])["label"]] == int(s["cls"])
 
-    torch.set_num_threads(1)
     batches = list(torch.utils.data.DataLoader(Shards(), batch_size=8))
     assert [len(y) for _, y in batches] == [8, 8, 8, 7]
     assert batches[0][0].shape == (8, 12, 12)

@@ -112,11 +112,11 @@ def test_a_sites_certificate_is_no_operators(fed: Federation) -> None:
     with grpc.secure_channel(f"127.0.0.1:{fed.port}", chain) as channel:
         stub = GatewayStub(channel)
         for call in (
-            lambda: stub.Invite(pb.InviteRequest(site="x"), timeout=10),
-            lambda: stub.Revoke(pb.RevokeRequest(site="north", reason="left"), timeout=10),
-            lambda: stub.Plan(pb.LaunchRequest(run="r"), timeout=10),
-            lambda: stub.Stop(pb.RunRequest(run="r"), timeout=10),
-            lambda: list(stub.Launch(pb.LaunchRequest(run="r"), timeout=10)),
+            lambda: stub.Invite(pb.InviteRequest(site="x"), timeout=120),
+            lambda: stub.Revoke(pb.RevokeRequest(site="north", reason="left"), timeout=120),
+            lambda: stub.Plan(pb.LaunchRequest(run="r"), timeout=120),
+            lambda: stub.Stop(pb.RunRequest(run="r"), timeout=120),
+            lambda: list(stub.Launch(pb.LaunchRequest(run="r"), timeout=120)),
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 call()

@@ -185,8 +185,8 @@ def test_a_process_that_asks_for_memory_without_end_is_refused(probe: Probe) -> 
 def test_a_process_that_never_ends_is_killed(probe: Probe) -> None:
     assert probe("while True: pass", Limits(cpu_seconds=1, wall_seconds=120)).limit == "processor time"
     start = time.monotonic()
-    assert probe("time.sleep(60)", Limits(wall_seconds=1.5)).limit == "wall time"
-    assert time.monotonic() - start < 20
+    assert probe("time.sleep(250)", Limits(wall_seconds=1.5)).limit == "wall time"
+    assert time.monotonic() - start < 240  # before it would have ended by itself
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def test_three_real_agents_and_a_real_coordinator_make_two_secret_sums(
 @contextlib.contextmanager
 def running(package: str, home: Path, *words: str) -> Iterator[None]:
     """A command of the product as a process of its own, ended gently."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", package, "--home", str(home), *words]
     with (home / "process.out").open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

@@ -62,7 +62,7 @@ def rules(verdict: Verdict) -> list[str]:
 
 def knock(federation: Federation, credentials: grpc.ChannelCredentials) -> str:
     with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
-        reply = GatewayStub(channel).Hello(pb.HelloRequest(), timeout=20)
+        reply = GatewayStub(channel).Hello(pb.HelloRequest(), timeout=120)
         return str(reply.policy)
 
 
@@ -97,7 +97,7 @@ def test_no_client_certificate_no_conversation(federation: Federation) -> None:
 
 def test_plain_tcp_gets_nothing(federation: Federation) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{federation.port}") as channel, pytest.raises(grpc.RpcError):
-        GatewayStub(channel).Hello(pb.HelloRequest(), timeout=20)
+        GatewayStub(channel).Hello(pb.HelloRequest(), timeout=120)
 
 
 def test_a_certificate_of_another_ca_gets_nothing(federation: Federation) -> None:
@@ -142,7 +142,7 @@ def test_a_person_may_not_speak_as_an_agent_nor_an_agent_launch_runs(federation:
     credentials = Credentials(site.home.keys).channel_credentials()
     channel = grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials)
     with channel, pytest.raises(grpc.RpcError) as caught:
-        list(GatewayStub(channel).Launch(pb.LaunchRequest(run="x"), timeout=20))
+        list(GatewayStub(channel).Launch(pb.LaunchRequest(run="x"), timeout=120))
     assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
     assert "may not make this call" in caught.value.details()
     assert federation.findings() == [["wrong_role"]]

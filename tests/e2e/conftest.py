@@ -13,6 +13,7 @@ import pytest
 
 from deploy.demo.scene import Scale, Scene
 from tests.support.demo_networks import KEPT
+from tests.support.forked_scene import ForkedScene
 
 PATIENTS, ROUNDS = 60, 2
 NONET = Path(__file__).parent.parent / "support" / "nonet"
@@ -46,7 +47,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     root = tmp_path_factory.mktemp("scene")
     for name in ("out", "work"):
         (root / name).mkdir()
-    with Scene(root / "out", root / "work", Scale(30, 4)) as made:
+    with ForkedScene(root / "out", root / "work", Scale(30, 4)) as made:
         for step in (made.folders, made.found, made.enrol, made.ingest):
             step(lambda _text: None)
         yield made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from agent.phantoms import digits, scanners
 from deploy.demo.folder import public_basis
 from tests.e2e.test_demo import Scan
+from tests.support.command_server import python
 from tests.support.federation import Federation
 
 
@@ -26,7 +26,7 @@ def test_no_identity_is_in_any_grpc_message(tmp_path: Path) -> None:
         text = settings.read_text().replace("127.0.0.1:1", f"127.0.0.1:{federation.port}", 1)
         vouched = hashlib.sha256(basis).hexdigest()
         settings.write_text(text.replace("public_components = []", f'public_components = ["{vouched}"]'))
-        command = [sys.executable, "-m", "agent", "--home", str(tmp_path / "site-a")]
+        command = [python(), "-m", "agent", "--home", str(tmp_path / "site-a")]
         release = ["release", "ksame", "--basis", str(tmp_path / "basis.safetensors"), "--modality", "OT", "--k", "5"]
         for words in (["doctor"], ["ingest"], release):
             done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
@@ -49,7 +49,7 @@ def test_a_basis_that_the_site_does_not_vouch_for_is_private_and_not_priced(tmp_
         federation.join("site-a")
         settings = tmp_path / "site-a" / "site.toml"
         settings.write_text(settings.read_text().replace("127.0.0.1:1", f"127.0.0.1:{federation.port}", 1))
-        command = [sys.executable, "-m", "agent", "--home", str(tmp_path / "site-a")]
+        command = [python(), "-m", "agent", "--home", str(tmp_path / "site-a")]
         release = ["release", "ksame", "--basis", str(tmp_path / "basis.safetensors"), "--modality", "OT", "--k", "5"]
         subprocess.run([*command, "ingest"], check=True, capture_output=True)
         done = subprocess.run([*command, *release], capture_output=True, text=True, check=False)

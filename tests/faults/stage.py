@@ -25,7 +25,8 @@ import pytest
 
 from agent import __main__ as agent_commands
 from coordinator import __main__ as coordinator_commands
-from deploy.demo.scene import SITES, Scale, Scene
+from deploy.demo.scene import SITES, Scale
+from tests.support.forked_scene import ForkedScene
 from tests.support.ports import free_port
 from tests.support.tcp_proxy import wait_until
 
@@ -45,7 +46,7 @@ def build(folder: Path) -> Path:
     """Three enrolled sites with their cohorts, and a coordinator; nothing runs. Takes about half a minute."""
     (folder / "out").mkdir(parents=True)
     (folder / "work").mkdir()
-    with Scene(folder / "out", folder / "work", Scale(PATIENTS, ROUNDS)) as scene:
+    with ForkedScene(folder / "out", folder / "work", Scale(PATIENTS, ROUNDS)) as scene:
         for step in (scene.folders, scene.found, scene.enrol, scene.ingest):
             step(lambda _text: None)
         # Little noise is needed of a job whose accuracy nobody looks at: three steps a round, so that many runs fit.

@@ -70,7 +70,7 @@ def called(port: int, own: tuple[bytes, bytes], root: bytes = ROOT[1]) -> bytes:
     options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(root, *own), options) as channel:
         try:
-            return bytes(channel.unary_unary("/any/thing")(b"", timeout=20))
+            return bytes(channel.unary_unary("/any/thing")(b"", timeout=120))
         except grpc.RpcError as error:
             return b"" if error.code() is grpc.StatusCode.UNAVAILABLE else b"another failure"
 

@@ -59,7 +59,6 @@ FAULTS = ("none", "through", "patients", "weights", "dies")
 
 def part(rank: int, folder: Path) -> None:
     """Train as process ``rank`` of two, once with each of the faults, which the second one has."""
-    torch.set_num_threads(1)
     join(rank, WORLD, f"file://{folder}/meet", patience=60.0)
     for fault in FAULTS:
         at_fault = fault if rank == 1 else ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -16,10 +14,9 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.hazmat.primitives.serialization.pkcs12 import load_pkcs12
 
-import agent.__main__
-import coordinator.__main__
-from deploy.demo.scene import PERSONS, SITES, DemoFailed, Scale, Scene
+from deploy.demo.scene import PERSONS, SITES, Scale
 from protos.keyfile import write_private
+from tests.support.forked_scene import ForkedScene
 from tests.support.ports import free_port
 
 ROLES = {
@@ -34,26 +31,11 @@ REVIEWED = "site-c"  # where persons look at everything before it leaves; it has
 PATIENTS, ROUNDS = 60, 2
 
 
-MAINS = {"agent": agent.__main__.main, "coordinator": coordinator.__main__.main}
-
-
 @dataclass(slots=True, eq=False)
-class Stage(Scene):
+class Stage(ForkedScene):
     """The scene of the demo, as far as people need it who look at it with a browser."""
 
     ports: dict[str, int] = field(default_factory=dict)
-
-    def run(self, command: list[str], may_refuse: bool = False) -> str:
-        """As the demo types it; what only reads or writes a few files runs in this process, which is imported."""
-        program, words = command[2], command[3:]
-        if program not in MAINS or not {"ledger", "login"} & set(words[:3]):
-            return super(Stage, self).run(command, may_refuse)
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = MAINS[program](words)
-        if status != 0:
-            raise DemoFailed(f"{' '.join(command[2:])}: exit {status}\n{said.getvalue()}")
-        return said.getvalue()
 
     def consoles(self, say: Any) -> None:
         """Before anything serves: who is who, who may come in, and where the consoles listen."""

@@ -189,7 +189,7 @@ class TcpProxy(Loop):
             sink.write_eof()
 
 
-def wait_until(seen: Callable[[], bool], seconds: float = 30.0) -> bool:
+def wait_until(seen: Callable[[], bool], seconds: float = 200.0) -> bool:
     """Whether something came true in time."""
     end = time.monotonic() + seconds
     while not seen():

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from agent.edges.tasks import Answer, Declined, Task
 from agent.masked import Sum
@@ -30,7 +29,6 @@ from tests.support.books import Clock, Hospital
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.grids import goods
 
-torch.set_num_threads(1)  # the models are tiny, and threads only wait for each other
 SHAPE = (8, 8)
 
 

@@ -194,18 +194,18 @@ def test_one_errand_at_a_time_and_its_fault_is_told_without_its_text() -> None:
     gate, errand = threading.Event(), Errand()
 
     def act(progress: object) -> str:
-        gate.wait(5)
+        gate.wait(200)
         raise RuntimeError("patient DOE^JOHN")
 
     assert errand.begin("intake", "reading", act, sentence)
     assert not errand.begin("intake", "another", act, sentence)
     assert not errand.told().over
     gate.set()
-    assert errand.wait(5)
+    assert errand.wait(200)
     assert errand.told().failed
     assert "DOE" not in errand.told().result
     assert errand.begin("intake", "another", lambda _: "done", sentence)
-    assert errand.wait(5)
+    assert errand.wait(200)
     assert errand.told().result == "done"
 
 

@@ -148,7 +148,7 @@ class Talk:
             units.append(one)
             if one[0] in (3, 6, 7):
                 self.near.shutdown(socket.SHUT_WR)
-        self.thread.join(20)
+        self.thread.join(200)
         assert not self.thread.is_alive()
         return units
 
@@ -406,7 +406,7 @@ def test_what_all_associations_hold_together_is_bounded_and_given_back(tmp_path)
     assert other.say(store(bytes(20_000))).status() == 0xA700
     assert other.tally.counts()["refused_memory"] == 1
     talk.near.close()
-    talk.thread.join(20)
+    talk.thread.join(200)
     assert other.say(store(bytes(90_000))).status() == 0
 
 
@@ -490,7 +490,6 @@ def test_who_sends_a_byte_now_and_then_is_cut_at_the_deadline(tmp_path):
         talk = Talk(tmp_path, ours=quick).say(before)
         if before:
             talk.hear()
-        began = time.monotonic()
         for byte in slow:
             try:
                 talk.say(bytes([byte]))
@@ -499,7 +498,8 @@ def test_who_sends_a_byte_now_and_then_is_cut_at_the_deadline(tmp_path):
             if not talk.thread.is_alive() or "too_slow" in talk.tally.counts():
                 break
             time.sleep(0.1)
-        assert time.monotonic() - began < 15  # in all it would take twenty
+        else:
+            pytest.fail("it was heard to its last byte")
         assert talk.rest()[-1][0] == 7
         assert talk.tally.counts()["too_slow"] == 1
 
@@ -544,7 +544,7 @@ def test_whatever_bytes_come_the_association_ends_cleanly(tmp_path, data):
     talk.say(bytes(raw))
     talk.near.shutdown(socket.SHUT_WR)
     units = [one for one in iter(talk.hear, None)]
-    talk.thread.join(20)
+    talk.thread.join(200)
     assert not talk.thread.is_alive()
     assert talk.error is None
     assert {kind for kind, _ in units} <= {2, 3, 4, 6, 7}

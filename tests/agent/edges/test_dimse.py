@@ -501,7 +501,7 @@ def test_stopping_ends_idle_associations_and_closes_the_port(tmp_path):
     association = sender.associate("127.0.0.1", listener.port, ae_title="LAZARET")
     began = time.monotonic()
     listener.stop()
-    assert time.monotonic() - began < 30  # and not after the 120 s of an idle association
+    assert time.monotonic() - began < 100  # and not after the 120 s of an idle association
     wait(lambda: association.is_aborted)
     assert listener.counts()["stopped"] == 1
     with pytest.raises(ListenerFailed):

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from agent.edges import distill
@@ -41,7 +40,6 @@ from tests.agent.edges.test_synthesis import changed, toml
 from tests.support.distilling import CONDITIONS, SIDE, network_files, public_pictures
 from tests.support.private import digest_of
 
-torch.set_num_threads(1)
 DOCS = Path(__file__).parents[3] / "deploy" / "docs"
 SMALL: Mapping[str, Any] = {
     "mechanism": "distill",

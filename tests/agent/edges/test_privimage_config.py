@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from agent.edges import centroids, privimage
@@ -37,7 +36,6 @@ from policies.claims import Composed, GaussianQuery, SubsampledGaussian
 from tests.agent.edges.test_synthesis import changed, toml
 from tests.support.private import digest_of, public
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "deploy" / "docs" / "privimage.example.toml"
 WRITTEN: Mapping[str, Any] = {

@@ -44,7 +44,6 @@ from tests.agent.test_pipeline import stage
 from tests.support.distilling import verifier_file
 from tests.support.networks import files, recogniser_file
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "deploy" / "docs"
 
@@ -184,6 +183,18 @@ def test_the_mixing_takes_its_k_from_the_clusters(tmp_path: Path) -> None:
 
 
 # -- what is refused
+
+
+@pytest.mark.parametrize("document", [KSALSA, ANONFACES], ids=["ksalsa", "anonfaces"])
+def test_a_mistake_in_a_table_is_told_before_a_network_is_looked_for(
+    tmp_path: Path, document: Mapping[str, Any]
+) -> None:
+    (tmp_path / "release.toml").write_text(toml(changed(document, clusters={"k": 1})))
+    with pytest.raises(BadSite, match=r"clusters"):  # and not BadWeights: there is no network here
+        read_synthesis(tmp_path / "release.toml", "", frozenset())
+    (tmp_path / "release.toml").write_text(toml(document))
+    with pytest.raises(BadWeights):
+        read_synthesis(tmp_path / "release.toml", "", frozenset())
 
 
 def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:

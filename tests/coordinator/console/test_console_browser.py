@@ -61,7 +61,7 @@ def test_persons_ask_approve_and_launch_with_nothing_but_a_browser(
             rita.axe()
             rita.screenshot("coordinator-forecast")
             press(rita, "Launch it at this price")
-            rita.page.get_by_text("finished", exact=True).wait_for(timeout=30_000)  # by itself, without a reload
+            rita.page.get_by_text("finished", exact=True).wait_for(timeout=200_000)  # by itself, without a reload
             rita.screenshot("coordinator-run-over")
         for name in ("dora", "hugo"):
             with chrome.visitor(served.base, *served.login(name), width=360) as approver:

@@ -102,8 +102,8 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         config=json.dumps(config).encode(),
         min_sites=command["min_sites"],
         least_grants=command["min_sites"],
-        round_timeout_s=command.get("round_timeout_s", 30.0),
-        node_wait_s=command.get("node_wait_s", 20.0),
+        round_timeout_s=command.get("round_timeout_s", 120.0),
+        node_wait_s=command.get("node_wait_s", 100.0),
     )
     gate, events, times = Gate(plan.run, config), [], []
     nested: list[str] = []
@@ -217,7 +217,7 @@ def secure(host: FlowerHost, command: dict[str, Any]) -> str:
         order = {wire.RUN: "masked", wire.ROUND: 0, wire.CONFIG: b"{}", wire.STEP: command["step"]}
         payload = Array(np.frombuffer(bytes.fromhex(command["payload"]), np.uint8))
         content = RecordDict({wire.ORDER: ConfigRecord(order), wire.PAYLOAD: ArrayRecord({wire.DATA: payload})})
-        (reply,) = grid.send_and_receive([Message(content, node, wire.SECURE)], timeout=20.0)
+        (reply,) = grid.send_and_receive([Message(content, node, wire.SECURE)], timeout=120.0)
         grid.end("completed")
         if reply.has_error():
             return f"code {reply.error.code}"
