@@ -3,9 +3,9 @@
 A process imports what it needs, is handed its descriptors, calls :func:`confine`, and only then reads what a stranger
 sent. Landlock (landlock(7), by its ABI 1 to 7) closes every file but those of the interpreter and, for receivers, one
 spool folder; from ABI 4 on it closes TCP, from 6 on signals and abstract sockets. It stops neither UDP nor Unix
-sockets by path, so the filter (seccomp(2)) admits no ``socket`` and no ``connect`` at all. The filter is a list of
-what is allowed: a call that nobody thought of, or that a newer kernel brings, fails. Calls of another architecture and
-of the x32 ABI kill.
+sockets by path, so the filter (seccomp(2)) admits no ``socket`` and no ``connect`` at all. The filter lists what is
+allowed: a call that nobody thought of, or that a newer kernel brings, fails. Calls of another architecture and of the
+x32 ABI kill.
 
 Numbers of calls are of x86-64 and of aarch64. The latter were compared with the kernel's headers and never run.
 """
@@ -142,8 +142,8 @@ class _Program(ctypes.Structure):
 def interpreter() -> tuple[str, ...]:
     """The files and folders that Python needs for what it has not imported yet.
 
-    Of the folder in which this package lies, only the packages are given, unless it is one of installed packages: in a
-    clone of the sources anything may lie beside them.
+    Of the folder in which this package lies, only the packages are given, unless it is one of installed packages: in
+    a clone of the sources anything may lie beside them.
     """
     own = Path(__file__).resolve().parents[2]
     found = [f"{own}/{name}" for name in ("agent", "coordinator", "policies", "protos")]
@@ -187,10 +187,12 @@ def confine(
         else:
             missing.append("seccomp")
     except (OSError, ValueError) as error:
-        raise ConfinementError(f"it cannot be confined: {type(error).__name__} {getattr(error, 'errno', '')}") from None
+        number = getattr(error, "errno", None)
+        why = errno.errorcode.get(number, type(error).__name__) if number else type(error).__name__
+        raise ConfinementError(f"this process cannot be confined: {why}") from None
     if missing and demand == REQUIRED:
         raise ConfinementError(
-            f"this kernel has no {' and no '.join(missing)}, which `confinement = \"required\"` demands: "
+            f'this kernel has no {" and no ".join(missing)}, which `confinement = "required"` demands: '
             'boot a kernel that has it (lsm=landlock,…), or set "available"'
         )
     return tuple(bound)
@@ -310,8 +312,8 @@ def _seccomp(libc: ctypes.CDLL, calls: Sequence[str]) -> bool:
 def filter_program(column: int, audit: int, calls: Sequence[str]) -> bytes:
     """A classic BPF program over ``struct seccomp_data``.
 
-    Another architecture's calls kill, and those of x32; unlisted ones fail with EPERM, ``clone3`` and such as are newer
-    than this list with ENOSYS, so that the C library goes on without them.
+    Another architecture's calls kill, and those of x32; unlisted ones fail with EPERM, ``clone3`` and such as are
+    newer than this list with ENOSYS, so that the C library goes on without them.
 
     Args:
         column: of CALLS.
@@ -352,7 +354,7 @@ def _only(only: Only) -> list[tuple[int, int, int, int]]:
 
 
 def serve(work: Callable[[Opened, dict[str, Any]], dict[str, Any]]) -> None:
-    """The life of a process that looks at one open file: a request on standard input, the limits, the work, an answer.
+    """The life of a process that looks at one open file: a request on standard input, the work, one line of answer.
 
     The request is a JSON object with ``descriptor`` (the open file), ``memory`` (bytes), ``cpu`` (seconds) and
     whatever else the work reads. The answer is the work's, or ``limit``: "memory", or "confinement" when a layer

@@ -228,15 +228,17 @@ def test_a_worker_whose_processor_time_is_used_up_is_replaced_and_no_file_is_los
 
 
 GOOD_REPLY: dict[str, object] = {
-    **{"name": HEX, "pseudonym": HEX, "study": HEX, "modality": "MR", "kind": "image", "face": True, "text": False},
-    **{"height": 1, "width": 2, "channels": 1, "series": HEX, "body_part": "HEAD"},
+    **{"modality": "MR", "kind": "image", "face": True, "text": False},
+    **{"height": 1, "width": 2, "channels": 1, "body_part": "HEAD"},
 }
+NAMES = dict.fromkeys(("name", "pseudonym", "study", "series"), HEX)
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"name": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
+        ({"modality": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
+        ({"kind": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
         ({"width": 3}, [b"\0" * 8, b"x", b"[]"]),
         ({"channels": 3}, [b"\0" * 8, b"x", b"[]"]),
         ({"channels": 2, "width": 1}, [b"\0" * 8, b"x", b"[]"]),
@@ -251,14 +253,14 @@ GOOD_REPLY: dict[str, object] = {
 def test_an_answer_of_a_worker_that_was_taken_over_is_not_believed(
     changes: dict[str, object], parts: list[bytes]
 ) -> None:
-    assert _record(dict(GOOD_REPLY), [b"\0" * 8, b"x", b"[]"], HEX).face
+    assert _record(dict(GOOD_REPLY), [b"\0" * 8, b"x", b"[]"], HEX, NAMES).face
     with pytest.raises((ValueError, KeyError)):
-        _record({**GOOD_REPLY, **changes}, parts, HEX)
+        _record({**GOOD_REPLY, **changes}, parts, HEX, NAMES)
 
 
 def test_a_reason_that_a_worker_made_up_becomes_parser_stopped() -> None:
     with pytest.raises(Refused, match="parser_stopped"):
-        _record({"code": "patient John Smith"}, [], HEX)
+        _record({"code": "patient John Smith"}, [], HEX, NAMES)
 
 
 def _changed(**changes: object) -> bytes:
