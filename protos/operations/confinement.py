@@ -71,7 +71,8 @@ CALLS: Final[Mapping[str, tuple[int | None, int | None]]] = {
     "geteuid": (107, 175), "getgid": (104, 176), "getpeername": (52, 205), "getpid": (39, 172),
     "getppid": (110, 173), "getrandom": (318, 278), "getrusage": (98, 165), "getsockname": (51, 204),
     "getsockopt": (55, 209), "gettid": (186, 178), "gettimeofday": (96, 169), "getuid": (102, 174),
-    "ioctl": (16, 29), "link": (86, None), "linkat": (265, 37), "lseek": (8, 62), "lstat": (6, None),
+    "ioctl": (16, 29), "link": (86, None), "linkat": (265, 37), "listen": (50, 201),
+    "lseek": (8, 62), "lstat": (6, None),
     "madvise": (28, 233), "membarrier": (324, 283), "mmap": (9, 222), "mprotect": (10, 226), "mremap": (25, 216),
     "munmap": (11, 215), "nanosleep": (35, 101), "newfstatat": (262, 79), "openat": (257, 56), "pipe2": (293, 59),
     "poll": (7, None), "ppoll": (271, 73), "prctl": (157, 167), "pread64": (17, 67), "prlimit64": (302, 261),
@@ -105,9 +106,10 @@ CONVERSING: Final = (
     *INTERPRETER, "recvfrom", "recvmsg", "sendto", "sendmsg", "shutdown", "getsockopt", "setsockopt", "getsockname",
     "getpeername", "pipe2", "eventfd2", "epoll_create1", "epoll_ctl", "epoll_wait", "epoll_pwait",
 )  # fmt: skip
-# And a spool to write into, and a socket that listens already: the receivers.
+# And a spool to write into, and a socket that is bound to its port already: the receivers.
 RECEIVING: Final = (
-    *CONVERSING, "accept4", "socketpair", "link", "linkat", "unlink", "unlinkat", "fsync", "fdatasync", "statfs",
+    *CONVERSING, "accept4", "listen", "socketpair", "link", "linkat", "unlink", "unlinkat", "fsync", "fdatasync",
+    "statfs",
 )  # fmt: skip
 
 
