@@ -195,7 +195,7 @@ def confine(
     if missing and demand == REQUIRED:
         raise ConfinementError(
             f'this kernel has no {" and no ".join(missing)}, which `confinement = "required"` demands: '
-            'boot a kernel that has it (lsm=landlock,…), or set "available"'
+            'boot a kernel that has it (lsm=landlock,...), or set "available"'
         )
     return tuple(bound)
 
