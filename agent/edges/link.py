@@ -2,8 +2,8 @@
 
 The child parses what the coordinator sends, and decides on run, message type and bundle before anything is
 downloaded. It has no vault, no ledger, no key, no torch and no network, and is confined
-(protos/operations/confinement.py) before it hears a word. The parent makes its calls (protos/operations/http_relay.py)
-at one method of the coordinator's one port, and signs them with the node's key. It gets tasks as frames
+(protos/operations/confinement.py) before it hears a word. The parent makes its calls at one method of the
+coordinator's one port (protos/operations/http_relay.py), and signs them with the node's key. It gets tasks as frames
 (agent/edges/tasks.py), checks every field of them again, and answers. Whoever takes the child over can speak as this
 site's node, and do nothing else.
 

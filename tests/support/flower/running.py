@@ -15,4 +15,4 @@ guard(Path(os.environ["FLWR_HOME"]).parent / "network.txt")
 from coordinator.edges.running import main
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(*map(int, sys.argv[1:])))
