@@ -401,3 +401,45 @@ def confine_to_descriptors(memory_bytes: int, cpu_seconds: int) -> tuple[str, ..
         resource.RLIMIT_CPU: (cpu_seconds, cpu_seconds + 1),
     }
     return (*bound, *confine(Allowed(ARITHMETIC), limits=limits), "limits")
+
+
+# ------------------------------------------------------------------ what a doctor asks
+
+
+def main(demand: str = AVAILABLE) -> None:
+    """Confine this process as the reader of DICOM is, try what must not be possible, and print both as JSON.
+
+    ``bound``: the layers that are in force; ``reached``: what was possible nevertheless; ``fault`` instead of both.
+    """
+    try:
+        told: dict[str, Any] = {"bound": confine(Allowed(INTERPRETER, interpreter()), demand)}
+    except ConfinementError as fault:
+        told = {"fault": str(fault)}
+    else:
+        told["reached"] = [what for what, reach in _FORBIDDEN.items() if _reaches(reach)]
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+
+
+_FORBIDDEN: Final[Mapping[str, Callable[[], object]]] = {
+    "files": lambda: os.open("/proc/self/status", os.O_RDONLY),
+    "network": lambda: socket.socket(socket.AF_INET),
+    "processes": _fork,
+}
+
+
+def _reaches(reach: Callable[[], object]) -> bool:
+    try:
+        reach()
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
