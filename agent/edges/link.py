@@ -290,6 +290,7 @@ class _Child:
                 pass_fds=[theirs.fileno(), calls.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a traceback may quote what came over the wire
             )
         self.pipe = Connection(ours.detach())
         self._relay = Relay(relay, client, wire.FLEET_BODY, key.proof)
