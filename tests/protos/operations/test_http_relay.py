@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -87,14 +88,10 @@ def pair(server: Server) -> Iterator[Pair]:
 
 
 def test_a_call_arrives_with_its_proof_and_its_answer_comes_back(pair: Pair, server: Server) -> None:
-    answer = pair.client.post(
-        "http://anybody/v1/pull", content=b"abc", headers={"content-type": "text/x", "x-more": "1"}
-    )
-    assert (answer.status_code, answer.content, answer.headers["content-type"]) == (
-        200,
-        b"cba",
-        "application/protobuf",
-    )
+    said = {"content-type": "text/x", "x-more": "1"}
+    answer = pair.client.post("http://anybody/v1/pull", content=b"abc", headers=said)
+    assert (answer.status_code, answer.content) == (200, b"cba")
+    assert answer.headers["content-type"] == "application/protobuf"
     path, headers, body = server.heard[0]
     assert (path, body) == ("/v1/pull", b"abc")
     assert headers["host"] == server.address.removeprefix("http://")
@@ -179,5 +176,6 @@ def test_what_is_no_call_ends_the_relay_and_reaches_nobody(pair: Pair, server: S
     pair.end.sendall(said)
     pair.end.shutdown(socket.SHUT_WR)
     pair.end.settimeout(60)
-    assert pair.end.recv(16) == b""
+    with contextlib.suppress(ConnectionResetError):  # what it said was not read to its end
+        assert pair.end.recv(16) == b""
     assert server.heard == []
