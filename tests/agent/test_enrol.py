@@ -526,8 +526,17 @@ def test_a_site_without_a_certificate_is_told_what_to_do(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "line",
-    ['proxy = "nowhere"', "proxy = 1", 'proxy = "a:99999"', 'partners = ["x"]', "least_partners = 0", "other = 1"]
-    + ['confinement = "none"', "confinement = true"],
+    [
+        *(
+            'proxy = "nowhere"',
+            "proxy = 1",
+            'proxy = "a:99999"',
+            'partners = ["x"]',
+            "least_partners = 0",
+            "other = 1",
+        ),
+        *('confinement = "none"', "confinement = true"),
+    ],
 )
 def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
     with pytest.raises(BadSite, match=line.partition(" ")[0]):

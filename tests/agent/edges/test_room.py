@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent.deidentify.reasons import REASONS
 from agent.edges.quarantine import Entry, Quarantine
-from agent.edges.room import ROADS, Arrival, Room, RoomError, Taken, room_key
+from agent.edges.room import ROADS, Arrival, Deposit, Room, RoomError, Taken, room_key
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 DOE = Arrival("dimse", "PACS", b"Doe^Jane" * 100, patient_id="P-4711", instance="1.2.3")
@@ -78,6 +78,57 @@ def test_a_cut_a_renamed_and_another_keys_file_are_not_opened(tmp_path):
         room.open("0" * 32)
     with pytest.raises(ValueError, match="not a name"):
         room.open("../" + name)
+
+
+def test_a_receiver_seals_for_the_room_and_opens_only_what_it_sealed_itself(tmp_path):
+    room = Room(tmp_path / "room", KEY)
+    mine, others = (Room(room.folder, Deposit.of(room.deposit().words())) for _ in range(2))
+    waiting, sent, theirs = (
+        room.put(DOE),
+        mine.put(replace(DOE, instance="1.2.4")),
+        others.put(replace(DOE, instance="9")),
+    )
+    assert room.open(sent) == replace(DOE, instance="1.2.4")
+    assert mine.open(sent).body == DOE.body
+    for name in (waiting, theirs):
+        with pytest.raises(RoomError):
+            mine.open(name)
+    with pytest.raises(ValueError, match="no room"):
+        mine.deposit()
+    deposit = room.deposit()
+    assert KEY not in deposit.key + deposit.sealed + deposit.names
+    assert "key" not in repr(deposit)
+    with pytest.raises(InvalidTag):
+        AESGCM(deposit.key).decrypt(deposit.sealed[:12], deposit.sealed[12:], b"deposit")
+    with pytest.raises(RoomError):
+        Room(room.folder, OTHER).open(sent)
+
+
+def test_an_instance_waits_once_whichever_receiver_it_came_to(tmp_path):
+    room = Room(tmp_path / "room", KEY)
+    first, second = (Room(room.folder, room.deposit()) for _ in range(2))
+    name = first.put(DOE)
+    assert second.put(DOE) == name
+    assert second.put(replace(DOE, body=b"another")) != name
+    assert first.holds("1.2.3", [("dimse", "PACS")])
+    assert len(room.names()) == 2
+
+
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+def test_a_changed_file_of_a_receiver_is_never_opened(tmp_path, at, bit):
+    room = Room(tmp_path / "room", KEY, durable=False)
+    name = Room(room.folder, room.deposit(), durable=False).put(DOE)
+    raw = bytearray((room.folder / name).read_bytes())
+    raw[int(at * len(raw))] ^= 1 << bit
+    (room.folder / name).write_bytes(raw)
+    with pytest.raises(RoomError):
+        room.open(name)
+    for cut in (b"", bytes(raw[:7]), bytes(raw[:60]), bytes(raw[:120]), bytes(raw[:-1])):
+        (room.folder / name).write_bytes(cut)
+        with pytest.raises(RoomError):
+            room.open(name)
+    room.remove(name)
 
 
 def test_names_are_in_the_order_of_arrival(tmp_path):
