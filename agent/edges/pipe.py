@@ -34,7 +34,11 @@ def send(stream: IO[bytes], head: dict[str, Any], parts: Sequence[Part] = ()) ->
 
 def receive(stream: IO[bytes], max_bytes: int) -> tuple[dict[str, Any], list[bytes]]:
     """One message. Raises: EOFError at the end of the stream, ValueError when it is not a message."""
-    head = json.loads(_exactly(stream, size(struct.unpack(">I", _exactly(stream, 4))[0], _MAX_HEAD)))
+    told = _exactly(stream, size(struct.unpack(">I", _exactly(stream, 4))[0], _MAX_HEAD))
+    try:
+        head = json.loads(told)
+    except RecursionError:
+        raise ValueError("not a message") from None
     if not isinstance(head, dict) or not isinstance(head.get("parts"), list) or len(head["parts"]) > _MAX_PARTS:
         raise ValueError("not a message")
     return head, [_exactly(stream, size(n, max_bytes)) for n in head.pop("parts")]

@@ -237,7 +237,7 @@ class Reader:
             if reply.pop("spent", False) is not False:
                 self.close()
             return made(reply, parts)
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
+        except (OSError, EOFError, ValueError, LookupError, TypeError):
             self.close()
             raise Refused("parser_stopped") from None
 

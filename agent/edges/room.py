@@ -32,6 +32,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 Road = Literal["dimse", "pull", "wado", "stow", "folder"]
 ROADS: Final = frozenset(get_args(Road))
+_RECEIVED: Final = ("dimse", "stow")  # by which receivers of our own take in
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
 _HEAD: Final = struct.Struct(">4sI")  # magic and format, length of the sealed head
 _MAGIC: Final = b"LZR1"
@@ -182,7 +183,13 @@ class Sealer:
         _, length = _HEAD.unpack_from(raw)
         key, start = self._key_of(raw)
         end = start + length
-        return json.loads(self._unbox(name + "/head", raw[start:end], key)), end
+        try:
+            told = json.loads(self._unbox(name + "/head", raw[start:end], key))
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, dict) or (raw.startswith(_DEPOSITED) and not _may_say(told)):
+            raise RoomError("a waiting file says of itself what no receiver knows")
+        return told, end
 
     def _key_of(self, raw: bytes) -> tuple[AESGCM, int]:
         """With what a file is sealed, and where its boxes begin. A receiver has its own key alone."""
@@ -192,6 +199,16 @@ class Sealer:
         if self._sealed:
             return self._aead, start
         return AESGCM(self._unbox("deposit", sealed)), start
+
+
+def _may_say(told: dict[str, Any]) -> bool:
+    """Is this the head of a receiver's file? One that was taken over may write anything, and knows no label or id."""
+    named = {f.name for f in fields(Arrival) if f.name != "body"} | {"digest"}
+    if told.keys() != named | {"received"}:
+        return False
+    texts = {key: told[key] for key in named}
+    given = any(texts[key] for key in ("patient_id", "issuer", "label", "digest"))
+    return all(type(v) is str for v in texts.values()) and texts["road"] in _RECEIVED and not given
 
 
 class Room:

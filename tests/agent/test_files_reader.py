@@ -347,6 +347,27 @@ def test_whose_a_record_is_is_not_the_workers_to_say() -> None:
     assert record.name == TWO_KEYS.mac("instance", b"1.2")
 
 
+@pytest.mark.parametrize(
+    "answer", [b'{"parts": [' + b"[" * 100_000, b'{"parts": [0]}', b"7", b'{"parts": [], "code": []}']
+)
+def test_an_answer_without_the_parts_of_one_is_a_stopped_parser(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = tmp_path / "hook"
+    home = str(Path(__file__).resolve().parents[2])
+    hook.write_text(
+        f"#!{sys.executable}\nimport sys, time\nsys.path.insert(0, {home!r})\nfrom agent.edges import pipe\n"
+        "source, sink = sys.stdin.buffer, sys.stdout.buffer\npipe.receive(source, 0)\n"
+        'pipe.send(sink, {"ready": True})\npipe.receive(source, 1 << 20)\n'
+        f"sink.write(({len(answer)}).to_bytes(4, 'big') + {answer!r})\nsink.flush()\ntime.sleep(600)\n"
+    )
+    hook.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hook))
+    for data in (b"any", bytes.fromhex("5c010000") + bytes(344) + b"n+1\0"):  # and one that may be NIfTI
+        with Reader(RULES, TWO_KEYS, Limits()) as reader, pytest.raises(Refused, match="parser_stopped"):
+            reader.read(data, HEX, "P-4711")
+
+
 def test_a_key_and_somebody_to_ask_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="names are asked for"):
         Deidentifier(b"\7" * 32, names=lambda *_: HEX)
