@@ -71,6 +71,7 @@ _CHANNELS: Final[dict[int, tuple[int, ...]]] = {1: (), 3: (3,)}  # grey or colou
 _LEAST_ROOM: Final = 64 * 2**20  # bytes that a worker must be able to allocate to be of any use
 _ONE_EACH: Final = ("patient", "instance", "study", "series")  # names of which a file has one
 _MANY: Final = ("uid", "id")
+_KNOWN: Final = 10_000  # names that a worker remembers
 _UTF8: Final = 4  # an identifier may be longer in UTF-8 than in the file's own character set
 
 
@@ -89,6 +90,7 @@ class Limits:
 
 
 USUAL_LIMITS: Final = Limits()
+Asked = tuple[str, str, tuple[bytes, ...]]  # key, purpose, parts
 T = TypeVar("T")
 
 
@@ -448,12 +450,12 @@ def _answer(data: bytes, told: dict[str, Any], rules: Rules, who: Deidentifier) 
 def _asked(
     source: IO[bytes],
     sink: IO[bytes],
-    known: dict[tuple[str, str, tuple[bytes, ...]], str],
+    known: dict[Asked, str],
     key: str,
     purpose: str,
     parts: tuple[bytes, ...],
 ) -> str:
-    """A keyed name, from the side that has the keys; ``known``: those of this file that were asked for before."""
+    """A keyed name, from the side that has the keys; ``known``: those that were asked for before."""
     if (key, purpose, parts) not in known:
         send(sink, {"key": key, "purpose": purpose}, parts)
         reply, _ = receive(source, 0)
@@ -483,13 +485,16 @@ def main() -> None:
         send(sink, {"fault": str(fault)})
         return
     send(sink, {"ready": True})
+    known: dict[Asked, str] = {}
     while True:
         try:
             head, (data,) = receive(source, rules.max_bytes)
         except EOFError:
             return
         allow_cpu(seconds)
-        who = Deidentifier(b"", setup["issuer"], profile, names=partial(_asked, source, sink, {}))
+        # ids of a series are those of its next file too; whose a file is and what it is called, each file asks anew
+        known = {asked: name for asked, name in known.items() if asked[1] in _MANY} if len(known) < _KNOWN else {}
+        who = Deidentifier(b"", setup["issuer"], profile, names=partial(_asked, source, sink, known))
         reply, parts = _answer(data, head, rules, who)
         send(sink, {**reply, "spent": True} if spent(seconds) else reply, parts)
 
