@@ -365,8 +365,9 @@ def _take_part(desk: Desk, modality: str, stop: threading.Event) -> int:
     except Unreachable as error:  # it may come back; until then nothing is asked of it
         ERR.print(f"not yet: {error}", markup=False)
     close_interrupted(desk)
-    keys = desk.home.keys
-    link = Link(LinkConfig(desk.settings.coordinator, keys, keys / "node.key", desk.settings.proxy))
+    keys, settings = desk.home.keys, desk.settings
+    way = LinkConfig(settings.coordinator, keys, keys / "node.key", settings.proxy, demand=settings.confinement)
+    link = Link(way)
     participant = Participant(desk.site, modality, SystemEntropy())
     if participant.resume():
         desk.log.info("run_resumed", run=participant.run)

@@ -189,7 +189,7 @@ def _print_ingest(report: IngestReport, as_lines: bool, more: Mapping[str, Any] 
 def what_if(arguments: argparse.Namespace) -> int:
     """What would be done to files, and why, without doing it; no value of theirs is shown. Exit 1: one is refused."""
     told = []
-    with open_way(Home(arguments.home), arguments.project) as way, Reader(way.ingestion.rules, way.who) as reader:
+    with open_way(Home(arguments.home), arguments.project) as way, way.reader() as reader:
         for path in arguments.files:
             told.append(_would(way, reader, path, arguments.patient_list))
     if arguments.json:

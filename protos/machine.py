@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,12 +19,16 @@ import apsw
 
 from protos import quiet
 from protos.doctor import Finding, failed, noted, passed
+from protos.operations.confinement import DEMANDED, REQUIRED
 
 _SQLITE: Final = (3, 51, 3)  # older ones may lose a commit when a write-ahead log is reset
 _FLOWER: Final = "1.41.0"  # whose switches protos.quiet knows
 _TIME_ERROR: Final = 5  # of adjtimex(2): the clock is not synchronised
 _GIB: Final = 2**30
 _MODULE: Final = Path("/proc/driver/nvidia/version")
+CONFINED: Final = "what reads foreign bytes is confined"
+_PATIENCE_S: Final = 60.0
+_UNCONFINED: Final = {"landlock": "files of this service's user", "seccomp": "network, programs and processes"}
 
 
 def clock() -> Iterator[Finding]:
@@ -65,6 +72,41 @@ def sqlite() -> Iterator[Finding]:
     else:
         least = ".".join(map(str, _SQLITE))
         yield failed("SQLite", f"{found} may lose a commit; {least} does not", "install apsw>=3.51.3 from the bundle")
+
+
+def confinement(demand: str) -> Iterator[Finding]:
+    """Which layers confine the readers here? A process confines itself as they do, and tries what is forbidden.
+
+    Args:
+        demand: of :data:`protos.operations.confinement.DEMANDS`.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-P", "-B", "-m", "protos.operations.confinement", demand],
+            env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=True,
+        )
+        told = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        yield failed(CONFINED, "the process that tries it does not answer", "run `doctor` as the service's user")
+        return
+    if "fault" in told:
+        yield failed(CONFINED, told["fault"])
+        return
+    missing = [layer for layer in DEMANDED if layer not in told["bound"]]
+    if told["reached"] and not missing:
+        yield failed(CONFINED, f"it reaches {', '.join(told['reached'])} although every layer is set: report it")
+    elif missing:
+        open_to = " and ".join(_UNCONFINED[layer] for layer in missing)
+        said = f"this kernel has no {' and no '.join(missing)}: whoever takes a reader over reaches {open_to}"
+        yield noted(CONFINED, f'{said}; `confinement = "{REQUIRED}"` in site.toml refuses to run without')
+    else:
+        yield passed(CONFINED, ", ".join(told["bound"]))
 
 
 def telemetry() -> Iterator[Finding]:

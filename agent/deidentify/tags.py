@@ -12,8 +12,9 @@ import hashlib
 import hmac
 import re
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from pydicom import DataElement, Dataset, FileDataset
 from pydicom._uid_dict import UID_dictionary
@@ -39,6 +40,8 @@ MIN_SHIFT_DAYS: Final = 1826
 SHIFT_RANGE_DAYS: Final = 3653
 IMPLEMENTATION_UID: Final = "2.25.161803398874989484820458683436563811"
 _ITEM: Final = re.compile(r"\W+")
+Key = Literal["project", "site"]
+Names = Callable[[Key, str, tuple[bytes, ...]], str]  # which key, purpose, parts: what ``mac`` would answer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,14 +56,17 @@ class Clean:
 class Deidentifier:
     """Replaces identities by keyed ones. Who lacks the key cannot go back, nor test a guess."""
 
-    key: bytes = field(repr=False)  # the project's, at least 32 bytes, never leaves the site
+    key: bytes = field(repr=False)  # the project's, at least 32 bytes, never leaves the site; b"" with ``names``
     issuer: str = ""  # who gave out a patient id that names no issuer itself
     profile: Profile = USUAL
     people: bytes = field(default=b"", repr=False)  # the site's, for ``person``; empty: the same as ``key``
+    names: Names | None = field(default=None, repr=False)  # who is asked, in a process that holds no key
 
     def __post_init__(self) -> None:
         """Refuse a key that could be guessed."""
-        if len(self.key) < MIN_KEY_BYTES or 0 < len(self.people) < MIN_KEY_BYTES:
+        if self.names is not None and (self.key or self.people):
+            raise ValueError("names are asked for where there is no key, and made where there is one")
+        if self.names is None and (len(self.key) < MIN_KEY_BYTES or 0 < len(self.people) < MIN_KEY_BYTES):
             raise ValueError(f"the pseudonym key must have at least {MIN_KEY_BYTES} bytes")
         try:
             plain(self.issuer)
@@ -69,7 +75,13 @@ class Deidentifier:
 
     def mac(self, purpose: str, *parts: bytes) -> str:
         """HMAC-SHA256 (RFC 2104) of length-prefixed parts under a purpose: 32 hex characters."""
-        return _mac(self.key, purpose, *parts)
+        return self.named("project", purpose, parts)
+
+    def named(self, key: Key, purpose: str, parts: tuple[bytes, ...]) -> str:
+        """``mac`` under the project's key or the site's."""
+        if self.names is not None:
+            return self.names(key, purpose, parts)
+        return _mac(self.key if key == "project" else self.people or self.key, purpose, *parts)
 
     def pseudonym(self, issuer: str, patient_id: str) -> str:
         """The patient's name inside the project: 32 hex characters.
@@ -87,7 +99,7 @@ class Deidentifier:
         Raises:
             Refused: ``missing_patient``, also when either is not one plain text.
         """
-        return _mac(self.key, "patient", *self._folded(issuer, patient_id))
+        return self.named("project", "patient", self._folded(issuer, patient_id))
 
     def person(self, issuer: str, patient_id: str) -> str:
         """The patient's name at the whole site, over all its projects: budgets and k are counted by it.
@@ -97,7 +109,7 @@ class Deidentifier:
         Raises:
             Refused: ``missing_patient``.
         """
-        return _mac(self.people or self.key, "patient", *self._folded(issuer, patient_id))
+        return self.named("site", "patient", self._folded(issuer, patient_id))
 
     def _folded(self, issuer: str, patient_id: str) -> tuple[bytes, bytes]:
         try:

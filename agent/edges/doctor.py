@@ -35,6 +35,7 @@ from protos.doctor import Finding, failed, noted, of_days, passed
 from protos.expiry import days_left, end_of
 from protos.journal import BadLog, read_settings
 from protos.keyfile import BadKeyFile
+from protos.operations.confinement import AVAILABLE
 from protos.passage import INSPECTED, NAME, WAY, Blocked, Way, is_open, opened, resolves, skew, uninspected
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
@@ -81,6 +82,15 @@ def policy(home: Home) -> Iterator[Finding]:
     """``policy.toml``."""
     home.policy()
     yield passed("policy.toml")
+
+
+def confined(home: Home) -> Iterator[Finding]:
+    """Which layers confine what reads foreign bytes, and does ``site.toml`` demand more?"""
+    try:
+        demand = home.settings().confinement
+    except BadSite:  # said where it is looked at
+        demand = AVAILABLE
+    yield from machine.confinement(demand)
 
 
 def keys(home: Home) -> Iterator[Finding]:
@@ -278,6 +288,7 @@ def before_the_way_in(home: Home, now: dt.datetime) -> Checks:
         ("the clock is kept right", machine.clock),
         ("SQLite", machine.sqlite),
         ("GPU and driver", machine.graphics),
+        (machine.CONFINED, lambda: confined(home)),
         ("telemetry is off", machine.telemetry),
         ("console.toml", lambda: console(home.root, home.keys, now)),
         ("the log's collector answers", lambda: collector(home)),

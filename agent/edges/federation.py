@@ -4,13 +4,14 @@ All use of Flower's private interfaces at this side is in this file (coordinator
 grid.py are the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them
 to it. What travels is documented in protos/rounds.py, the records are read and made in records.py.
 
-The calls go through the coordinator's one port (agent/edges/tunnel.py), polling; nothing listens here. The
+The calls go to the agent, which makes them at the coordinator's one port (agent/edges/tunnel.py) and signs them with
+the node's key; this process has neither network nor key. It polls; nothing listens here. The
 app bundle of a run is never fetched: a message whose run does not carry the pinned stub, or of another
 type, is declined before its content is downloaded. Tasks go to the caller, and what it answers goes back.
 
-This runs in a process of its own (agent/edges/link.py), for three reasons: it parses foreign bytes, and that
-process holds no vault and no ledger; Flower's classes may end or signal the process they are in; and a hospital's
-training must not keep the heartbeat from leaving. It speaks the protocol through Flower's own client class, not
+This runs in a process of its own (agent/edges/link.py), for two reasons: it parses foreign bytes, and that process is
+confined and holds no vault, no ledger and no key; and Flower's classes may end or signal the process they are in. It
+speaks the protocol through Flower's own client class, not
 through its SuperNode loop, which sends SIGINT on a 401 and exits when the node is not registered yet.
 """
 
@@ -24,12 +25,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, TypeVar
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Error, Message
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -62,19 +60,14 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_objects,
 )
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from agent.edges.channel import open_channel
-from agent.edges.credentials import Credentials
-from agent.edges.link import LinkConfig
+from agent.edges.link import LinkSetup
 from agent.edges.records import read_task, records_of
 from agent.edges.tasks import MAX_TICKET, Declined, Reply, Task
-from agent.edges.tunnel import FleetTransport, TurnedAway
+from agent.edges.tunnel import TurnedAway
 from protos import quiet
 from protos import rounds as wire
-from protos.keyfile import read_private
 
 __all__ = ["Desk", "serve"]
 
@@ -104,29 +97,21 @@ class Desk:
     state: Callable[[str], None]  # hears each change, see `serve`
     node: Callable[[int], None]  # hears the node id, for a link that is started again
     replies: queue.SimpleQueue[Reply]
-    renew: threading.Event  # set: open the channel anew
     wake: threading.Event  # set: something is about to come, look often
     stop: threading.Event
 
 
 class _FleetClient(FleetHttpClient):
-    """Flower's Fleet client over our transport."""
+    """Flower's Fleet client over our transport. Who makes its calls signs them, not Flower's interceptor."""
 
-    def __init__(self, transport: FleetTransport, key: ec.EllipticCurvePrivateKey) -> None:
+    def __init__(self, transport: httpx.BaseTransport) -> None:
         version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
-        super().__init__("http://coordinator", interceptors=[version, NodeAuthHttpInterceptor(key, key.public_key())])
+        super().__init__("http://coordinator", interceptors=[version])
         self._client.close()
         self._client = httpx.Client(transport=transport, trust_env=False, follow_redirects=False)
 
 
-def _node_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    key = load_ssh_private_key(read_private(path), None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP384R1):
-        raise ValueError("the node key must be EC P-384 in OpenSSH format")
-    return key
-
-
-def serve(link: LinkConfig, desk: Desk, node_id: int = 0) -> None:
+def serve(link: LinkSetup, transport: httpx.BaseTransport, desk: Desk) -> None:
     """Take part in rounds until ``desk.stop`` is set. Blocks; may run in any thread.
 
     A lost connection is opened again with growing waits, for ever: the coordinator may restart, and the
@@ -135,28 +120,19 @@ def serve(link: LinkConfig, desk: Desk, node_id: int = 0) -> None:
     earlier session has not timed out yet); "stopped".
 
     Args:
-        link: the way to the coordinator.
+        link: who this node is.
+        transport: the way to the coordinator.
         desk: takes the tasks, gives the replies; one task at a time.
-        node_id: of an earlier link of this site that did not sign off; 0: none.
     Raises:
         NotQuiet: `protos.quiet.hush` was not called before the imports.
-        OSError, ValueError: a key or certificate of ``link`` cannot be used.
     """
     quiet.require()
-    key = _node_key(link.node_key)
-    # Read anew each time: another process renews them.
-    transport = FleetTransport(
-        lambda: open_channel(link.target, Credentials(link.keys).channel_credentials(), link.proxy)
-    )
     states = _States(desk.state)
     wait = _BACKOFF_S[0]
-    with _FleetClient(transport, key) as client:
-        session = _Session(client, key, link.bundle_digest, desk, node_id)
+    with _FleetClient(transport) as client:
+        session = _Session(client, link, desk)
         with session.heartbeats():
             while not desk.stop.is_set() or not desk.replies.empty():
-                if desk.renew.is_set():
-                    desk.renew.clear()
-                    transport.renew()
                 try:
                     node = session.activate()
                     session.step(node)
@@ -186,12 +162,10 @@ class _States:
 class _Session:
     """One node's conversation with the SuperLink."""
 
-    def __init__(
-        self, client: _FleetClient, key: ec.EllipticCurvePrivateKey, digest: str, desk: Desk, node_id: int
-    ) -> None:
-        self.client, self.digest, self.desk = client, digest, desk
-        self.public_key = public_key_to_bytes(key.public_key())
-        self.node: Node | None = Node(node_id=node_id) if node_id else None
+    def __init__(self, client: _FleetClient, link: LinkSetup, desk: Desk) -> None:
+        self.client, self.digest, self.desk = client, link.bundle_digest, desk
+        self.public_key = link.node_public.encode()
+        self.node: Node | None = Node(node_id=link.node) if link.node else None
         self.out = 0  # tasks that wait for their reply
         self.busy_until = time.monotonic() + _FIRST_S  # monotonic seconds: look often until then
 

@@ -6,6 +6,7 @@ import base64
 import os
 import secrets
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from policies.statement import parse as parse_statement
 from protos.envelope import BadEnvelope, open_sealed, seal
 from protos.identity import SITE_NAME, agent_name, node_public, request
 from protos.keyfile import ec_key, pem, read_private, signing_key, write_private
+from protos.operations.confinement import AVAILABLE, DEMANDS
 
 _KEYS = {
     "site": str,
@@ -31,7 +33,7 @@ _KEYS = {
     "secondary_capture_modalities": list,
     "public_components": list,
 }
-_OPTIONAL = {"proxy": str, "partners": list, "least_partners": int}
+_OPTIONAL = {"proxy": str, "partners": list, "least_partners": int, "confinement": str}
 MAIN = "main"  # the project that every site has from the beginning
 _NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the coordinator's invitation"
 
@@ -53,6 +55,7 @@ class Settings:
     proxy: str = ""  # host:port of an HTTP proxy that CONNECTs to the coordinator; nothing: straight
     partners: frozenset[str] = frozenset()  # key ids of sites that this hospital knows by its own means
     least_partners: int = 1  # how many of them must be in a secret sum beside this site
+    confinement: str = AVAILABLE  # of the readers of foreign bytes: the kernel's layers, or "required": all
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +170,7 @@ def parse_settings(root: Path, text: str) -> Settings:
     problems += [f"{k}: must be a {t.__name__}" for k, t in typed if type(table[k]) is not t]
     if not SITE_NAME.fullmatch(str(table.get("site", "x"))):
         problems.append("site: must be a short name of a-z, 0-9 and -")
-    partners = table.get("partners", [])
-    if type(partners) is list and not all(type(p) is str and HEX.fullmatch(p) for p in partners):
-        problems.append("partners: key ids, 64 hexadecimal digits each")
-    if type(table.get("least_partners", 1)) is int and not table.get("least_partners", 1) >= 1:
-        problems.append("least_partners: at least 1")
+    problems += _senseless(table)
     for key in ("coordinator", "proxy"):
         if table.get(key, "") != "" and not _address(table[key]):
             problems.append(f"{key}: must be host:port")
@@ -187,9 +186,21 @@ def parse_settings(root: Path, text: str) -> Settings:
         frozenset(table["secondary_capture_modalities"]),
         frozenset(table["public_components"]),
         table.get("proxy", ""),
-        frozenset(partners),
+        frozenset(table.get("partners", [])),
         table.get("least_partners", 1),
+        table.get("confinement", AVAILABLE),
     )
+
+
+def _senseless(table: dict[str, object]) -> Iterator[str]:
+    """What is wrong with keys that may be left out."""
+    partners, least = table.get("partners", []), table.get("least_partners", 1)
+    if isinstance(partners, list) and not all(type(p) is str and HEX.fullmatch(p) for p in partners):
+        yield "partners: key ids, 64 hexadecimal digits each"
+    if type(least) is int and not least >= 1:
+        yield "least_partners: at least 1"
+    if table.get("confinement", AVAILABLE) not in DEMANDS:
+        yield f"confinement: one of {', '.join(DEMANDS)}"
 
 
 def _address(value: object) -> bool:

@@ -24,6 +24,7 @@ from agent.edges.quarantine import Quarantine
 from agent.edges.reader import USUAL_LIMITS, Limits, Reader
 from agent.edges.room import Arrival, Taken
 from agent.edges.waiting import Found, Refusal, Retried
+from protos.operations.confinement import AVAILABLE
 
 _BATCH: Final = 64  # records of one transaction
 _SENDERS: Final = 1024  # further senders of what is kept, noted at once
@@ -87,6 +88,7 @@ class Ports:
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)  # keyed SOP Instance UID -> label
     alarm: Callable[[Record], str | None] = lambda _record: None  # a reason to hold a picture back: OCR
     limits: Limits = USUAL_LIMITS
+    demand: str = AVAILABLE  # which layers of a worker's confinement must be in force
 
 
 def sent(who: Deidentifier, instance: str, road: str, source: str) -> str:
@@ -228,7 +230,8 @@ class Intake:
         """In a thread of the pool: each has its own worker process."""
         reader: Reader | None = getattr(self._local, "reader", None)
         if reader is None:
-            reader = self._local.reader = Reader(self._ports.rules, self._ports.deidentifier, self._ports.limits)
+            ports = self._ports
+            reader = self._local.reader = Reader(ports.rules, ports.deidentifier, ports.limits, ports.demand)
             self._readers.append(reader)
         return reader.read(arrival.body, digest, arrival.patient_id or None, arrival.issuer)
 

@@ -1,9 +1,11 @@
 """The Flower link in a process of its own: the agent's end of the pipe. The other is agent/edges/linked.py.
 
-The child dials out, parses what the coordinator sends, and decides on run, message type and bundle before anything is
-downloaded. It is given paths of its credentials and nothing else: no vault, no ledger, no signing key, no torch. The
-parent gets tasks as frames (agent/edges/tasks.py), checks every field of them again, and answers. It runs as the same
-user, though: whoever takes it over can open the site's files as that user can (deploy/docs/limits.md).
+The child parses what the coordinator sends, and decides on run, message type and bundle before anything is
+downloaded. It has no vault, no ledger, no key, no torch and no network, and is confined
+(protos/operations/confinement.py) before it hears a word. The parent makes its calls at one method of the
+coordinator's one port (protos/operations/http_relay.py), and signs them with the node's key. It gets tasks as frames
+(agent/edges/tasks.py), checks every field of them again, and answers. Whoever takes the child over can speak as this
+site's node, and do nothing else.
 
 Neither outlives the other for long: the child ends when the pipe does, or when it has another parent. A child that
 died or spoke nonsense is started again, with growing waits; the new one goes on as the same node, and the reply to a
@@ -21,12 +23,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from base64 import b64encode
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+
+from agent.edges.channel import open_channel
+from agent.edges.credentials import Credentials
 from agent.edges.tasks import (
     MAX_FRAME,
     Answer,
@@ -39,7 +50,12 @@ from agent.edges.tasks import (
     reply_frame,
     unframe,
 )
-from protos.rounds import STUB_DIGEST
+from agent.edges.tunnel import FleetTransport
+from protos import quiet
+from protos import rounds as wire
+from protos.keyfile import read_private
+from protos.operations.confinement import AVAILABLE, ConfinementError
+from protos.operations.http_relay import Relay
 
 MODULE: Final = "agent.edges.linked"
 STATES: Final = frozenset({"online", "unreachable", "turned away", "unregistered", "stopped"})
@@ -48,6 +64,11 @@ _STEADY_S: Final = 60.0  # a child that lived this long starts the backoff anew
 _LEAVE_S: Final = 25.0  # for a last reply and the sign-off
 _POLL_S: Final = 0.2
 _FAULT: Final = re.compile(r"[A-Za-z]{1,64}")
+# Nothing else of the environment reaches the child: a password may stand there.
+KEPT: Final = [
+    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE", "FLWR_HOME", *quiet.SETTINGS,
+]  # fmt: skip
 
 
 class LinkFailed(RuntimeError):
@@ -56,23 +77,65 @@ class LinkFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """The way to the coordinator; the child reads the files."""
+    """The way to the coordinator, and who goes it."""
 
     target: str  # host:port of the coordinator's one port
     keys: Path  # the site's key directory; read again whenever a connection is opened
     node_key: Path  # OpenSSH private key, EC P-384, enrolled at the coordinator
     proxy: str = ""  # host:port of the hospital's forward proxy; proxy variables of the environment are ignored
-    bundle_digest: str = STUB_DIGEST  # SHA-256 of the only bundle a run may carry
+    bundle_digest: str = wire.STUB_DIGEST  # SHA-256 of the only bundle a run may carry
+    demand: str = AVAILABLE  # which layers of the child's confinement must be in force
+
+    def transport(self) -> FleetTransport:
+        """The way itself. Its credentials are read anew whenever it is renewed: another process replaces them.
+
+        Raises:
+            OSError, ValueError: they cannot be used.
+        """
+        return FleetTransport(
+            lambda: open_channel(self.target, Credentials(self.keys).channel_credentials(), self.proxy)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSetup:
+    """What the child is told, and all that it knows of its site."""
+
+    node_public: str  # PEM
+    bundle_digest: str
+    demand: str
+    node: int = 0  # the node id of an earlier child that did not sign off
 
     def words(self) -> str:
         """As JSON, for the child's command line."""
-        return json.dumps([self.target, str(self.keys), str(self.node_key), self.proxy, self.bundle_digest])
+        return json.dumps([self.node_public, self.bundle_digest, self.demand, self.node])
 
     @classmethod
-    def of(cls, words: str) -> LinkConfig:
+    def of(cls, words: str) -> LinkSetup:
         """The reverse."""
-        target, keys, node_key, proxy, digest = json.loads(words)
-        return cls(target, Path(keys), Path(node_key), proxy, digest)
+        return cls(*json.loads(words))
+
+
+class _NodeKey:
+    """What proves that a call is this node's, as Flower's own interceptor proves it: a signed time of day."""
+
+    def __init__(self, path: Path) -> None:
+        """Read it. Raises: OSError, ValueError, it cannot be used."""
+        key = load_ssh_private_key(read_private(path), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP384R1):
+            raise ValueError("the node key must be EC P-384 in OpenSSH format")
+        self._key = key
+        self.public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+    def proof(self) -> Mapping[str, str]:
+        """The headers of one call."""
+        now = datetime.now(UTC).isoformat()
+        signature = self._key.sign(now.encode("ascii"), ec.ECDSA(SHA256()))
+        return {
+            "flwr-public-key": b64encode(self.public).decode("ascii"),
+            "flwr-timestamp": now,
+            "flwr-signature": b64encode(signature).decode("ascii"),
+        }
 
 
 class Link:
@@ -82,7 +145,8 @@ class Link:
         """Nothing is started yet."""
         self.config = config
         self.pid = 0  # of the child, while there is one
-        self._renew, self._wake = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._transport: FleetTransport | None = None
         self._node = 0
         self._unsent: Reply | None = None  # made, and perhaps not sent by the child that asked for it
 
@@ -92,7 +156,8 @@ class Link:
 
     def renew(self) -> None:
         """The credentials on disk were replaced: let the next call use them. Any thread."""
-        self._renew.set()
+        if self._transport is not None:
+            self._transport.renew()
 
     def run(self, handle: Callable[[Task], Answer], stop: threading.Event, on_state: Callable[[str], None]) -> None:
         """Take part in rounds until ``stop`` is set. Blocks; may run in any thread.
@@ -102,8 +167,24 @@ class Link:
             stop: ends the service; a task being handled is finished and answered first.
             on_state: hears each change: one of `STATES`, and "restarted" when the child had died.
         Raises:
-            LinkFailed: a key or certificate cannot be used, or `protos.quiet.hush` was not called.
+            LinkFailed: a key or certificate cannot be used, `protos.quiet.hush` was not called, or the child cannot
+                be confined as the settings demand.
         """
+        try:
+            key, self._transport = _NodeKey(self.config.node_key), self.config.transport()
+        except (OSError, ValueError) as fault:
+            raise LinkFailed(type(fault).__name__) from None
+        with httpx.Client(transport=self._transport, base_url="http://coordinator", timeout=None) as client:  # noqa: S113 - the transport has limits
+            self._serve(client, key, handle, stop, on_state)
+
+    def _serve(
+        self,
+        client: httpx.Client,
+        key: _NodeKey,
+        handle: Callable[[Task], Answer],
+        stop: threading.Event,
+        on_state: Callable[[str], None],
+    ) -> None:
         wait, told = _BACKOFF_S[0], ""
 
         def tell(state: str) -> None:
@@ -114,7 +195,8 @@ class Link:
 
         while not stop.is_set():
             began = time.monotonic()
-            with _Child(self.config, self._node) as child:
+            setup = LinkSetup(key.public.decode(), self.config.bundle_digest, self.config.demand, self._node)
+            with _Child(setup, client, key) as child:
                 self.pid = child.process.pid
                 with contextlib.suppress(BadFrame, OSError, EOFError):  # dead, or nonsense: both mean a new one
                     self._converse(child, handle, stop, tell)
@@ -140,9 +222,6 @@ class Link:
             child.pipe.send_bytes(reply_frame(self._unsent))
         told_to_stop = 0.0
         while True:
-            if self._renew.is_set():
-                self._renew.clear()
-                child.pipe.send_bytes(frame("renew"))
             if self._wake.is_set():
                 self._wake.clear()
                 child.pipe.send_bytes(frame("wake"))
@@ -176,7 +255,7 @@ class Link:
             if text != "stopped":  # it is this end that says so
                 tell(text)
         elif word == "fault" and _FAULT.fullmatch(text):
-            raise LinkFailed(text)
+            raise LinkFailed(f"{text}: see `lazaret-agent doctor`" if text == ConfinementError.__name__ else text)
         else:
             raise BadFrame("not what a link says")
 
@@ -195,21 +274,26 @@ def _handled(ticket: bytes, task: Task, handle: Callable[[Task], Answer]) -> Rep
 
 
 class _Child:
-    """The child process and our end of its pipe, as a context manager that leaves nothing behind."""
+    """The child, our end of its pipe, and who makes its calls: a context manager that leaves nothing behind."""
 
-    def __init__(self, config: LinkConfig, node: int) -> None:
+    def __init__(self, setup: LinkSetup, client: httpx.Client, key: _NodeKey) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        relay, calls = socket.socketpair()
+        with theirs, calls:
             root = str(Path(__file__).resolve().parents[2])
             path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+            kept = {name: os.environ[name] for name in KEPT if name in os.environ}
             self.process = subprocess.Popen(  # noqa: S603 - this very interpreter and module
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), config.words(), str(node)],
-                env={**os.environ, "PYTHONPATH": path, "GRPC_VERBOSITY": "NONE"},  # gRPC logs addresses
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(calls.fileno()), setup.words()],
+                # only what has one thread can be confined
+                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno(), calls.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a traceback may quote what came over the wire
             )
         self.pipe = Connection(ours.detach())
+        self._relay = Relay(relay, client, wire.FLEET_BODY, key.proof)
 
     def __enter__(self) -> _Child:
         return self
@@ -217,6 +301,7 @@ class _Child:
     def __exit__(self, *_: object) -> None:
         """The end of the pipe is the child's end; one that does not see that is killed."""
         self.pipe.close()
+        self._relay.close()
         try:
             self.process.wait(2.0)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,10 @@
 """The Flower link's own process, started by `agent.edges.link.Link` and never by hand.
 
-    python -P -m agent.edges.linked FD CONFIG NODE
+    python -P -m agent.edges.linked FD RELAY SETUP
 
-FD is our end of the pipe, CONFIG the words of a `LinkConfig`, NODE the node id of the link before, or 0. Not a thread
-and not a file of the parent's is in here: what this process can read is what its user can.
+FD is our end of the pipe, RELAY that of the relay which makes our calls (protos/operations/http_relay.py), SETUP the
+words of a `LinkSetup`. Not a thread, not a file and not a key of the parent's is in here: before it hears a word of
+the coordinator's, this process is confined to the interpreter's files and these two descriptors.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Final
 
 from agent.edges.federation import Desk, serve
-from agent.edges.link import LinkConfig
+from agent.edges.link import LinkSetup
 from agent.edges.tasks import MAX_FRAME, BadFrame, frame, read_reply_frame, task_frame, unframe
+from agent.edges.tunnel import TurnedAway
+from protos import rounds as wire
+from protos.operations.confinement import CONVERSING, Allowed, ConfinementError, confine, interpreter
+from protos.operations.http_relay import RelayedTransport
 
 _ORPHAN_S: Final = 1.0
 _INTERNAL: Final = 70
@@ -34,8 +40,6 @@ def _listen(pipe: Connection, desk: Desk) -> None:
             word, fields = unframe(pipe.recv_bytes(MAX_FRAME))
             if word in ("answer", "declined"):
                 desk.replies.put(read_reply_frame(word, fields))
-            elif word == "renew":
-                desk.renew.set()
             elif word == "wake":
                 desk.wake.set()
             elif word == "stop":
@@ -46,12 +50,19 @@ def _listen(pipe: Connection, desk: Desk) -> None:
     os._exit(0)  # in whatever call the other thread is: there is nobody left to take its result
 
 
-def main(descriptor: int, words: str, node: int) -> int:
+def main(descriptor: str, relay: str, words: str) -> int:
     """Serve until told to stop; everything that is to be said goes through the pipe."""
     # A terminal's interrupt and a service manager's signal are for the parent, which then says stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    pipe = Connection(descriptor)
+    setup = LinkSetup.of(words)
+    pipe, calls = Connection(int(descriptor)), socket.socket(fileno=int(relay))
+    try:
+        confine(Allowed(CONVERSING, interpreter()), setup.demand)  # while there is one thread
+    except ConfinementError as fault:
+        pipe.send_bytes(frame("fault", type(fault).__name__.encode()))
+        return _INTERNAL
+    transport = RelayedTransport(calls, wire.FLEET_BODY, {"TurnedAway": TurnedAway})
     mutex = threading.Lock()
 
     def say(data: bytes) -> None:
@@ -63,13 +74,12 @@ def main(descriptor: int, words: str, node: int) -> int:
         state=lambda state: say(frame("state", state.encode())),
         node=lambda number: say(frame("node", number.to_bytes(8, "big"))),
         replies=queue.SimpleQueue(),
-        renew=threading.Event(),
         wake=threading.Event(),
         stop=threading.Event(),
     )
     threading.Thread(target=_listen, args=(pipe, desk), name="pipe", daemon=True).start()
     try:
-        serve(LinkConfig.of(words), desk, node)
+        serve(setup, transport, desk)
     except BrokenPipeError:  # the parent is gone
         return _INTERNAL
     except Exception as fault:  # noqa: BLE001 - the parent must hear of it, without a text that may hold anything
@@ -79,4 +89,4 @@ def main(descriptor: int, words: str, node: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    sys.exit(main(*sys.argv[1:]))

@@ -2,9 +2,10 @@
 
 ``Listener`` accepts connections and hands each to the least busy of its workers (``python -m agent.edges.listener``)
 over a Unix socket, so that the limits hold over all of them and no core waits while another has two senders. Messages
-are JSON objects, one per packet; a connection goes along as a descriptor. A worker knows the rooms' key and no other,
-and ends when the socket to its parent does. multiprocessing was rejected: it pickles, and it forks or imports what
-the parent runs.
+are JSON objects, one per packet; a connection goes along as a descriptor. A worker ends when the socket to its parent
+does. It holds the key of its own TLS certificate and a deposit (agent/edges/room.py), with which it seals and opens
+nothing of others; it is confined (protos/operations/confinement.py) to the spool and to the connections that it is
+handed. multiprocessing was rejected: it pickles, and it forks or imports what the parent runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any, Final, Self
 
 from agent.edges.association import ListenerSettings, Wire, plain_address
 from agent.edges.dimse import EVENTS, Association, Services, Tally, read_settings
-from agent.edges.room import Room
+from agent.edges.room import Deposit, Room
+from protos.operations import confinement
 
 _MESSAGE: Final = 1 << 17  # bytes of one; the settings are the longest
 _STRANGERS: Final = 16  # connections at once from addresses that are on no list: each gets a rejection
@@ -66,16 +68,18 @@ class Listener:
         room_key: bytes,
         *,
         told: Callable[[str, int], None] = lambda code, count: None,
+        demand: str = confinement.AVAILABLE,
     ) -> None:
         """Nothing listens yet.
 
         Args:
             settings: who may send, and what it may cost.
             room_folder: of the first room.
-            room_key: 32 bytes, the rooms' key alone.
+            room_key: 32 bytes, the rooms' key; the workers never see it.
             told: called from a thread with an event of ``EVENTS`` and how often it happened since; must not raise.
+            demand: which layers of the workers' confinement must be in force.
         """
-        self._settings, self._folder, self._key, self._told = settings, room_folder, room_key, told
+        self._settings, self._folder, self._told, self._demand = settings, room_folder, told, demand
         self._room = Room(room_folder, room_key)
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
@@ -133,16 +137,19 @@ class Listener:
             until = time.monotonic() + _START_SECONDS
             for worker in self._workers:
                 self._await(worker, until)
-        except (OSError, ListenerFailed):
+        except (OSError, ListenerFailed) as fault:
             self.stop(0.0)
-            raise ListenerFailed("a worker of the listener does not start; check installation and memory") from None
+            why = str(fault) if isinstance(fault, ListenerFailed) else ""
+            why = why or "check installation and memory"
+            raise ListenerFailed(f"a worker of the listener does not start: {why}") from None
         self._thread = threading.Thread(target=self._run, name="dimse-listener", daemon=True)
         self._thread.start()
 
     def _await(self, worker: _Worker, until: float) -> None:
         worker.channel.settimeout(max(0.1, until - time.monotonic()))
-        if json.loads(worker.channel.recv(_MESSAGE) or b"null") != {"ready": True}:
-            raise ListenerFailed
+        said = json.loads(worker.channel.recv(_MESSAGE) or b"null")
+        if said != {"ready": True}:
+            raise ListenerFailed(str(said.get("fault", "")) if isinstance(said, dict) else "")
         worker.ready = True
         worker.channel.setblocking(False)
 
@@ -178,6 +185,7 @@ class Listener:
         self._room.sweep(time.time() - _TORN)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kept = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TZ")}
+        kept |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # only what has one thread can be confined
         # An image's buffers come from the heap again and again: mapped afresh, every page of them would fault
         heap = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "8388608", "MALLOC_TRIM_THRESHOLD_": "67108864"}
         with theirs:
@@ -189,7 +197,12 @@ class Listener:
                 cwd="/",
                 env={**kept, **heap, "LANG": "C.UTF-8", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
             )
-        setup = {"settings": asdict(self._settings), "folder": self._folder.resolve(), "key": self._key.hex()}
+        setup = {
+            "settings": asdict(self._settings),
+            "folder": self._folder.resolve(),
+            "deposit": self._room.deposit().words(),
+            "demand": self._demand,
+        }
         ours.send(json.dumps(setup, default=str).encode())
         ours.setblocking(False)
         return _Worker(process, ours, time.monotonic())
@@ -378,6 +391,11 @@ def _limit(settings: ListenerSettings) -> None:
     threading.stack_size(_STACK)
 
 
+def _confine(spool: str, demand: str) -> None:
+    allowed = confinement.Allowed(confinement.RECEIVING, confinement.interpreter(), spool)
+    confinement.confine(allowed, demand)
+
+
 def main() -> None:
     """Serve what comes over standard input, a Unix socket, until it ends."""
     channel = socket.socket(fileno=os.dup(0))
@@ -386,8 +404,13 @@ def main() -> None:
     setup = json.loads(channel.recv(_MESSAGE))
     settings = read_settings(setup["settings"])
     _limit(settings)
-    room = Room(Path(setup["folder"]), bytes.fromhex(setup["key"]), durable=settings.durable)
+    room = Room(Path(setup["folder"]), Deposit.of(setup["deposit"]), durable=settings.durable)
     server = _Server(channel, Services(settings, room, Tally()))
+    try:
+        _confine(setup["folder"], setup["demand"])
+    except confinement.ConfinementError as fault:
+        channel.send(json.dumps({"fault": str(fault)}).encode())
+        return
     channel.send(b'{"ready": true}')
     try:
         server.run()

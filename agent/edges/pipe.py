@@ -6,24 +6,20 @@ Messages are length-prefixed JSON, then byte strings; nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
 import signal
 import struct
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import IO, Any, Final
+
+from protos.operations.confinement import drop_rights
 
 _MAX_HEAD: Final = 1 << 20  # bytes of a message's JSON
 _MAX_PARTS: Final = 3
 _FILES_WORTH: Final = 10  # a worker may use this many files' processor time, then another is started
-# linux/prctl.h and linux/capability.h
-_PR_SET_DUMPABLE: Final = 4
-_PR_SET_NO_NEW_PRIVS: Final = 38
-_CAPABILITY_VERSION_3: Final = 0x20080522
 Part = bytes | memoryview  # of bytes: a view saves a copy of the picture
 
 
@@ -38,7 +34,11 @@ def send(stream: IO[bytes], head: dict[str, Any], parts: Sequence[Part] = ()) ->
 
 def receive(stream: IO[bytes], max_bytes: int) -> tuple[dict[str, Any], list[bytes]]:
     """One message. Raises: EOFError at the end of the stream, ValueError when it is not a message."""
-    head = json.loads(_exactly(stream, size(struct.unpack(">I", _exactly(stream, 4))[0], _MAX_HEAD)))
+    told = _exactly(stream, size(struct.unpack(">I", _exactly(stream, 4))[0], _MAX_HEAD))
+    try:
+        head = json.loads(told)
+    except RecursionError:
+        raise ValueError("not a message") from None
     if not isinstance(head, dict) or not isinstance(head.get("parts"), list) or len(head["parts"]) > _MAX_PARTS:
         raise ValueError("not a message")
     return head, [_exactly(stream, size(n, max_bytes)) for n in head.pop("parts")]
@@ -73,8 +73,8 @@ def confine(memory_bytes: int, cpu_seconds: int) -> None:
     """Bound this process for good: memory, nothing written, few descriptors, no children, no more rights.
 
     ``cpu_seconds`` is what one file may use; the process as a whole may use ``_FILES_WORTH`` times that, and
-    cannot raise it. Its parent's files and the network stay within reach. The kernel does not count the
-    processes of root (setrlimit(2), RLIMIT_NPROC): only a worker of an ordinary user is kept from forking.
+    cannot raise it. The kernel does not count the processes of root (setrlimit(2), RLIMIT_NPROC); what is within
+    reach of it else, :mod:`protos.operations.confinement` closes.
 
     Raises:
         OSError: the kernel refuses one of it.
@@ -88,25 +88,7 @@ def confine(memory_bytes: int, cpu_seconds: int) -> None:
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
-    if sys.platform == "linux":
-        _drop_rights()
-
-
-def _drop_rights() -> None:
-    """No more rights by what is run (PR_SET_NO_NEW_PRIVS), no tracer, and none of root's capabilities.
-
-    With CAP_SYS_RESOURCE a worker of root could lift every limit above.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    nothing = (ctypes.c_uint32 * 6)()
-    calls = (
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
-        libc.capset(header, nothing),
-        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0),
-    )
-    if any(calls):
-        raise OSError(ctypes.get_errno(), "the worker keeps rights that it must not have")
+    drop_rights()
 
 
 def _used() -> int:

@@ -70,11 +70,13 @@ class Reception:
         with ExitStack() as stack:
             self._way = stack.enter_context(open_way(self._home, self._project))
             self._way.inbox.sweep(time.time() - _TORN_S)
-            settings, keys = self._way.ingestion, self._way.room_key
+            settings, keys, demand = self._way.ingestion, self._way.room_key, self._home.settings().confinement
             if settings.listener is not None:
-                self.listener = stack.enter_context(Listener(settings.listener, self._way.inbox.folder, keys))
+                self.listener = stack.enter_context(
+                    Listener(settings.listener, self._way.inbox.folder, keys, demand=demand)
+                )
             if settings.stow is not None:
-                self.stow = stack.enter_context(Stow(settings.stow, self._way.inbox.folder, keys))
+                self.stow = stack.enter_context(Stow(settings.stow, self._way.inbox.folder, keys, demand))
             self._intake = stack.enter_context(self._way.intake())
             if settings.faces is not None:
                 settle = 60 * settings.faces.settle_minutes

@@ -3,6 +3,9 @@
 Everything identifying stops here. A file of a room is two AES-256-GCM boxes (where it came from; its bytes), so a
 killed process, a backup or a stolen disk holds ciphertext (P15). Names are made here and say nothing: no UID, no
 path, no name of a patient is ever used as one.
+
+A receiver that strangers speak to is not given the room's key. It gets a ``Deposit``: a fresh key of its own, and
+that key sealed for the room. It seals what comes to it, and opens neither what waits already nor what others receive.
 """
 
 from __future__ import annotations
@@ -29,11 +32,15 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 Road = Literal["dimse", "pull", "wado", "stow", "folder"]
 ROADS: Final = frozenset(get_args(Road))
+_RECEIVED: Final = ("dimse", "stow")  # by which receivers of our own take in
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
 _HEAD: Final = struct.Struct(">4sI")  # magic and format, length of the sealed head
 _MAGIC: Final = b"LZR1"
+_DEPOSITED: Final = b"LZR2"  # then a receiver's key, sealed with the room's, and a mark of the body; then as LZR1
 _NONCE: Final = 12
 _TAG: Final = 16
+_KEY, _MARK = 32, 32
+_SEALED_KEY: Final = _NONCE + _KEY + _TAG
 HEAD_BYTES: Final = 65536  # a head is shorter: an AE title, a path, a patient id
 
 
@@ -64,8 +71,27 @@ class Arrival:
 
 
 def room_key(vault_key: bytes, purpose: str = "rooms") -> bytes:
-    """The rooms' key (32 bytes), derived from the vault's by HKDF-SHA256 (RFC 5869). A listener holds only this."""
+    """The rooms' key (32 bytes), derived from the vault's by HKDF-SHA256 (RFC 5869)."""
     return HKDF(SHA256(), 32, None, b"lazaret/" + purpose.encode()).derive(vault_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Deposit:
+    """What a receiver may know of a room: enough to put something in, and to open what itself put in."""
+
+    key: bytes = field(repr=False)  # 32 bytes, fresh
+    sealed: bytes = field(repr=False)  # that key, for the room alone
+    names: bytes = field(repr=False)  # 32 bytes: names files, so that one instance waits once
+
+    def words(self) -> list[str]:
+        """As JSON, for the receiver's setup."""
+        return [self.key.hex(), self.sealed.hex(), self.names.hex()]
+
+    @classmethod
+    def of(cls, words: list[str]) -> Deposit:
+        """The reverse. Raises: ValueError, they are none."""
+        key, sealed, names = map(bytes.fromhex, words)
+        return cls(key, sealed, names)
 
 
 def new_name() -> str:
@@ -76,12 +102,23 @@ def new_name() -> str:
 class Sealer:
     """Seals arrivals to bytes and opens them again."""
 
-    def __init__(self, key: bytes) -> None:
-        """Take a 32-byte key."""
-        if len(key) != 32:
+    def __init__(self, key: bytes | Deposit) -> None:
+        """Take the room's 32-byte key, or what a receiver is given in its place."""
+        self._sealed = b""  # a receiver's own key, for the room
+        if isinstance(key, Deposit):
+            self._sealed, self._names, key = key.sealed, key.names, key.key
+        else:
+            self._names = room_key(key, "names")
+        if len(key) != _KEY:
             raise ValueError("a room's key has 32 bytes")
         self._aead = AESGCM(key)
-        self._names = room_key(key, "names")
+
+    def deposit(self) -> Deposit:
+        """A fresh one, for one receiver while it lives. Raises: ValueError, this is a receiver's sealer."""
+        if self._sealed:
+            raise ValueError("a receiver has no room to give access to")
+        key = secrets.token_bytes(_KEY)
+        return Deposit(key, bytes(self._box("deposit", key)), self._names)
 
     def name_of(self, *what: str) -> str:
         """A name that is always the same for the same: HMAC-SHA256, 32 hex characters, which says nothing of it."""
@@ -93,7 +130,24 @@ class Sealer:
         told = {f.name: getattr(arrival, f.name) for f in fields(arrival) if f.name != "body"}
         told |= {"received": time.time_ns(), "digest": digest}
         head = self._box(name + "/head", json.dumps(told).encode())
-        return _HEAD.pack(_MAGIC, len(head)) + head, self._box(name + "/body", arrival.body)
+        front = _HEAD.pack(_DEPOSITED if self._sealed else _MAGIC, len(head))
+        if self._sealed:
+            front += self._sealed + self._mark(name, arrival.body)
+        return front + head, self._box(name + "/body", arrival.body)
+
+    def _mark(self, name: str, body: bytes) -> bytes:
+        """By which a receiver sees that the same bytes wait already, though it cannot open them."""
+        return hmac.digest(self._names, b"body" + name.encode() + body, "sha256")
+
+    def same(self, name: str, raw: bytes, arrival: Arrival) -> bool:
+        """Does a file of that name hold the arrival's bytes? Of what cannot be told: no."""
+        if self._sealed:
+            at = _HEAD.size + _SEALED_KEY
+            return raw.startswith(_DEPOSITED) and raw[at : at + _MARK] == self._mark(name, arrival.body)
+        try:
+            return self.open(name, raw).body == arrival.body
+        except RoomError:
+            return False
 
     def _box(self, what: str, plain: bytes) -> bytearray:
         nonce = os.urandom(_NONCE)
@@ -102,9 +156,9 @@ class Sealer:
         self._aead.encrypt_into(nonce, plain, what.encode(), memoryview(box)[_NONCE:])
         return box
 
-    def _unbox(self, what: str, box: bytes) -> bytes:
+    def _unbox(self, what: str, box: bytes, aead: AESGCM | None = None) -> bytes:
         try:
-            return self._aead.decrypt(box[:_NONCE], box[_NONCE:], what.encode())
+            return (aead or self._aead).decrypt(box[:_NONCE], box[_NONCE:], what.encode())
         except (InvalidTag, ValueError):
             raise RoomError("a waiting file was changed, cut or sealed with another key") from None
 
@@ -116,32 +170,66 @@ class Sealer:
         """
         told, end = self.head(name, raw)
         del told["received"], told["digest"]
-        return Arrival(body=self._unbox(name + "/body", raw[end:]), **told)
+        key, start = self._key_of(raw)
+        body = self._unbox(name + "/body", raw[end:], key)
+        if raw.startswith(_DEPOSITED) and raw[start - _MARK : start] != self._mark(name, body):
+            raise RoomError("a waiting file was changed, cut or sealed with another key")
+        return Arrival(body=body, **told)
 
     def head(self, name: str, raw: bytes) -> tuple[dict[str, Any], int]:
         """The head alone, and where the body's box starts."""
-        if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
+        if len(raw) < _HEAD.size or not raw.startswith((_MAGIC, _DEPOSITED)):
             raise RoomError("a waiting file has no head: it was cut or is not one of this room's")
         _, length = _HEAD.unpack_from(raw)
-        end = _HEAD.size + length
-        return json.loads(self._unbox(name + "/head", raw[_HEAD.size : end])), end
+        key, start = self._key_of(raw)
+        end = start + length
+        try:
+            told = json.loads(self._unbox(name + "/head", raw[start:end], key))
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, dict) or (raw.startswith(_DEPOSITED) and not _may_say(told)):
+            raise RoomError("a waiting file says of itself what no receiver knows")
+        return told, end
+
+    def _key_of(self, raw: bytes) -> tuple[AESGCM, int]:
+        """With what a file is sealed, and where its boxes begin. A receiver has its own key alone."""
+        if raw.startswith(_MAGIC):
+            return self._aead, _HEAD.size
+        sealed, start = raw[_HEAD.size : _HEAD.size + _SEALED_KEY], _HEAD.size + _SEALED_KEY + _MARK
+        if self._sealed:
+            return self._aead, start
+        return AESGCM(self._unbox("deposit", sealed)), start
+
+
+def _may_say(told: dict[str, Any]) -> bool:
+    """Is this the head of a receiver's file? One that was taken over may write anything, and knows no label or id."""
+    named = {f.name for f in fields(Arrival) if f.name != "body"} | {"digest"}
+    if told.keys() != named | {"received"}:
+        return False
+    texts = {key: told[key] for key in named}
+    given = any(texts[key] for key in ("patient_id", "issuer", "label", "digest"))
+    return all(type(v) is str for v in texts.values()) and texts["road"] in _RECEIVED and not given
 
 
 class Room:
     """A folder of sealed arrivals, one file each, written whole or not at all."""
 
-    def __init__(self, folder: Path, key: bytes, *, durable: bool = True) -> None:
+    def __init__(self, folder: Path, key: bytes | Deposit, *, durable: bool = True) -> None:
         """Make the folder (0700) when it is missing; files that a crash left half-written are removed by ``sweep``.
 
         Args:
             folder: of this room alone.
-            key: 32 bytes.
+            key: 32 bytes; or a receiver's deposit, which lets it put something in.
             durable: an arrival is on the disk, not only with the system, when ``put`` returns. Without it, a loss
                 of power loses what the system had not yet written; a killed process loses nothing either way.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         self.folder, self._sealer, self._durable = folder, Sealer(key), durable
+
+    def deposit(self) -> Deposit:
+        """What one receiver is given, while it lives, in place of this room's key."""
+        return self._sealer.deposit()
 
     def put(self, arrival: Arrival) -> str:
         """Keep an arrival; its name. It is in the room, whole, when this returns.
@@ -156,8 +244,8 @@ class Room:
         try:
             self._write(name, self._sealer.seal(name, arrival))
         except FileExistsError:
-            with contextlib.suppress(RoomError, FileNotFoundError):
-                if self.open(name).body == arrival.body:
+            with contextlib.suppress(FileNotFoundError):
+                if self._sealer.same(name, (self.folder / checked(name)).read_bytes(), arrival):
                     return name
             name = new_name()
             self._write(name, self._sealer.seal(name, arrival))

@@ -1,8 +1,9 @@
-"""The STOW-RS receiver in a process of its own: what listens holds the first room's key and nothing else.
+"""The STOW-RS receiver in a process of its own, which holds none of the site's keys.
 
-``Stow`` starts ``python -m agent.edges.stow`` and hands it its settings and the key over a pipe; when the pipe ends,
-with the agent, it ends too. HTTP is uvicorn's, with what it leaves open closed here: who may connect, how long a
-request may take to be said, and how many connections there are.
+``Stow`` starts ``python -m agent.edges.stow`` and hands it its settings and a deposit (agent/edges/room.py) over a
+pipe; when the pipe ends, with the agent, it ends too. It opens its port, and is then confined to that and to the
+spool (protos/operations/confinement.py). HTTP is uvicorn's, with what it leaves open closed here: who may connect,
+how long a request may take to be said, and how many connections there are.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agent.edges.multipart import Limits
-from agent.edges.room import Room
+from agent.edges.room import Deposit, Room
 from agent.edges.secret import SecretError, is_loopback, read_secret
 from agent.edges.storing import Store, Terms
+from protos.operations import confinement
 
 _HEADER_BYTES: Final = 16_384  # request line and headers
 _START_S: Final = 60.0
@@ -116,9 +118,18 @@ class StowSettings:
 class Stow:
     """Starts and ends the receiver's process."""
 
-    def __init__(self, settings: StowSettings, room_folder: Path, room_key: bytes) -> None:
-        """Nothing runs yet. ``room_key``: 32 bytes, the first room's alone."""
-        self._settings, self._folder, self._key = settings, room_folder, room_key
+    def __init__(
+        self, settings: StowSettings, room_folder: Path, room_key: bytes, demand: str = confinement.AVAILABLE
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            settings: what listens, and for whom.
+            room_folder: of the first room.
+            room_key: 32 bytes, the first room's; the receiver never sees it.
+            demand: which layers of the receiver's confinement must be in force.
+        """
+        self._settings, self._folder, self._key, self._demand = settings, room_folder, room_key, demand
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0  # where it listens, once started
 
@@ -149,13 +160,14 @@ class Stow:
         setup = self._setup()
         inherited = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TZ")}
         home = str(Path(__file__).resolve().parents[2])
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # only what has one thread can be confined
         process = self._process = subprocess.Popen(
             [sys.executable, "-P", "-B", "-m", "agent.edges.stow"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # nobody's log: an error's text may quote what was sent
             cwd="/",
-            env={**inherited, "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2", "PYTHONPATH": home},
+            env={**inherited, **one, "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2", "PYTHONPATH": home},
         )
         watchdog = threading.Timer(_START_S, process.kill)
         watchdog.start()
@@ -174,7 +186,13 @@ class Stow:
             token = read_secret(self._settings.token_file, "token_file") if self._settings.token_file else ""
         except SecretError as fault:
             raise StowError(f"stow: {fault}") from None
-        setup = {"settings": settings, "token": token, "room": str(self._folder.absolute()), "key": self._key.hex()}
+        setup = {
+            "settings": settings,
+            "token": token,
+            "room": str(self._folder.absolute()),
+            "deposit": Room(self._folder, self._key).deposit().words(),
+            "demand": self._demand,
+        }
         return json.dumps(setup).encode() + b"\n"
 
     def stop(self) -> None:
@@ -315,7 +333,7 @@ def _open(setup: dict[str, Any]) -> tuple[uvicorn.Server, socket.socket]:
     settings = _settings(setup["settings"])
     memory = _SPARE + 4 * settings.memory_bytes + 3 * settings.requests * settings.max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    room = Room(Path(setup["room"]), bytes.fromhex(setup["key"]))
+    room = Room(Path(setup["room"]), Deposit.of(setup["deposit"]))
     try:
         server = _server(settings, Store(settings.terms(setup["token"]), room, time.monotonic))
     except (OSError, ssl.SSLError):
@@ -339,8 +357,11 @@ def main() -> None:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     try:
-        server, listener = _open(json.loads(lines.readline()))
-    except StowError as fault:
+        setup = json.loads(lines.readline())
+        server, listener = _open(setup)
+        allowed = confinement.Allowed(confinement.RECEIVING, confinement.interpreter(), setup["room"])
+        confinement.confine(allowed, setup["demand"])
+    except (StowError, confinement.ConfinementError) as fault:
         reply(json.dumps({"fault": str(fault)}).encode() + b"\n")
         return
     threading.Thread(target=_until_the_end, args=(lines, server), daemon=True).start()

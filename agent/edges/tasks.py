@@ -34,7 +34,6 @@ _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
     # to the link
     "answer": (MAX_TICKET, _WORD, wire.MAX_ENVELOPE, wire.MAX_PAYLOAD, _VECTOR),
     "declined": (MAX_TICKET, _WORD),
-    "renew": (),
     "wake": (),
     "stop": (),
 }

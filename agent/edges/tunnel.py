@@ -1,7 +1,8 @@
 """Flower's HTTP calls through the gRPC method ``Fleet``: the site has one connection, to one port.
 
-A transport for `httpx`, in which Flower's client is written. Whatever goes wrong on the way is an
-`httpx.TransportError`, so that callers need to know nothing of gRPC. No Flower here.
+This runs in the agent, for the link's process, which has no network (agent/edges/link.py). A transport for `httpx`,
+in which Flower's client is written. Whatever goes wrong on the way is an `httpx.TransportError`, so that callers need
+to know nothing of gRPC. No Flower here.
 """
 
 from __future__ import annotations

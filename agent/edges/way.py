@@ -78,7 +78,7 @@ class Way:
         indexes = [one for one in lying if os.path.basename(one.path).upper() == DICOMDIR][:_MOST_INDEXES]
         if not indexes:
             return []
-        with Reader(self.ingestion.rules, self.who) as reader:
+        with self.reader() as reader:
             listed = ((index.path, reader.directory(index.load().body)) for index in indexes)
             return [m for path, files in listed for m in listed_and_missing(folder.path, path, files)]
 
@@ -109,7 +109,12 @@ class Way:
             quarantine=self.quarantine,
             labels=self.named_labels(labels),
             alarm=ocr.alarm if ocr else _silent,
+            demand=self.home.settings().confinement,
         )
+
+    def reader(self) -> Reader:
+        """A reader of files, for this project and confined as this site demands."""
+        return Reader(self.ingestion.rules, self.who, demand=self.home.settings().confinement)
 
     def labels(self) -> Lists | None:
         """The hospital's lists in its usual folder, which label what comes by other roads, too."""
@@ -144,7 +149,7 @@ def of_files(way: Way) -> set[str]:
 
 def _in_rooms(way: Way) -> Iterator[tuple[Room, str, str]]:
     """What waits or was refused, by room and name, and whose it is; what names no patient is passed over."""
-    with Reader(way.ingestion.rules, way.who) as reader:
+    with way.reader() as reader:
         for room, names in (
             (way.inbox, way.inbox.names()),
             (way.quarantine, [entry.name for entry in way.quarantine.entries()]),

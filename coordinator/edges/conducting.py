@@ -3,7 +3,8 @@
 The process (coordinator/edges/running.py) has parsed what sites sent, so nothing is taken on its word: each field
 is read again, sites are the plan's, vectors finite and of the plan's length, an update is admitted once and only of a
 site that was granted, and a round is closed with updates that the gate admitted in this very round. What the
-aggregate of these is, it computes alone. It is given one key, which opens a task's calls to Flower and nothing else.
+aggregate of these is, it computes alone. It has no key and no network: its calls to Flower are made here, with a key
+that opens a task's calls and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import httpx
+
+from coordinator.edges.grid import CALL_S, PrivateWay
+from coordinator.edges.listeners import KEY_HEADER
 from coordinator.edges.runframes import (
     BadFrame,
     Frame,
@@ -34,6 +39,8 @@ from coordinator.edges.strategy import SLUG, Gate, Model, Progress, Result, Roun
 from coordinator.rounds import BadMoments, Moments
 from protos import quiet
 from protos.artifact import BadArtifact, unpack_vector
+from protos.operations.http_relay import Relay
+from protos.rounds import FLEET_BODY
 from protos.secagg_wire import Step
 from protos.weights import unpack_ring
 
@@ -58,14 +65,17 @@ class Child:
     def __init__(self, plan: RoundPlan) -> None:
         """Start it; it waits for its order."""
         ours, theirs = socket.socketpair()
+        self._calls, calls = socket.socketpair()
+        self._relay: Relay | None = None
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        with theirs:
+        with theirs, calls:
             self._process = subprocess.Popen(  # noqa: S603 - this very interpreter and module
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
-                env={**kept, "PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(calls.fileno())],
+                # only what has one thread can be confined
+                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno(), calls.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a traceback may quote what sites sent
@@ -83,20 +93,26 @@ class Child:
     def end(self) -> None:
         """The end of the pipe is the process's end; one that does not see that is killed."""
         self.pipe.close()
+        if self._relay is None:
+            self._calls.close()
+        else:
+            self._relay.close()
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def conduct(self, order: Order, desk: Desk, stopping: threading.Event) -> Result:
-        """Let it conduct the run, and answer its questions until it is over. Blocks.
+    def conduct(self, order: Order, way: PrivateWay, desk: Desk, stopping: threading.Event) -> Result:
+        """Let it conduct the run, make its calls to Flower, and answer its questions until it is over. Blocks.
 
         Raises:
             RoundFailed: as the strategy says, or because ``stopping`` is set.
             RunLost: it is gone, silent for longer than the plan allows, or says what it may not.
         """
         stopped = 0.0
+        calls = httpx.Client(base_url=f"http://{way.address}", timeout=CALL_S, trust_env=False)
+        self._relay = Relay(self._calls, calls, FLEET_BODY, lambda: {KEY_HEADER: way.key})
         try:
             order.send(self.pipe)
             heard = time.monotonic()
@@ -118,6 +134,8 @@ class Child:
             if stopping.is_set():
                 raise RoundFailed(desk.index, "stopped", {}) from None
             raise RunLost(f"the run's process is lost: {fault}") from None
+        finally:
+            calls.close()
 
 
 Answer = tuple[str, Mapping[str, Any]]

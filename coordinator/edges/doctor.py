@@ -28,6 +28,7 @@ from protos.expiry import days_left, end_of
 from protos.identity import BadCertificate
 from protos.journal import BadLog, read_settings
 from protos.keyfile import BadKeyFile
+from protos.operations.confinement import AVAILABLE
 from protos.passage import Way, is_open, parted, resolves, uninspected
 from protos.web.examined import console
 from protos.web.settings import BadConsole
@@ -207,6 +208,7 @@ def checks(home: Home, now: dt.datetime, heed: Heed) -> Checks:
         ("open files", lambda: machine.descriptors(_DESCRIPTORS)),
         ("the clock is kept right", machine.clock),
         ("SQLite", machine.sqlite),
+        (machine.CONFINED, lambda: machine.confinement(AVAILABLE)),
         ("telemetry is off", machine.telemetry),
         ("console.toml", lambda: console(home.root, home.keys, now)),
         ("the log's collector answers", lambda: _collector(home)),

@@ -382,7 +382,7 @@ def conduct(host: FlowerHost, plan: RoundPlan, gate: Gate, progress: Callable[[P
     try:
         with host.engaged(plan.sites), Child(plan) as child, host.task() as (way, token):
             try:
-                return child.conduct(Order(plan, way, token), Desk(plan, gate, progress), host.stopping)
+                return child.conduct(Order(plan, token), way, Desk(plan, gate, progress), host.stopping)
             finally:
                 child.end()
     except httpx.HTTPError:  # its text may quote what came over the wire

@@ -39,7 +39,7 @@ from coordinator.edges.listeners import KEY_HEADER
 from protos.rounds import MAX_OBJECTS
 
 _POLL_S: Final = 0.2
-_CALL_S: Final = 30.0  # one private call
+CALL_S: Final = 30.0  # one private call
 _BEAT_S: Final = 10.0  # Flower takes a task for dead after about a minute without
 _UNREADABLE: Final = 2001  # our own Error number: the strategy calls it "failed"
 
@@ -56,24 +56,25 @@ class _Key:
         return call_next(context)
 
 
-def direct(client: Any) -> Any:
-    """Make a Flower client ignore proxy variables and redirects: the private listener is right here."""
+def direct(client: Any, transport: httpx.BaseTransport | None = None) -> Any:
+    """Make a Flower client ignore proxy variables and redirects: the private listener is here or relayed to."""
     client._client.close()
-    client._client = httpx.Client(trust_env=False, timeout=_CALL_S, follow_redirects=False)
+    client._client = httpx.Client(trust_env=False, timeout=CALL_S, follow_redirects=False, transport=transport)
     return client
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateWay:
-    """The way to the private listener: this process only."""
+    """The way to the private listener: this process only, and who has its calls made by this one."""
 
     address: str
-    key: str = field(repr=False)
+    key: str = field(repr=False)  # "": who makes the calls adds it
+    transport: httpx.BaseTransport | None = None  # of a process without a network
 
     def args(self, component: str, *more: Any) -> tuple[str, bool, None, list[Any]]:
         """Arguments of a Flower client's ``from_server_address``: plain HTTP on loopback, the secret."""
         version = RuntimeVersionHttpInterceptor(component_name=component)
-        return self.address, True, None, [_Key(self.key), version, *more]
+        return self.address, True, None, [*([_Key(self.key)] if self.key else []), version, *more]
 
 
 class PromptGrid(HttpGrid):
@@ -81,15 +82,15 @@ class PromptGrid(HttpGrid):
 
     def __init__(self, way: PrivateWay, token: str, stopping: threading.Event) -> None:
         """A grid for the task that ``token`` stands for; ``stopping`` cuts its waits short."""
-        super().__init__(way.address, insecure=True, token=token)
         self._way, self._stopping = way, stopping
+        super().__init__(way.address, insecure=True, token=token)
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="task-heartbeat", daemon=True)
 
     def _connect(self) -> None:
         # Without Flower's retries: on a 401 they send SIGINT to the whole process.
         args = self._way.args("flwr-serverapp", RuntimeTokenHttpInterceptor(token=self._token))
-        self._client = direct(RuntimeHttpClient.from_server_address(*args))
+        self._client = direct(RuntimeHttpClient.from_server_address(*args), self._way.transport)
 
     def begin(self) -> Self:
         """Take over the task: from now on messages can be made and sent."""
@@ -121,7 +122,7 @@ class PromptGrid(HttpGrid):
         outgoing = list(messages)
         if not outgoing:
             return []
-        until = time.monotonic() + (_CALL_S if timeout is None else timeout)
+        until = time.monotonic() + (CALL_S if timeout is None else timeout)
         open_ids = {name for name in self.push_messages(outgoing) if name}
         with ThreadPoolExecutor(max_workers=min(4, len(outgoing))) as pool:
             fetched = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.edges.confine import serve
 from protos.blocks import BadArtifact, Opened
 from protos.inspection import check
+from protos.operations.confinement import serve
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.edges.grid import PrivateWay
 from coordinator.edges.strategy import SLUG, Model, RoundPlan
 from coordinator.rounds import Moments, strategy_from
 from coordinator.strictjson import json_object
@@ -145,10 +144,9 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """What the process of a run is given; the task is the run's, and the way opens a task's calls only."""
+    """What the process of a run is given; the token stands for the run's task in Flower."""
 
     plan: RoundPlan
-    way: PrivateWay
     token: str
 
     def send(self, pipe: Pipe) -> None:
@@ -156,7 +154,7 @@ class Order:
         plan = self.plan
         roster = None if plan.roster is None else {site: key.hex() for site, key in plan.roster.items()}
         text = {
-            "way": [self.way.address, self.way.key, self.token],
+            "token": self.token,
             "run": plan.run,
             "sites": plan.sites,
             "rounds": [plan.first_round, plan.rounds],
@@ -175,8 +173,8 @@ class Order:
         Raises:
             BadFrame: it is not an order.
         """
-        keys = ("way", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster")
-        way, run, sites, rounds, config, least, seconds, strategy, roster = frame.values(*keys)
+        keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster")
+        token, run, sites, rounds, config, least, seconds, strategy, roster = frame.values(*keys)
         try:
             plan = RoundPlan(
                 run=run,
@@ -192,7 +190,7 @@ class Order:
                 aggregator=strategy_from(strategy),
                 roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
             )
-            return cls(plan, PrivateWay(way[0], way[1]), way[2])
+            return cls(plan, str(token))
         except (ValueError, TypeError, LookupError, AttributeError, binascii.Error):
             raise BadFrame("not an order") from None
 

@@ -1,11 +1,12 @@
 """The process of one run, started by `coordinator.edges.conducting.Child` and never by hand.
 
-    python -P -m coordinator.edges.running FD
+    python -P -m coordinator.edges.running FD RELAY
 
-FD is our end of the socket pair; everything else comes over it (coordinator/edges/runframes.py). Flower's task
-identity belongs to a process, so each run has one. What sites send is parsed here, where there is neither ledger nor
-key nor shelf; whatever needs them is asked of the coordinator. When that ends, so does this process, in any call. It
-runs as the same user, though: whoever takes it over can open the coordinator's files (deploy/docs/limits.md).
+FD is our end of the socket pair over which everything else comes (coordinator/edges/runframes.py); RELAY that of the
+pair over which our calls to Flower are made for us (protos/operations/http_relay.py). Flower's task identity belongs
+to a process, so each run has one. What sites send is parsed here, where there is neither ledger nor key nor shelf;
+whatever needs them is asked of the coordinator. Before anything is parsed this process is confined to the
+interpreter's files and these two descriptors. When the coordinator ends, so does it, in any call.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from typing import Any, Final
 
 import httpx
 
-from coordinator.edges.grid import PromptGrid
+from coordinator.edges.grid import PrivateWay, PromptGrid
 from coordinator.edges.replies import pack
 from coordinator.edges.runframes import TO_RUN, BadFrame, Frame, Order, Pipe
 from coordinator.edges.secure import SecureStrategy
 from coordinator.edges.strategy import GatedStrategy, Model, Progress, RoundFailed
 from protos import quiet
 from protos.artifact import pack_vector
+from protos.operations.confinement import CONVERSING, Allowed, ConfinementError, confine, interpreter
+from protos.operations.http_relay import RelayedTransport
+from protos.rounds import FLEET_BODY
 
 _INTERNAL: Final = 70
 
@@ -89,7 +93,7 @@ class Gate:
         self._ask("progress", {**text, "refused": dict(event.refused)})
 
 
-def conduct(order: Order, gate: Gate) -> None:
+def conduct(order: Order, gate: Gate, transport: httpx.BaseTransport) -> None:
     """Price, then the rounds, as the task that the order's token stands for.
 
     Raises:
@@ -99,7 +103,7 @@ def conduct(order: Order, gate: Gate) -> None:
     plan = order.plan
     kind = GatedStrategy if plan.roster is None else SecureStrategy
     strategy = kind(plan, gate, gate.progress, gate.stopping)
-    grid = PromptGrid(order.way, order.token, gate.stopping)
+    grid = PromptGrid(PrivateWay("coordinator", "", transport), order.token, gate.stopping)
     outcome = "failed"
     try:
         grid.begin()
@@ -115,30 +119,38 @@ def conduct(order: Order, gate: Gate) -> None:
         grid.end(outcome)
 
 
-def main(descriptor: int) -> int:
+def main(descriptor: int, relay: int) -> int:
     """Conduct the run that is ordered; everything that is to be said goes through the pipe."""
     # A terminal's interrupt and a service manager's signal are for the coordinator, which then says stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold updates
     quiet.require()
-    pipe = Pipe(socket.socket(fileno=descriptor), TO_RUN)
+    pipe, calls = Pipe(socket.socket(fileno=descriptor), TO_RUN), socket.socket(fileno=relay)
+    fault = ""
+    try:
+        confine(Allowed(CONVERSING, interpreter()))  # while there is one thread
+    except ConfinementError as error:
+        fault = type(error).__name__.lower()
     try:
         while not pipe.ready(60.0):  # the coordinator is starting Flower's task
             pass
         order = Order.of(pipe.receive())
+        if fault:
+            pipe.send("fault", {"kind": fault})
+            return _INTERNAL
         gate = Gate(pipe)
         threading.Thread(target=gate.listen, name="pipe", daemon=True).start()
-        _report(order, gate)
+        _report(order, gate, RelayedTransport(calls, FLEET_BODY))
     except BadFrame:
         return _INTERNAL
     return 0
 
 
-def _report(order: Order, gate: Gate) -> None:
+def _report(order: Order, gate: Gate, transport: httpx.BaseTransport) -> None:
     """Conduct, and say how it ended; no text of an exception, since it may quote what came over the wire."""
     try:
-        conduct(order, gate)
+        conduct(order, gate, transport)
     except RoundFailed as failure:
         text = {"round": failure.round_index, "reason": failure.reason, "refused": failure.refused}
         gate.pipe.send("failed", text)
@@ -153,4 +165,4 @@ def _report(order: Order, gate: Gate) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(*map(int, sys.argv[1:])))

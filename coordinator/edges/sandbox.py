@@ -1,6 +1,6 @@
 """A site's artifact is opened by a process that may crash, hang or be taken over, never by the coordinator itself.
 
-``inspect`` starts a confined process (``coordinator.edges.confine``) for one file, which it gets as an open
+``inspect`` starts a confined process (``protos.operations.confinement``) for one file, which it gets as an open
 descriptor, read-only. Its answer is one line of JSON: untrusted, bounded, and read field by field. Whatever is not
 an answer (a crash, a limit, silence, too much) is a refusal that names what ended it.
 """
@@ -109,7 +109,7 @@ def inspect(
 def run_confined(
     program: str, request: Mapping[str, Any], descriptor: int, limits: Limits, paths: Sequence[str] = ()
 ) -> Ran:
-    """Start ``main`` of a module, which must end in :func:`coordinator.edges.confine.serve`, for one open file.
+    """Start ``main`` of a module, which must end in :func:`protos.operations.confinement.serve`, for one open file.
 
     The process sees an empty environment, this package and numpy (and ``paths``), the request and the descriptor.
     """

@@ -527,7 +527,17 @@ def test_a_site_without_a_certificate_is_told_what_to_do(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "line",
-    ['proxy = "nowhere"', "proxy = 1", 'proxy = "a:99999"', 'partners = ["x"]', "least_partners = 0", "other = 1"],
+    [
+        *(
+            'proxy = "nowhere"',
+            "proxy = 1",
+            'proxy = "a:99999"',
+            'partners = ["x"]',
+            "least_partners = 0",
+            "other = 1",
+        ),
+        *('confinement = "none"', "confinement = true"),
+    ],
 )
 def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
     with pytest.raises(BadSite, match=line.partition(" ")[0]):
@@ -535,6 +545,9 @@ def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
     lines = 'proxy = "proxy.example:3128"\npartners = ["' + "ab" * 32 + '"]\n'
     good = agent_home.parse_settings(tmp_path, SITE.format("a", 1) + lines)
     assert (good.proxy, good.partners, good.least_partners) == ("proxy.example:3128", {"ab" * 32}, 1)
+    assert good.confinement == "available"
+    demanding = agent_home.parse_settings(tmp_path, SITE.format("a", 1) + 'confinement = "required"\n')
+    assert demanding.confinement == "required"
 
 
 def test_a_coordinators_key_that_everybody_can_sign_with_is_none(hub: Hub) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
+import nibabel
 import numpy as np
 import pydicom
 import pytest
@@ -28,8 +29,9 @@ from agent.deidentify.faces import CODES, faces_in, may_show_a_face
 from agent.deidentify.reasons import Refused
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import Limits, Reader, ReaderFailed, _record
+from agent.edges.reader import Limits, Reader, ReaderFailed, _answer, _FileNames, _record
 from agent.phantoms import scanners
+from tests.fuzz.roads import as_in_the_worker
 from tests.support.instances import item
 
 WHO = Deidentifier(b"\7" * 32)
@@ -228,15 +230,17 @@ def test_a_worker_whose_processor_time_is_used_up_is_replaced_and_no_file_is_los
 
 
 GOOD_REPLY: dict[str, object] = {
-    **{"name": HEX, "pseudonym": HEX, "study": HEX, "modality": "MR", "kind": "image", "face": True, "text": False},
-    **{"height": 1, "width": 2, "channels": 1, "series": HEX, "body_part": "HEAD"},
+    **{"modality": "MR", "kind": "image", "face": True, "text": False},
+    **{"height": 1, "width": 2, "channels": 1, "body_part": "HEAD"},
 }
+NAMES = dict.fromkeys(("name", "pseudonym", "study", "series"), HEX)
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"name": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
+        ({"modality": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
+        ({"kind": "SMITH^JOHN"}, [b"\0" * 8, b"x", b"[]"]),
         ({"width": 3}, [b"\0" * 8, b"x", b"[]"]),
         ({"channels": 3}, [b"\0" * 8, b"x", b"[]"]),
         ({"channels": 2, "width": 1}, [b"\0" * 8, b"x", b"[]"]),
@@ -251,14 +255,130 @@ GOOD_REPLY: dict[str, object] = {
 def test_an_answer_of_a_worker_that_was_taken_over_is_not_believed(
     changes: dict[str, object], parts: list[bytes]
 ) -> None:
-    assert _record(dict(GOOD_REPLY), [b"\0" * 8, b"x", b"[]"], HEX).face
+    assert _record(dict(GOOD_REPLY), [b"\0" * 8, b"x", b"[]"], HEX, NAMES).face
     with pytest.raises((ValueError, KeyError)):
-        _record({**GOOD_REPLY, **changes}, parts, HEX)
+        _record({**GOOD_REPLY, **changes}, parts, HEX, NAMES)
+
+
+TWO_KEYS = Deidentifier(b"\7" * 32, "HOSPITAL", people=b"\1" * 32)
+
+
+@pytest.mark.parametrize("name", ["MR_small.dcm", "CT_small.dcm"])
+def test_a_worker_without_keys_makes_what_one_with_them_would(name: str) -> None:
+    data = _bytes(name)
+    with Reader(RULES, TWO_KEYS, Limits()) as reader:
+        record = reader.read(data, HEX)
+    with as_in_the_worker():
+        _, parts = _answer(data, {"patient_id": None, "issuer": ""}, RULES, TWO_KEYS)
+    assert record.payload == parts[1]
+    original = pydicom.dcmread(io.BytesIO(data))
+    assert record.name == TWO_KEYS.mac("instance", original.SOPInstanceUID.encode())
+    assert record.study == TWO_KEYS.mac("study", original.StudyInstanceUID.encode())
+    assert record.series == TWO_KEYS.mac("series", original.SeriesInstanceUID.encode())
+    assert record.pseudonym == TWO_KEYS.person("", original.PatientID)
+    assert pydicom.dcmread(io.BytesIO(record.payload)).PatientID == TWO_KEYS.pseudonym("", original.PatientID)
+
+
+def test_a_file_that_names_nobody_is_named_by_the_agent_from_its_clean_content(tmp_path: Path) -> None:
+    rules = replace(RULES, nifti_modality="MR")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((2, 3, 4), np.int16), np.eye(4)), tmp_path / "head.nii")
+    with Reader(rules, TWO_KEYS, Limits()) as reader:
+        record = reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P-4711", "OTHER")
+        with pytest.raises(Refused, match="missing_patient"):
+            reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P\x00-4711", "OTHER")
+    assert record.name == TWO_KEYS.mac("nifti", record.payload)
+    assert record.pseudonym == TWO_KEYS.person("OTHER", "P-4711")
+
+
+ASKED: list[tuple[str, str, list[bytes]]] = [
+    ("site", "patient", [b"H", b"p-1"]),
+    ("project", "patient", [b"H", b"p-1"]),
+    ("project", "instance", [b"1.2"]),
+    ("project", "study", [b"1.3"]),
+    ("project", "series", [b"1.4"]),
+    ("project", "uid", [b"1.2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "purpose", "parts"),
+    [
+        ("site", "patient", [b"H", b"p-2"]),  # a guess: who is who
+        ("project", "patient", [b"H", b"p-2"]),
+        ("project", "patient", [b"p-1"]),
+        ("project", "instance", [b"1.9"]),
+        ("project", "study", [b"1.9"]),
+        ("project", "series", [b"1.9"]),
+        ("project", "dates", [b"0" * 32]),  # of another patient
+        ("project", "dates", [b"\xff"]),
+        ("site", "uid", [b"1.2"]),
+        ("site", "instance", [b"1.2"]),
+        ("project", "nifti", [b"x"]),
+        ("project", "file", [b"x"]),
+        ("project", "ocr", [b"x"]),
+        ("project", "uid", []),
+        ("project", "uid", [b"1", b"2"]),
+        ("project", "uid", [b"1" * 5000]),
+        ("vault", "uid", [b"1"]),
+        ("project", ["uid"], [b"1"]),
+        (None, "uid", [b"1"]),
+    ],
+)
+def test_a_worker_that_was_taken_over_is_told_no_name_that_a_file_does_not_need(
+    key: str, purpose: str, parts: list[bytes]
+) -> None:
+    names = _FileNames(TWO_KEYS, 1000)
+    for asked in ASKED:
+        assert len(names.answer(*asked)) == 32
+    assert names.answer("project", "dates", [names.told["project", "patient"].encode()])
+    with pytest.raises(ValueError, match=r"."):
+        names.answer(key, purpose, parts)
+
+
+def test_whose_a_record_is_is_not_the_workers_to_say() -> None:
+    names = _FileNames(TWO_KEYS, 1000)
+    with pytest.raises(KeyError):
+        names.of_dicom()  # nothing was asked
+    for asked in ASKED:
+        names.answer(*asked)
+    said = {**GOOD_REPLY, "pseudonym": "f" * 32, "name": "f" * 32, "study": "f" * 32}
+    record = _record(said, [b"\0" * 8, b"x", b"[]"], HEX, names.of_dicom())
+    assert record.pseudonym == TWO_KEYS.named("site", "patient", (b"H", b"p-1"))
+    assert record.name == TWO_KEYS.mac("instance", b"1.2")
+
+
+@pytest.mark.parametrize(
+    "answer", [b'{"parts": [' + b"[" * 100_000, b'{"parts": [0]}', b"7", b'{"parts": [], "code": []}']
+)
+def test_an_answer_without_the_parts_of_one_is_a_stopped_parser(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = tmp_path / "hook"
+    home = str(Path(__file__).resolve().parents[2])
+    hook.write_text(
+        f"#!{sys.executable}\nimport sys, time\nsys.path.insert(0, {home!r})\nfrom agent.edges import pipe\n"
+        "source, sink = sys.stdin.buffer, sys.stdout.buffer\npipe.receive(source, 0)\n"
+        'pipe.send(sink, {"ready": True})\npipe.receive(source, 1 << 20)\n'
+        f"sink.write(({len(answer)}).to_bytes(4, 'big') + {answer!r})\nsink.flush()\ntime.sleep(600)\n"
+    )
+    hook.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hook))
+    for data in (b"any", bytes.fromhex("5c010000") + bytes(344) + b"n+1\0"):  # and one that may be NIfTI
+        with Reader(RULES, TWO_KEYS, Limits()) as reader, pytest.raises(Refused, match="parser_stopped"):
+            reader.read(data, HEX, "P-4711")
+
+
+def test_a_key_and_somebody_to_ask_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="names are asked for"):
+        Deidentifier(b"\7" * 32, names=lambda *_: HEX)
+    assert Deidentifier(b"", names=lambda *_: HEX).mac("uid", b"1") == HEX
+    with pytest.raises(ValueError, match="at least"):
+        Deidentifier(b"")
 
 
 def test_a_reason_that_a_worker_made_up_becomes_parser_stopped() -> None:
     with pytest.raises(Refused, match="parser_stopped"):
-        _record({"code": "patient John Smith"}, [], HEX)
+        _record({"code": "patient John Smith"}, [], HEX, NAMES)
 
 
 def _changed(**changes: object) -> bytes:

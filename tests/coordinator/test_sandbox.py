@@ -25,7 +25,7 @@ from protos.weights import Architecture, pack_ring, pack_weights
 AFFINE = (1.0, 0.0, 0.0, -5.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0)
 MODEL: dict[str, np.ndarray[Any, Any]] = {"conv.weight": np.ones((4, 3), np.float32), "steps": np.array(7, np.int64)}
 SHAPES = Architecture.of({"conv.weight": ("F32", (4, 3)), "steps": ("I64", ())})
-LAYERS = {"namespaces", "no_new_privs", "no_capabilities", "limits", "seccomp"}
+LAYERS = {"namespaces", "no_new_privs", "no_capabilities", "limits", "landlock", "seccomp"}
 Probe = Callable[..., Ran]
 
 
@@ -37,7 +37,7 @@ def probe(tmp_path: Path) -> Probe:
         name = f"probe_{len(list(tmp_path.iterdir()))}"
         lines = textwrap.indent(textwrap.dedent(body), "    ")
         imports = "import ctypes, os, socket, signal, sys, time\nimport numpy as np\n"
-        head = "from coordinator.edges.confine import serve\n\ndef work(source, request):\n"
+        head = "from protos.operations.confinement import serve\n\ndef work(source, request):\n"
         (tmp_path / f"{name}.py").write_text(f"{imports}{head}{lines}\n\ndef main():\n    serve(work)\n")
         descriptor = os.open(__file__, os.O_RDONLY)
         try:
@@ -146,7 +146,7 @@ def test_without_the_filter_of_system_calls_the_other_layers_still_bind(tmp_path
         textwrap.dedent(
             """
             import os, socket
-            from coordinator.edges import confine
+            from protos.operations import confinement
 
             def outcome(act):
                 try:
@@ -162,10 +162,10 @@ def test_without_the_filter_of_system_calls_the_other_layers_still_bind(tmp_path
                     "network": os.readlink("/proc/self/ns/net"),
                 }
 
-            confine._allow_few_calls = lambda libc: False
+            confinement._seccomp = lambda libc, calls: False
 
             def main():
-                confine.serve(work)
+                confinement.serve(work)
             """
         )
     )

@@ -22,6 +22,8 @@ from agent.edges.ingestion import parse_ingestion
 from deploy.validate import HERE
 from policies.policy import parse, preset
 from protos.doctor import as_json, failed, noted, passed
+from protos.operations import confinement
+from protos.operations.confinement import landlock_abi
 from protos.web.settings import read
 from tests.support.pacs import ENVIRONMENT
 from tests.support.peers import need
@@ -165,15 +167,12 @@ def test_the_sheets_say_the_ports_that_are_the_programs_own() -> None:
 _CALL = re.compile(r"(?:^\d+\s+|\] )(\w+)\(", re.M)
 
 
-@pytest.mark.slow
-def test_the_coordinator_asks_nothing_of_the_kernel_that_its_unit_forbids(tmp_path: Path) -> None:
-    """Every system call of a coordinator that starts, serves and stops is in the list of its unit."""
-    need("strace", "systemd-analyze")
-    wanted = re.findall(
-        r"^SystemCallFilter=(.*)$", (HERE / "systemd" / "lazaret-coordinator.service").read_text(), re.M
-    )
+def allowed_by(unit: str) -> set[str]:
+    """The system calls that a unit's filter allows, its groups spelled out by systemd."""
+    text = (HERE / "systemd" / f"{unit}.service").read_text()
+    (line,) = re.findall(r"^SystemCallFilter=(.*)$", text, re.M)
     allowed: set[str] = set()
-    groups = wanted[0].split()
+    groups = line.split()
     while groups:
         name = groups.pop()
         if not name.startswith("@"):
@@ -183,6 +182,65 @@ def test_the_coordinator_asks_nothing_of_the_kernel_that_its_unit_forbids(tmp_pa
             ["systemd-analyze", "syscall-filter", name], check=True, capture_output=True, text=True
         )
         groups += [w for line in listed.stdout.splitlines()[1:] for w in line.split("#")[0].split()]
+    return allowed
+
+
+CONFINING = """
+from protos.operations import confinement as c
+c.confine(c.Allowed(getattr(c, "{calls}"), c.interpreter(), "{spool}"), "required")
+"""
+INSPECTING = """
+from protos.operations.confinement import confine_to_descriptors
+confine_to_descriptors(1 << 30, 60)
+"""
+
+
+@pytest.mark.parametrize("unit", ["lazaret-agent", "lazaret-coordinator"])
+@pytest.mark.parametrize("calls", ["INTERPRETER", "CONVERSING", "RECEIVING"])
+def test_the_units_allow_what_the_confinement_asks_and_what_it_leaves(unit: str, calls: str, tmp_path: Path) -> None:
+    need("strace", "systemd-analyze")
+    if not landlock_abi():
+        pytest.skip("this kernel has no Landlock")
+    allowed = allowed_by(unit)
+    asked = traced(CONFINING.format(calls=calls, spool=tmp_path), tmp_path)
+    assert {"landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "seccomp"} <= asked
+    assert {"prctl", "capset"} <= asked
+    assert asked - allowed == set()
+    assert set(getattr(confinement, calls)) - allowed == set()
+
+
+def test_the_coordinators_unit_allows_what_the_inspection_asks(tmp_path: Path) -> None:
+    need("strace", "systemd-analyze")
+    asked = traced(INSPECTING, tmp_path)
+    assert {"unshare", "prlimit64"} <= asked
+    assert asked - allowed_by("lazaret-coordinator") == set()
+
+
+def traced(text: str, folder: Path) -> set[str]:
+    """The system calls of a program that ends itself."""
+    trace, program = folder / "calls", f"import os, sys\nsys.path[0] = {str(ROOT)!r}\n{text}\nos._exit(0)"
+    command = [shutil.which("strace") or "strace", "-f", "-qq", "-o", str(trace), sys.executable, "-B", "-c", program]
+    subprocess.run(command, check=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    return set(_CALL.findall(trace.read_text()))
+
+
+def test_a_container_runs_under_its_runtimes_own_profile_which_allows_the_confinement() -> None:
+    """Those of Docker, containerd and Podman allow landlock_* and seccomp; from which version on, limits.md says."""
+    for compose in sorted((HERE / "compose").glob("*/compose.yml")):
+        assert "seccomp" not in compose.read_text(), "a profile of our own, or none, in the place of the runtime's"
+        assert "privileged" not in compose.read_text()
+    chart = (HERE / "helm" / "lazaret" / "templates" / "workload.yaml").read_text()
+    assert re.search(r"seccompProfile:\n\s+type: RuntimeDefault\n", chart)
+    told = " ".join((DOCS / "limits.md").read_text().split())
+    for runtime in ("Docker 23", "containerd 1.6", "Podman 4.2"):
+        assert runtime in told
+
+
+@pytest.mark.slow
+def test_the_coordinator_asks_nothing_of_the_kernel_that_its_unit_forbids(tmp_path: Path) -> None:
+    """Every system call of a coordinator that starts, serves and stops is in the list of its unit."""
+    need("strace", "systemd-analyze")
+    allowed = allowed_by("lazaret-coordinator")
     coordinator = [sys.executable, "-m", "coordinator", "--home", str(tmp_path / "home")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     listen = f"127.0.0.1:{free_port()}"

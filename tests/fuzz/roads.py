@@ -72,13 +72,20 @@ def as_in_the_worker() -> Iterator[None]:
 
 def _answered(data: bytes, patient: str | None) -> Record | None:
     """What the agent would keep, None when the file is refused."""
+    names = reader._FileNames(WHO, RULES.max_bytes)
+    asking = Deidentifier(b"", WHO.issuer, WHO.profile, names=lambda *asked: names.answer(*asked[:2], [*asked[2]]))
     with as_in_the_worker():
-        head, parts = reader._answer(data, {"patient_id": patient, "issuer": ""}, RULES, WHO)
+        head, parts = reader._answer(data, {"patient_id": patient, "issuer": ""}, RULES, asking)
     if "code" in head:
         _promise(head["code"] in REASONS, "a refusal with a code that nobody knows")
         return None
     told: dict[str, Any] = json.loads(json.dumps(head))
-    return reader._record(told, [bytes(part) for part in parts], "0" * 32)
+    try:
+        is_nifti = nifti.looks_like_nifti(data)
+        whose = names.of_nifti(bytes(parts[1]), "", patient or "") if is_nifti else names.of_dicom()
+    except Refused:
+        return None
+    return reader._record(told, [bytes(part) for part in parts], "0" * 32, whose)
 
 
 def dicom_file(data: bytes) -> bool:

@@ -26,13 +26,14 @@ SETTINGS: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
 hush(Path(SETTINGS["out"]).with_suffix(".flwr"))
 
 import grpc
+import httpx
 
 from agent.edges import door as door_module
 from agent.edges import federation, tunnel
 from agent.edges.credentials import Credentials
 from agent.edges.door import GrpcDoor
 from agent.edges.home import Home
-from agent.edges.link import LinkConfig
+from agent.edges.link import LinkConfig, LinkSetup, _NodeKey
 from agent.edges.watch import Watch
 from agent.nouns import Unreachable
 from policies.statement import PAYLOAD_TYPE, Settlement, Statement, encode
@@ -50,6 +51,20 @@ PATIENCE_S = 60.0
 def timed(channel: grpc.Channel) -> Any:
     """The product's stub, on a channel that notes how long each call takes."""
     return GatewayStub(grpc.intercept_channel(channel, Timer(CALLS)))
+
+
+class Signing(httpx.BaseTransport):
+    """The tunnel with the node's proof on each call: what the relay does between the product's two processes."""
+
+    def __init__(self, way: httpx.BaseTransport, key: _NodeKey) -> None:
+        self.way, self.key = way, key
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.headers.update(self.key.proof())
+        return self.way.handle_request(request)
+
+    def close(self) -> None:
+        self.way.close()
 
 
 @dataclass
@@ -81,11 +96,12 @@ class Agent:
             state=self.states.append,
             node=lambda _node: None,
             replies=queue.SimpleQueue(),
-            renew=threading.Event(),
             wake=threading.Event(),
             stop=self.stop,
         )
-        federation.serve(LinkConfig(TARGET, keys, keys / "node.key"), desk)
+        key, config = _NodeKey(keys / "node.key"), LinkConfig(TARGET, keys, keys / "node.key")
+        setup = LinkSetup(key.public.decode(), config.bundle_digest, config.demand)
+        federation.serve(setup, Signing(config.transport(), key), desk)
 
     def listen(self) -> None:
         """Hold the session stream open."""

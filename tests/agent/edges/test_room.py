@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent.deidentify.reasons import REASONS
 from agent.edges.quarantine import Entry, Quarantine
-from agent.edges.room import ROADS, Arrival, Room, RoomError, Taken, room_key
+from agent.edges.room import ROADS, Arrival, Deposit, Room, RoomError, Taken, room_key
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 DOE = Arrival("dimse", "PACS", b"Doe^Jane" * 100, patient_id="P-4711", instance="1.2.3")
@@ -78,6 +78,90 @@ def test_a_cut_a_renamed_and_another_keys_file_are_not_opened(tmp_path):
         room.open("0" * 32)
     with pytest.raises(ValueError, match="not a name"):
         room.open("../" + name)
+
+
+SENT = replace(DOE, patient_id="")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        replace(DOE, patient_id="P-4711"),
+        replace(SENT, issuer="H"),
+        replace(SENT, label="healthy"),
+        replace(SENT, road="folder"),
+        replace(SENT, road="pull"),
+        replace(SENT, source=7),
+    ],
+)
+def test_a_receiver_that_was_taken_over_labels_and_names_nobody(tmp_path, said):
+    room = Room(tmp_path / "room", KEY)
+    name = Room(room.folder, room.deposit()).put(said)
+    with pytest.raises(RoomError, match="no receiver knows"):
+        room.open(name)
+    assert room.claim(name)[0] is None  # it goes to the quarantine as it is
+
+
+@pytest.mark.parametrize("head", [b"[]", b"7", b'{"road": "dimse"}', b"{", b"\xff", b"[" * 60_000])
+def test_a_head_that_is_none_is_a_file_that_cannot_be_opened(tmp_path, head):
+    room = Room(tmp_path / "room", KEY)
+    receiver = Room(room.folder, room.deposit())._sealer
+    box = receiver._box("0" * 32 + "/head", head)
+    front = b"LZR2" + len(box).to_bytes(4, "big") + receiver._sealed + receiver._mark("0" * 32, b"x")
+    (room.folder / ("0" * 32)).write_bytes(front + box + receiver._box("0" * 32 + "/body", b"x"))
+    with pytest.raises(RoomError):
+        room.open("0" * 32)
+
+
+def test_a_receiver_seals_for_the_room_and_opens_only_what_it_sealed_itself(tmp_path):
+    room = Room(tmp_path / "room", KEY)
+    mine, others = (Room(room.folder, Deposit.of(room.deposit().words())) for _ in range(2))
+    waiting, sent, theirs = (
+        room.put(SENT),
+        mine.put(replace(SENT, instance="1.2.4")),
+        others.put(replace(SENT, instance="9")),
+    )
+    assert room.open(sent) == replace(SENT, instance="1.2.4")
+    assert mine.open(sent).body == SENT.body
+    for name in (waiting, theirs):
+        with pytest.raises(RoomError):
+            mine.open(name)
+    with pytest.raises(ValueError, match="no room"):
+        mine.deposit()
+    deposit = room.deposit()
+    assert KEY not in deposit.key + deposit.sealed + deposit.names
+    assert "key" not in repr(deposit)
+    with pytest.raises(InvalidTag):
+        AESGCM(deposit.key).decrypt(deposit.sealed[:12], deposit.sealed[12:], b"deposit")
+    with pytest.raises(RoomError):
+        Room(room.folder, OTHER).open(sent)
+
+
+def test_an_instance_waits_once_whichever_receiver_it_came_to(tmp_path):
+    room = Room(tmp_path / "room", KEY)
+    first, second = (Room(room.folder, room.deposit()) for _ in range(2))
+    name = first.put(SENT)
+    assert second.put(SENT) == name
+    assert second.put(replace(SENT, body=b"another")) != name
+    assert first.holds("1.2.3", [("dimse", "PACS")])
+    assert len(room.names()) == 2
+
+
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+def test_a_changed_file_of_a_receiver_is_never_opened(tmp_path, at, bit):
+    room = Room(tmp_path / "room", KEY, durable=False)
+    name = Room(room.folder, room.deposit(), durable=False).put(SENT)
+    raw = bytearray((room.folder / name).read_bytes())
+    raw[int(at * len(raw))] ^= 1 << bit
+    (room.folder / name).write_bytes(raw)
+    with pytest.raises(RoomError):
+        room.open(name)
+    for cut in (b"", bytes(raw[:7]), bytes(raw[:60]), bytes(raw[:120]), bytes(raw[:-1])):
+        (room.folder / name).write_bytes(cut)
+        with pytest.raises(RoomError):
+            room.open(name)
+    room.remove(name)
 
 
 def test_names_are_in_the_order_of_arrival(tmp_path):

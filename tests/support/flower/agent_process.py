@@ -83,6 +83,7 @@ def listen() -> None:
 if __name__ == "__main__":
     os.environ.update(LAZARET_TEST_HOME=str(HOME), LAZARET_TEST_SITE=SITE)
     vars(link)["MODULE"] = "tests.support.flower.linked"
+    link.KEPT.extend(("LAZARET_TEST_HOME", "LAZARET_TEST_SITE"))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=listen, daemon=True).start()

@@ -1,6 +1,6 @@
 """The agent's link process as the contract test starts it: under the guard, and rogue where the run's config says so.
 
-python -m tests.support.flower.linked FD CONFIG NODE        (in place of agent.edges.linked)
+python -m tests.support.flower.linked FD RELAY SETUP        (in place of agent.edges.linked)
 """
 
 # ruff: noqa: E402 - Flower is imported under the guard
@@ -55,4 +55,4 @@ if __name__ == "__main__":
     heavy = {"torch", "agent.edges.vault", "policies.store"} & sys.modules.keys()
     (HOME / "link.txt").write_text(f"{os.getpid()} {' '.join(sorted(heavy))}")
     vars(federation).update(read_task=_read_task, records_of=_records_of)
-    sys.exit(linked.main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    sys.exit(linked.main(*sys.argv[1:]))

@@ -81,4 +81,4 @@ vars(grid)["time"] = CLOCK
 vars(running)["PromptGrid"] = GridOfTheTest
 
 if __name__ == "__main__":
-    sys.exit(running.main(int(sys.argv[1])))
+    sys.exit(running.main(*map(int, sys.argv[1:])))
