@@ -27,6 +27,7 @@ from pydicom.uid import CTImageStorage
 
 from agent.deidentify.faces import CODES, faces_in, may_show_a_face
 from agent.deidentify.reasons import Refused
+from agent.deidentify.record import own
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
 from agent.edges.reader import Limits, Reader, ReaderFailed, _answer, _FileNames, _record
@@ -272,9 +273,11 @@ def test_a_worker_without_keys_makes_what_one_with_them_would(name: str) -> None
         _, parts = _answer(data, {"patient_id": None, "issuer": ""}, RULES, TWO_KEYS)
     assert record.payload == parts[1]
     original = pydicom.dcmread(io.BytesIO(data))
-    assert record.name == TWO_KEYS.mac("instance", original.SOPInstanceUID.encode())
-    assert record.study == TWO_KEYS.mac("study", original.StudyInstanceUID.encode())
-    assert record.series == TWO_KEYS.mac("series", original.SeriesInstanceUID.encode())
+    assert record.uids == (
+        TWO_KEYS.mac("study", original.StudyInstanceUID.encode()),
+        TWO_KEYS.mac("series", original.SeriesInstanceUID.encode()),
+        TWO_KEYS.mac("instance", original.SOPInstanceUID.encode()),
+    )
     assert record.pseudonym == TWO_KEYS.person("", original.PatientID)
     assert pydicom.dcmread(io.BytesIO(record.payload)).PatientID == TWO_KEYS.pseudonym("", original.PatientID)
 
@@ -286,7 +289,7 @@ def test_a_file_that_names_nobody_is_named_by_the_agent_from_its_clean_content(t
         record = reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P-4711", "OTHER")
         with pytest.raises(Refused, match="missing_patient"):
             reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P\x00-4711", "OTHER")
-    assert record.name == TWO_KEYS.mac("nifti", record.payload)
+    assert record.uids[2] == TWO_KEYS.mac("nifti", record.payload)
     assert record.pseudonym == TWO_KEYS.person("OTHER", "P-4711")
 
 
@@ -344,7 +347,8 @@ def test_whose_a_record_is_is_not_the_workers_to_say() -> None:
     said = {**GOOD_REPLY, "pseudonym": "f" * 32, "name": "f" * 32, "study": "f" * 32}
     record = _record(said, [b"\0" * 8, b"x", b"[]"], HEX, names.of_dicom())
     assert record.pseudonym == TWO_KEYS.named("site", "patient", (b"H", b"p-1"))
-    assert record.name == TWO_KEYS.mac("instance", b"1.2")
+    assert record.uids[2] == TWO_KEYS.mac("instance", b"1.2")
+    assert record.name == own(record.pseudonym, record.uids[2])
 
 
 @pytest.mark.parametrize(
