@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Final
 
 READY_S: Final = 180.0  # for a process that stays to say that it is ready
-_GENTLY_S: Final = 20.0  # between SIGTERM and SIGKILL
+GENTLY_S: Final = 20.0  # between SIGTERM and SIGKILL
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -111,7 +111,7 @@ class Processes:
         self.told = number
         for process in (*self.passing, *self.staying):
             _tell(process, signal.SIGTERM)
-        late = threading.Timer(_GENTLY_S, self._kill)
+        late = threading.Timer(GENTLY_S, self._kill)
         late.daemon = True
         late.start()
 
@@ -146,7 +146,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GENTLY_S)
+            process.wait(GENTLY_S)
     _tell(process, signal.SIGKILL)
     process.wait()
 

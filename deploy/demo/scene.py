@@ -592,7 +592,8 @@ class Scene:
     def summary(self) -> dict[str, Any]:
         """``summary.json``, in the form of ``summary.schema.json``."""
         ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
-        asked: dict[str, Claim] = {"federated": self.mechanism.claim(), "federated-masked": masked_job(self.mechanism).claim()}
+        asked: dict[str, Claim] = {"federated": self.mechanism.claim()}
+        asked["federated-masked"] = masked_job(self.mechanism).claim()
         asked["privimage"] = letters.claim(self.scale.pretraining)
         asked |= dict.fromkeys(("ksame", "ksalsa", "anonfaces"), KAnonymous(K, L, 1))
         asked |= dict.fromkeys(("distill", "remodel"), NoClaim())

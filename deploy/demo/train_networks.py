@@ -54,6 +54,15 @@ def _recipes() -> dict[str, Recipe]:
 RECIPES: Final[Mapping[str, Recipe]] = _recipes()  # a network stands before those that build on it
 
 
+def kept_network(name: str) -> bytes:
+    """A kept network's file, by its name.
+
+    Raises:
+        KeptNetworkError: none of its recipe and number is kept.
+    """
+    return kept(RECIPES[name])
+
+
 def train(name: str, work: Path, say: Callable[[str], None] = lambda _: None) -> bytes:
     """Train one network anew; what it builds on must be kept.
 
@@ -91,7 +100,7 @@ def main(names: Sequence[str]) -> int:
         for recipe in [RECIPES[name] for name in names] or missing(list(RECIPES.values())):
             raw = train(recipe.name, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
             path = keep(recipe, raw)
-            kept(recipe)
+            kept_network(recipe.name)
             print(f"{path.name}: {path.stat().st_size} bytes")
     return 0
 
