@@ -20,8 +20,11 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from deploy.demo.kept_networks import KeptNetworkError
+from deploy.demo.pacs import PacsFailed
 from deploy.demo.processes import DemoFailed, ending
 from deploy.demo.scene import Scene, full, main_job
+from policies.figures import never_less
 
 OUT = Console(highlight=False)
 PATIENTS, ROUNDS = 225, 4
@@ -55,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number, (title, act) in enumerate(scene.story(), start=1):
                 _step(scene, f"{number}. {title}", act)
             _summary(scene)
-    except DemoFailed as failure:
+    except (DemoFailed, KeptNetworkError, PacsFailed) as failure:
         OUT.print(f"[red]failed:[/red] {failure}")
         return 1
     return 0
@@ -85,7 +88,7 @@ def _summary(scene: Scene) -> None:
         title=f"releases (ε at δ = {summary['epsilon']['delta']:g}, per patient)",
     )
     for release in summary["releases"]:
-        promise = "nothing" if release["epsilon"] is None else f"ε = {release['epsilon']:.2f}"
+        promise = "nothing" if release["epsilon"] is None else f"ε = {never_less(release['epsilon'], 2)}"
         promise = f"k = {release['k']}" if release["k"] else promise
         table.add_row(
             release["mechanism"],

@@ -176,5 +176,6 @@ def ending(processes: Processes) -> Iterator[None]:
     try:
         yield
     finally:
+        processes.stop()  # again, if a signal came while it did so
         for one, handler in before.items():
             signal.signal(one, handler)

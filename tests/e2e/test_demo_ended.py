@@ -126,3 +126,29 @@ def test_a_signal_that_comes_while_a_process_starts_ends_it(marker: str, monkeyp
     with pytest.raises(Interrupted), ending(started):
         started.run([sys.executable, "-c", "import time; time.sleep(999)", marker])
     assert wait_until(lambda: not running(marker), 120)
+
+
+def test_a_signal_that_comes_while_the_demo_stops_leaves_nothing_either(
+    marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GENTLY_S", 0.2)
+    started, end_group = Processes(), module.end_group
+
+    def interrupted(process: Any) -> None:
+        if not started.told:
+            signal.raise_signal(signal.SIGTERM)
+        end_group(process)
+
+    monkeypatch.setattr(module, "end_group", interrupted)
+
+    def stopped() -> None:
+        with ending(started):
+            for name in ("one", "other"):
+                log = tmp_path / name
+                started.start(name, stubborn(marker), lambda log=log: "ready" in log.read_text(), log)
+            started.stop()
+
+    with pytest.raises(Interrupted):
+        stopped()
+    assert started.staying == []
+    assert wait_until(lambda: not running(marker), 120)
