@@ -23,6 +23,7 @@ from agent.nouns import Cohort, Image, Patient
 from agent.phantoms import digits, scanners
 from deploy.demo import chests, eyes, heads, letters, pacs
 from deploy.demo.folder import public_basis
+from deploy.demo.jobs import PUBLIC_PATIENTS, federated_job, masked_job
 from deploy.demo.kept_networks import lay
 from deploy.demo.own_policies import POOR, SITES, policies
 from deploy.demo.processes import DemoFailed, Processes
@@ -37,7 +38,6 @@ from protos.artifact import unpack_vector
 RUN, MASKED_RUN = "digits-1", "digits-masked"
 PERSONS = {"dpo-1": "compliance", "physician-1": "hospital"}  # who approve at the coordinator, and as what
 K, L = 5, 2
-PUBLIC_PATIENTS = 250  # a public bound on the patients of a site; delta is a thousandth of 1 / bound
 Say = Callable[[str], None]
 T = TypeVar("T")
 _CODEC = ("generator", "encoder")
@@ -82,46 +82,6 @@ def full(patients: int, rounds: int) -> Scale:
     left_out = {} if heads.there() else {"remodel": "the real head is not installed: apt-get install mricron-data"}
     shown = tuple(name for name in MECHANISMS if name not in left_out)
     return Scale(patients, rounds, shown, pretraining=300, form="full", left_out=left_out)
-
-
-def federated_job(public: digits.Digits, rounds: int) -> Federated:
-    """The federated mechanism's public configuration; the centre comes from public digits alone."""
-    centre = public.images.reshape(len(public.images), -1).mean(axis=0)
-    return Federated(
-        sampling_rate=0.25,
-        noise_multiplier=1.8,
-        steps_per_round=15,
-        rounds=rounds,
-        clip=0.1,
-        images_per_patient=2,
-        public_patients=PUBLIC_PATIENTS,
-        learning_rate=40.0,
-        classes=tuple(str(c) for c in range(10)),
-        shape=(32, 32),
-        centre=tuple(round(float(c), 4) for c in centre),
-        proximal=0.0,
-    )
-
-
-def masked_job(job: Federated) -> FederatedMasked:
-    """A few steps of the same training, of which the coordinator sees sums alone."""
-    return FederatedMasked(
-        sampling_rate=job.sampling_rate,
-        noise_multiplier=8.0,
-        rounds=2,
-        clip=job.clip,
-        images_per_patient=job.images_per_patient,
-        public_patients=job.public_patients,
-        learning_rate=10.0,
-        classes=job.classes,
-        shape=job.shape,
-        centre=job.centre,
-        sites=len(SITES),
-        honest=2,
-        value_bound=4.0,
-        scale=20,
-        ring_bits=32,
-    )
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -180,10 +140,11 @@ class Scene:
         yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
         yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
         yield "k-anonymous synthetic sets: price, cluster, average, seal, verdict", self.synthetic
-        if shows("ksalsa", "anonfaces"):
-            yield "an eye clinic: k patients behind a picture with local textures, to a verdict", self.eyes
-        if shows("privimage", "centroids"):
-            yield "a set under differential privacy, from price to a verdict", self.private
+        if shows("ksalsa", "anonfaces", "privimage", "centroids"):
+            yield (
+                "k patients behind each picture of an eye, and sets under differential privacy, side by side",
+                self.sets,
+            )
         if shows("distill", "distill-dp"):
             yield "a chest clinic: a student of what was vetted, to a verdict", self.distilled
         if shows("remodel"):
@@ -311,6 +272,11 @@ class Scene:
             f"{line}: epsilon {charged} at delta {answer['delta']} in the ledger, per patient; {tight} by loss "
             "distributions"
         )
+
+    def sets(self, say: Say) -> str:
+        """Two hospitals work side by side."""
+        with ThreadPoolExecutor(2) as pool:
+            return "\n".join(text for text in pool.map(lambda act: act(say), (self.eyes, self.private)) if text)
 
     def eyes(self, say: Say) -> str:
         """One k-anonymous set by each of the two papers; no patient is in both."""

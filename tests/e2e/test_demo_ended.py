@@ -44,7 +44,7 @@ def marker() -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_demo_that_is_told_to_end_leaves_no_process(number: signal.Signals, tmp_path: Path, marker: str) -> None:
     """Three agents read their folders, each with readers; a coordinator serves, and a PACS where one is installed."""
     command = [sys.executable, ended_demo.__file__, str(int(number)), str(tmp_path), "site-b ingest", marker]
@@ -80,12 +80,13 @@ def test_a_command_that_fails_leaves_no_child(marker: str) -> None:
     assert wait_until(lambda: not running(marker), 120)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_commands_of_threads_are_ended_too_and_none_starts_afterwards(
-    marker: str, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The main thread is told while another one waits for a command that heeds no SIGTERM."""
     monkeypatch.setattr(module, "GENTLY_S", 0.2)
-    started, failed = Processes(), []
+    started, failed, before = Processes(), [], signal.getsignal(number)
 
     def work() -> None:
         try:
@@ -97,19 +98,19 @@ def test_commands_of_threads_are_ended_too_and_none_starts_afterwards(
         with ending(started):
             thread.start()
             assert wait_until(lambda: len(running(marker)) == 2, 120)
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
             pytest.fail("nothing was raised")
 
     thread = threading.Thread(target=work)
     with pytest.raises(Interrupted) as told:
         told_to_end()
-    assert told.value.code == 128 + signal.SIGTERM
+    assert told.value.code == 128 + number
     thread.join()
     assert wait_until(lambda: not running(marker), 120)
     assert len(failed) == 1
     with pytest.raises(DemoFailed, match="told to end"):
         started.run([sys.executable, "-c", "print(1)"])
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "as it was before"
+    assert signal.getsignal(number) is before
 
 
 def test_a_signal_that_comes_while_a_process_starts_ends_it(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
