@@ -86,7 +86,8 @@ def test_commands_of_threads_are_ended_too_and_none_starts_afterwards(
 ) -> None:
     """The main thread is told while another one waits for a command that heeds no SIGTERM."""
     monkeypatch.setattr(module, "GENTLY_S", 0.2)
-    started, failed, before = Processes(), [], signal.getsignal(number)
+    started, failed = Processes(), []
+    before = signal.signal(number, signal.SIG_DFL)  # pytest itself may have been told to ignore it
 
     def work() -> None:
         try:
@@ -110,7 +111,17 @@ def test_commands_of_threads_are_ended_too_and_none_starts_afterwards(
     assert len(failed) == 1
     with pytest.raises(DemoFailed, match="told to end"):
         started.run([sys.executable, "-c", "print(1)"])
-    assert signal.getsignal(number) is before
+    assert signal.signal(number, before) is signal.SIG_DFL, "as it was"
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    """Of `nohup`, and of a shell's background jobs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending(Processes()):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_comes_while_a_process_starts_ends_it(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
