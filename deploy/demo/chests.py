@@ -26,7 +26,7 @@ SIDE: Final = 32
 PUBLIC: Final[Mapping[str, int]] = {"people": 800, "seed": 2025, "size": SIDE, "visits": 2, "most": 1}
 PATIENTS: Final = 120  # of the clinic, two visits each; every other one by Computed Radiography
 STEPS: Final = {"autoencoder": 300, "verifier": 400, "unseen": 400, "aligner": 150}  # fewer, and they are refused
-TEACHER: Final = 300  # steps, and the student's
+TEACHER: Final = 120  # steps, and the student's
 CONDITIONS: Final = tuple(sorted(chest.label_of(found) for found in chest.conditions(1)))
 _CONFIG: Final = """mechanism = "{mechanism}"
 conditions = {conditions}

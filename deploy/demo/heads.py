@@ -33,12 +33,13 @@ SITE: Final = "site-c"
 NETWORK: Final = "remodeller"
 PEOPLE: Final = 32  # of whom the network learns
 FIRST: Final = 1_000  # their first number: no test and no clinic has one of them
-MM: Final = 4.0
+MM: Final = 4.0  # of whom the network learns
 # the paper has no absolute error: without it the volumes leave [0, 1] after a hundred steps, and do not come back
 TRAINING: Final = VolumeGanTraining(
     PRESETS["small32"], steps=800, ema=0.995, absolute=300.0, checkpoint_every=100, say_every=25
 )
 PATIENTS: Final = 38  # of the clinic: with fewer than 36 heads an attacker's power cannot be shown
+CLINIC_MM: Final = 3.0  # of its scans: a face is not found in coarser ones, and they are left out
 _BRAIN: Final = "ch2bet.nii.gz"
 _CONFIG: Final = """mechanism = "remodel"
 
@@ -94,7 +95,7 @@ def write_clinic(folder: Path) -> int:
     rows = [("file", "patient_id")]
     for number in range(PATIENTS):
         name = f"heads/{number:04d}.nii.gz"
-        nifti(folder / name, phantoms().scan(number, 0, MM).volume, dtype="int16")
+        nifti(folder / name, phantoms().scan(number, 0, CLINIC_MM).volume, dtype="int16")
         rows.append((name, f"MRN-HEAD-C{number:04d}"))
     with (folder / "nifti.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
@@ -103,9 +104,9 @@ def write_clinic(folder: Path) -> int:
 
 def configure(work: Path, sha256: str) -> Path:
     """The release's configuration, written beside the network, whose SHA-256 is given."""
-    shape = list(isotropic(MM).shape)
+    shape = list(isotropic(CLINIC_MM).shape)
     path = work / "networks" / "remodel.toml"
-    path.write_text(_CONFIG.format(shape=shape, spacing=[MM] * 3, sha256=sha256))
+    path.write_text(_CONFIG.format(shape=shape, spacing=[CLINIC_MM] * 3, sha256=sha256))
     return path
 
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 FOLDER: Final = Path(__file__).parent / "networks"
 MAKE: Final = "python -m deploy.demo.train_networks"
-# the same recipe on another processor stays below it, another seed or number of steps does not: see `distance`
-TOLERANCE: Final = 0.5
+# Rounding alone is 0.002, and AVX2 beside AVX-512 gave no more; other seeds are 1 apart and more: see `distance`.
+TOLERANCE: Final = 0.1
 _PRESET: Final = 9  # of LZMA
 
 

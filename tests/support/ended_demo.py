@@ -65,9 +65,7 @@ def main() -> int:
     """Print what ran when the signal was sent, how the demo ended, and what is left."""
     number, folder, when, marker = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    signal.signal(
-        number, signal.SIG_DFL
-    )  # a shell lets its background jobs ignore SIGINT
+    signal.signal(number, signal.SIG_DFL)  # a shell lets its background jobs ignore SIGINT
     command = [sys.executable, "-m", "deploy.demo", "--out", str(folder / "out"), "--work", str(folder / "work")]
     environment = {**os.environ, "LAZARET_TEST_MARKER": marker}
     with (folder / "said").open("wb") as said:
