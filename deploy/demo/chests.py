@@ -19,6 +19,7 @@ from PIL import Image
 from agent.edges.pictures import read_pictures
 from agent.mechanisms.privimage import PublicPictures
 from agent.phantoms import chest
+from policies.claims import SubsampledGaussian
 
 SITES: Final[Mapping[str, str]] = {"distill": "site-c", "distill-dp": "site-b"}
 SIDE: Final = 32
@@ -26,6 +27,9 @@ SIDE: Final = 32
 PUBLIC: Final[Mapping[str, int]] = {"people": 800, "seed": 2025, "size": SIDE, "visits": 2, "most": 1}
 PATIENTS: Final = 120  # of the clinic, two visits each; every other one by Computed Radiography
 STEPS: Final = {"autoencoder": 300, "verifier": 400, "unseen": 400, "aligner": 150}  # fewer, and they are refused
+NOISE: Final = 5.0  # of the private teacher, in units of the clip
+NOISY_STEPS: Final = 20
+RATE: Final = 0.25
 TEACHER: Final = 120  # steps, and the student's
 CONDITIONS: Final = tuple(sorted(chest.label_of(found) for found in chest.conditions(1)))
 _CONFIG: Final = """mechanism = "{mechanism}"
@@ -52,9 +56,9 @@ pictures = 120
 """
 _PRIVATE: Final = """
 [privacy]
-noise_multiplier = 5.0
-steps = 20
-sampling_rate = 0.25
+noise_multiplier = {noise}
+steps = {steps}
+sampling_rate = {rate}
 public_patients = 250
 clip = 0.001
 images_per_patient = 2
@@ -114,5 +118,11 @@ def configure(mechanism: str, work: Path, digests: Mapping[str, str]) -> Path:
     text = _CONFIG.format(
         mechanism=mechanism, conditions=json.dumps(CONDITIONS), networks="".join(lines), steps=TEACHER
     )
-    path.write_text(text + (_PRIVATE if mechanism == "distill-dp" else ""))
+    private = _PRIVATE.format(noise=NOISE, steps=NOISY_STEPS, rate=RATE) if mechanism == "distill-dp" else ""
+    path.write_text(text + private)
     return path
+
+
+def private_claim() -> SubsampledGaussian:
+    """What the release of the teacher that learns with noise promises."""
+    return SubsampledGaussian(RATE, NOISE, NOISY_STEPS)

@@ -13,7 +13,9 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
+from agent.mechanisms.centroids import noises_for
 from agent.phantoms import fundus
+from policies.claims import Composed, GaussianQuery, SubsampledGaussian
 
 SITE: Final = "site-b"
 SIDE: Final = 32
@@ -28,6 +30,9 @@ colour_modalities = ["OP"]       # photographs of eyes: nobody's name is drawn i
 """
 SCREENED: Final = "site-a"  # the hospital of the screening, whose eyes are counted under differential privacy
 SCREENING: Final = 240  # its patients, one photograph each
+EPSILON: Final = 1.0  # of counts and sums together, by loss distributions
+DELTA: Final = 4e-6
+COUNT_SHARE: Final = 0.3  # of the budget, for the counts
 CELLS: Final = 4  # of the codebook: about a sixtieth of the patients' number, so that noise does not drown a cell
 _COMMON: Final = """mechanism = "{mechanism}"
 
@@ -60,8 +65,9 @@ encoder = "encoder.safetensors"
 codebook = "codebook.safetensors"
 
 [privacy]
-epsilon = 1.0
-delta = 4e-6
+epsilon = {epsilon}
+delta = {delta}
+count_share = {share}
 
 [cells]
 classes = ["0", "1", "2", "3", "4"]
@@ -138,5 +144,11 @@ def codebook(work: Path) -> list[str]:
 def configure_centroids(work: Path) -> Path:
     """The configuration of the screening's release, written beside the networks."""
     path = work / "networks" / "centroids.toml"
-    path.write_text(_CENTROIDS.format(patients=SCREENING))
+    path.write_text(_CENTROIDS.format(patients=SCREENING, epsilon=EPSILON, delta=DELTA, share=COUNT_SHARE))
     return path
+
+
+def centroids_claim() -> Composed:
+    """What the screening's release promises."""
+    counts, sums = noises_for(EPSILON, DELTA, COUNT_SHARE)
+    return Composed((GaussianQuery(counts, 1, 1), SubsampledGaussian(1.0, sums, 1)))

@@ -560,7 +560,8 @@ class Scene:
         ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
         asked: dict[str, Claim] = {"federated": self.mechanism.claim()}
         asked["federated-masked"] = masked_job(self.mechanism).claim()
-        asked["privimage"] = letters.claim(self.scale.pretraining)
+        asked |= {"privimage": letters.claim(self.scale.pretraining), "distill-dp": chests.private_claim()}
+        asked["centroids"] = eyes.centroids_claim()
         asked |= dict.fromkeys(("ksame", "ksalsa", "anonfaces"), KAnonymous(K, L, 1))
         asked |= dict.fromkeys(("distill", "remodel"), NoClaim())
         return {

@@ -28,8 +28,9 @@ from agent.mechanisms import MECHANISMS
 from agent.nouns import Selection
 from agent.phantoms import digits
 from agent.phantoms.chest import FINDINGS
-from deploy.demo import heads
+from deploy.demo import chests, eyes, heads
 from deploy.demo.scene import MAIN, RUN, SITES
+from policies.statement import claim_json
 from protos.artifact import unpack_images
 from tests.e2e.conftest import NONET, PATIENTS, ROUNDS, Demo
 
@@ -151,6 +152,8 @@ def test_the_other_private_sets_are_of_level_a(full_demo: Demo, mechanism: str, 
     (release,) = [r for r in summary(full_demo)["releases"] if r["mechanism"] == mechanism]
     assert (release["site"], release["verdict"], release["claim_level"]) == (site, "admitted", "A")
     assert release["epsilon"] > 0
+    asked = {"distill-dp": chests.private_claim(), "centroids": eyes.centroids_claim()}
+    assert release["claim"] == claim_json(asked[mechanism]), "what a refusal would show"
     left = full_demo.out / "releases" / release["id"]
     statement = json.loads(base64.b64decode(json.loads((left / "envelope.json").read_text())["payload"]))["predicate"]
     assert set(statement["components"].values()) == {"public"}, "noise is nowhere but where the claim says"
