@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-no-torch test-slow check bench bundle validate verifier fuzz crash mutation protos clean
+.PHONY: demo demo-full test test-no-torch test-slow check bench bundle validate verifier fuzz crash mutation protos clean
 
 # A Python outside the range is told so before anything is downloaded.
 IN_RANGE = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "this needs Python 3.11 to 3.13, and $(PYTHON) is {}.{}: make PYTHON=/usr/bin/python3".format(*v))'
@@ -18,8 +18,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## three hospitals, one coordinator, five mechanisms, end to end; results in demo-out/
+demo: $(STAMP)  ## three hospitals, one coordinator, the main job, end to end; results in demo-out/
 	$(BIN)/python -m deploy.demo --out demo-out
+
+demo-full: $(STAMP)  ## the same with every mechanism
+	$(BIN)/python -m deploy.demo --full --out demo-out
 
 # --no-loadscope-reorder: the longest files first, as tests/conftest.py sorts them; else those with the most tests are
 test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one process, which shares what they set up

@@ -1,7 +1,9 @@
-"""``python -m deploy.demo``: three hospitals, one coordinator, four mechanisms, from DICOM to verdicts.
+"""``python -m deploy.demo``: three hospitals and one coordinator, from DICOM to verdicts.
 
 Every participant is a process of its own with its own directory and keys; they talk over TCP with mutual TLS. The
-demo only writes the hospitals' folders, types the commands that a person would, and measures beside them.
+demo only writes the hospitals' folders, types the commands that a person would, and measures beside them. It shows
+the main job: k-Same and k-SALSA, a set under differential privacy, federated rounds, a refusal. With ``--full`` it
+shows every mechanism. Told to end (SIGTERM, Ctrl-C), it ends all that it started.
 """
 
 from __future__ import annotations
@@ -18,24 +20,23 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from deploy.demo.scene import DemoFailed, Scale, Scene
+from deploy.demo.kept_networks import KeptNetworkError
+from deploy.demo.pacs import PacsFailed
+from deploy.demo.processes import DemoFailed, ending
+from deploy.demo.scene import Scene, full, main_job
 from policies.figures import epsilon_text, never_less
 
 OUT = Console(highlight=False)
+PATIENTS, ROUNDS = 225, 4
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.demo", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="show every mechanism: takes about ten times as long")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="results; replaced")
     parser.add_argument("--work", type=Path, default=Path(".demo"), help="the participants' directories; replaced")
-    parser.add_argument("--patients", type=int, default=225, help="at each of the three hospitals")
-    parser.add_argument("--rounds", type=int, default=4, help="federated rounds")
-    parser.add_argument(
-        "--training", type=int, default=300, help="steps of the generator, fewer of the others; 0: no eye clinic"
-    )
-    parser.add_argument(
-        "--networks", type=Path, help="WORK/networks of an earlier demo, instead of training them again"
-    )
+    parser.add_argument("--patients", type=int, default=PATIENTS, help="at each of the three hospitals")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="federated rounds")
     return parser
 
 
@@ -50,17 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / ".lazaret-demo").touch()
-    networks = arguments.networks.resolve() if arguments.networks else None
-    scale = Scale(arguments.patients, arguments.rounds, arguments.training, networks=networks)
+    scale = (full if arguments.full else main_job)(arguments.patients, arguments.rounds)
     scene = Scene(arguments.out.resolve(), arguments.work.resolve(), scale)
     try:
-        with scene:
+        with ending(scene.processes), scene:
             for number, (title, act) in enumerate(scene.story(), start=1):
                 _step(scene, f"{number}. {title}", act)
-    except DemoFailed as failure:
+            _summary(scene)
+    except (DemoFailed, KeptNetworkError, PacsFailed) as failure:
         OUT.print(f"[red]failed:[/red] {failure}")
         return 1
-    _summary(scene)
     return 0
 
 
@@ -101,11 +101,13 @@ def _summary(scene: Scene) -> None:
         )
     OUT.print(table)
     accuracy = summary["accuracy"]
+    names = ", ".join(one["mechanism"] for one in summary["left_out"])
+    left_out = f" Left out: {names} (`make demo-full`)." if names else ""
     OUT.print(
         Panel(
             f"held-out accuracy {accuracy['private']:.1%} with patient-level DP, "
             f"{accuracy['non_private']:.1%} without (on {accuracy['test_images']} real digits)\n"
-            f"{sum(step['seconds'] for step in scene.steps):.0f} s in all. "
+            f"{sum(step['seconds'] for step in scene.steps):.0f} s in all.{left_out} "
             f"Look at {scene.out.name}/report.html, and check the books with\n"
             f"  lazaret-verify {scene.out.name}/ledger.export --key {summary['ledger']['key']}",
             title="done",

@@ -1,37 +1,39 @@
-"""The second hospital's eye clinic: networks that learn from public pictures, then k-SALSA and AnonFACES.
+"""The second hospital's eye clinic: k-SALSA, AnonFACES and DP centroids, with networks of public pictures.
 
-The public pictures are phantoms of other people than the clinic's patients. The commands are those that a person
-types; how long the networks train is the demo's scale, and their pictures are as good as that.
+The public pictures are phantoms of other people than the clinic's patients.
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
-import json
-import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from PIL import Image
 
+from agent.mechanisms.centroids import noises_for
 from agent.phantoms import fundus
+from policies.claims import Composed, GaussianQuery, SubsampledGaussian
 
 SITE: Final = "site-b"
 SIDE: Final = 32
-PUBLIC: Final = 120  # people of the public set, two eyes each, three visits
-KNOWING: Final = 250  # steps of a recogniser, at least: with fewer it knows too few people again, and is refused
+PATIENTS: Final = 60  # of the clinic: among many more, a division by chance may leave AnonFACES no picture to show
+PUBLIC: Final[Mapping[str, int]] = {"people": 120, "seed": 2024, "size": 2 * SIDE, "visits": 3}  # two eyes each
+# with fewer a recogniser knows too few people again, and is refused
+STEPS: Final = {"generator": 300, "encoder": 150, "recogniser-0": 300, "recogniser-1": 300}
 RELEASES: Final = 3  # k-anonymous ones of this site: k-Same of its digits, k-SALSA and AnonFACES of its eyes
-NETWORKS: Final = ("generator", "encoder", "recogniser-0", "recogniser-1")
-INGEST: Final = """[rules]
+RULES: Final = """[rules]
 colour_modalities = ["OP"]       # photographs of eyes: nobody's name is drawn into them
 
-[[folder]]
-path = "../pacs/site-b-eyes"
 """
+SCREENED: Final = "site-a"  # the hospital of the screening, whose eyes are counted under differential privacy
+SCREENING: Final = 240  # its patients, one photograph each
+EPSILON: Final = 1.0  # of counts and sums together, by loss distributions
+DELTA: Final = 4e-6
+COUNT_SHARE: Final = 0.3  # of the budget, for the counts
+CELLS: Final = 4  # of the codebook: about a sixtieth of the patients' number, so that noise does not drown a cell
 _COMMON: Final = """mechanism = "{mechanism}"
 
 [cohort]
@@ -52,13 +54,35 @@ _OWN: Final = {
     "ksalsa": "",
     "anonfaces": 'recognisers = ["recogniser-0.safetensors", "recogniser-1.safetensors"]\n',
 }
+_CENTROIDS: Final = """mechanism = "centroids"
+
+[cohort]
+modality = "OP"
+
+[networks]
+generator = "generator.safetensors"
+encoder = "encoder.safetensors"
+codebook = "codebook.safetensors"
+
+[privacy]
+epsilon = {epsilon}
+delta = {delta}
+count_share = {share}
+
+[cells]
+classes = ["0", "1", "2", "3", "4"]
+public_patients = {patients}
+k = 5
+images_per_patient = 1
+"""
 
 
 def write_public(folder: Path) -> None:
     """Public pictures as PNG, and who is on each: ``identities.csv``."""
     (folder / "pictures").mkdir(parents=True)
     rows = []
-    for patient in fundus.fundus_patients(PUBLIC, np.random.default_rng(2024), 2 * SIDE, visits=3):
+    dice = np.random.default_rng(PUBLIC["seed"])
+    for patient in fundus.fundus_patients(PUBLIC["people"], dice, PUBLIC["size"], visits=PUBLIC["visits"]):
         for index, photo in enumerate(patient.photographs):
             name = f"{patient.number:04d}-{index}.png"
             Image.fromarray(photo.pixels).save(folder / "pictures" / name)
@@ -67,7 +91,7 @@ def write_public(folder: Path) -> None:
         csv.writer(file).writerows([("file", "identity"), *rows])
 
 
-def write_clinic(folder: Path, patients: int) -> int:
+def write_clinic(folder: Path, patients: int = PATIENTS) -> int:
     """The clinic's patients as DICOM Ophthalmic Photography, one eye at two visits each; the number of files.
 
     The same eye, so that the recognisers, which know eyes, can show that they know these patients again.
@@ -77,43 +101,28 @@ def write_clinic(folder: Path, patients: int) -> int:
     return sum(1 for path in folder.rglob("*.dcm"))
 
 
-def training(network: str, work: Path, steps: int) -> list[str]:
-    """The command that trains one network."""
+def write_screening(folder: Path) -> int:
+    """The screening's patients, one photograph of each; the number of files."""
+    made = fundus.fundus_patients(SCREENING, np.random.default_rng(9), 2 * SIDE, visits=1, eyes=("right",))
+    fundus.write_clinic(folder, 0, made, np.random.default_rng(10))
+    return sum(1 for path in folder.rglob("*.dcm"))
+
+
+def training(network: str, public: Path, networks: Path) -> list[str]:
+    """What follows ``train`` to make one network.
+
+    Args:
+        network: one of ``STEPS``.
+        public: what :func:`write_public` wrote.
+        networks: where the generator lies, from which the encoder learns.
+    """
     kind, _, seed = network.partition("-")
-    public, out = work / "public", work / "networks" / network
-    words = [sys.executable, "-m", "agent", "--home", str(work / SITE), "train", kind, "--json", "--side", str(SIDE)]
-    enough = {"generator": steps, "encoder": -(-steps // 2), "recogniser": max(KNOWING, steps)}[kind]
-    words += ["--pictures", str(public / "pictures"), "--out", str(out), "--steps", str(enough)]
+    words = [kind, "--side", str(SIDE), "--pictures", str(public / "pictures"), "--steps", str(STEPS[network])]
     if kind == "encoder":
-        words += ["--generator", str(work / "networks" / "generator" / "generator.safetensors")]
+        words += ["--generator", str(networks / "generator.safetensors")]
     if kind == "recogniser":
         words += ["--identities", str(public / "identities.csv"), "--seed", seed]
     return words
-
-
-def train(work: Path, steps: int, run: Callable[[list[str]], str], say: Callable[[str], None]) -> list[str]:
-    """Train the four networks, two at a time, and lay them beside the configurations.
-
-    Returns:
-        The SHA-256 of each file, for which the site vouches.
-    """
-    write_public(work / "public")
-    (work / "networks").mkdir(exist_ok=True)
-    lanes: tuple[Sequence[str], ...] = (NETWORKS[:2], NETWORKS[2:])
-    say(", ".join(NETWORKS))
-
-    def lane(names: Sequence[str]) -> list[str]:
-        return [_placed(name, work, json.loads(run(training(name, work, steps)))) for name in names]
-
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        return [digest for digests in pool.map(lane, lanes) for digest in digests]
-
-
-def _placed(name: str, work: Path, told: dict[str, str]) -> str:
-    raw = (work / "networks" / name / told["file"]).read_bytes()
-    (work / "networks" / f"{name}.safetensors").write_bytes(raw)
-    assert hashlib.sha256(raw).hexdigest() == told["sha256"]
-    return told["sha256"]
 
 
 def configure(mechanism: str, work: Path, k: int, l: int) -> Path:  # noqa: E741 - the letter of l-diversity
@@ -121,3 +130,25 @@ def configure(mechanism: str, work: Path, k: int, l: int) -> Path:  # noqa: E741
     path = work / "networks" / f"{mechanism}.toml"
     path.write_text(_COMMON.format(mechanism=mechanism, k=k, l=l) + _OWN[mechanism])
     return path
+
+
+def codebook(work: Path) -> list[str]:
+    """The words that make the codebook of public pictures, beside the networks; the pictures are written."""
+    write_public(work / "public-eyes")
+    networks = work / "networks"
+    words = ["train", "codebook", "--pictures", str(work / "public-eyes" / "pictures"), "--cells", str(CELLS)]
+    words += ["--dims", "8", "--generator", str(networks / "generator.safetensors")]
+    return [*words, "--encoder", str(networks / "encoder.safetensors"), "--out", str(networks), "--json"]
+
+
+def configure_centroids(work: Path) -> Path:
+    """The configuration of the screening's release, written beside the networks."""
+    path = work / "networks" / "centroids.toml"
+    path.write_text(_CENTROIDS.format(patients=SCREENING, epsilon=EPSILON, delta=DELTA, share=COUNT_SHARE))
+    return path
+
+
+def centroids_claim() -> Composed:
+    """What the screening's release promises."""
+    counts, sums = noises_for(EPSILON, DELTA, COUNT_SHARE)
+    return Composed((GaussianQuery(counts, 1, 1), SubsampledGaussian(1.0, sums, 1)))

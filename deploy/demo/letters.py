@@ -6,8 +6,7 @@ its ten classes are pooled into one, since the noise of a histogram with ten row
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +20,8 @@ from policies.claims import Composed, GaussianQuery, SubsampledGaussian
 
 SITE: Final = "site-a"
 SIDE: Final = 8  # the digits were scanned at 8 x 8
-EACH: Final = 40  # pictures of each character
+PUBLIC: Final[Mapping[str, int]] = {"each": 40, "seed": 1, "size": SIDE}  # pictures of each character
+STEPS: Final = {"semantics": 0}  # of the query function: clusters take as many as they take
 CLUSTERS: Final = 6  # semantics: no label is asked for
 NOISE: Final = 2.0  # on each bin, in votes
 RATE: Final = 0.25
@@ -46,7 +46,7 @@ keep = 2
 noise = {noise}
 
 [public]
-pictures = "../letters"
+pictures = "../letters/pictures"
 
 [model]
 preset = "tiny8"
@@ -57,19 +57,25 @@ pictures = 200
 """
 
 
-def train(work: Path, agent: Callable[..., list[str]], run: Callable[[list[str]], str]) -> tuple[str, str]:
-    """Write the public pictures, and cluster them; the two SHA-256 for which the site vouches."""
-    folder = work / "letters"
-    folder.mkdir(parents=True)
-    images, _, _ = writing.glyphs(EACH, SIDE, np.random.default_rng(1))
+def write_public(folder: Path) -> None:
+    """Public pictures as PNG."""
+    (folder / "pictures").mkdir(parents=True)
+    images, _, _ = writing.glyphs(PUBLIC["each"], PUBLIC["size"], np.random.default_rng(PUBLIC["seed"]))
     for number, image in enumerate(images):
-        Image.fromarray(image).save(folder / f"{number:05d}.png")
-    out = work / "networks" / "semantics"
-    words = ["train", "semantics", "--pictures", str(folder), "--clusters", str(CLUSTERS), "--side", str(SIDE)]
-    told = json.loads(run(agent(SITE, *words, "--grey", "--out", str(out), "--json")))
-    (work / "networks" / "semantics.safetensors").write_bytes((out / told["file"]).read_bytes())
-    pictures, _ = read_pictures(folder, SIDE, grey=True)
-    return str(told["sha256"]), PublicPictures(pictures, np.zeros(len(pictures), np.int64)).sha256
+        Image.fromarray(image).save(folder / "pictures" / f"{number:05d}.png")
+
+
+def pictures_sha256(folder: Path) -> str:
+    """What the site vouches for, of what :func:`write_public` wrote."""
+    pictures, _ = read_pictures(folder / "pictures", SIDE, grey=True)
+    return PublicPictures(pictures, np.zeros(len(pictures), np.int64)).sha256
+
+
+def training(network: str, public: Path, networks: Path) -> list[str]:
+    """What follows ``train`` to make the query function, of what :func:`write_public` wrote."""
+    del networks  # it builds on none
+    words = [network, "--pictures", str(public / "pictures"), "--clusters", str(CLUSTERS)]
+    return [*words, "--side", str(SIDE), "--grey"]
 
 
 def claim(steps: int) -> Composed:

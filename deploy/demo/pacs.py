@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import secrets
 import shutil
 import socket
-import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+
+from deploy.demo.processes import Processes
 
 AET = "DEMOPACS"
 CALLER = "LAZARET"
-_PATIENCE_S: Final = 180.0  # for its start: a machine may be busy with more than this demonstration
 
 
 class PacsFailed(RuntimeError):
-    """Orthanc did not start, or did not take an image."""
+    """Orthanc did not take an image."""
 
 
 def installed() -> bool:
@@ -44,17 +41,19 @@ class Orthanc:
     """One running Orthanc with a folder of its own."""
 
     folder: Path
-    process: subprocess.Popen[bytes]
     dicom_port: int
     http_port: int
     password: str
 
     @classmethod
-    def start(cls, folder: Path) -> Orthanc:
+    def start(cls, folder: Path, processes: Processes) -> Orthanc:
         """Start it on free ports of the loopback, and wait until it answers.
 
+        Args:
+            folder: a new one, of its own.
+            processes: which end it, when the demo ends.
         Raises:
-            PacsFailed: it ended, or said nothing for three minutes.
+            DemoFailed: it ended, or said nothing for three minutes.
         """
         folder.mkdir(parents=True)
         (dicom, http), password = _free_ports(), secrets.token_urlsafe(12)
@@ -76,19 +75,10 @@ class Orthanc:
             "DicomModalities": {"agent": caller},
         }
         (folder / "orthanc.json").write_text(json.dumps(config))
-        log = (folder / "orthanc.log").open("wb")
         # without it every answer of Debian's DCMTK waits 46 ms for Nagle's algorithm
-        environment = {**os.environ, "TCP_NODELAY": "1"}
-        command = ["Orthanc", str(folder / "orthanc.json")]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
-        log.close()
-        found = cls(folder, process, dicom, http, password)
-        until = time.monotonic() + _PATIENCE_S
-        while not found._answers():
-            if process.poll() is not None or not time.monotonic() < until:
-                found.stop()
-                raise PacsFailed("Orthanc did not start; see orthanc.log")
-            time.sleep(0.1)
+        command = ["env", "TCP_NODELAY=1", "Orthanc", str(folder / "orthanc.json")]
+        found = cls(folder, dicom, http, password)
+        processes.start("Orthanc", command, found._answers, folder / "orthanc.log")
         return found
 
     def _request(self, path: str, body: bytes | None = None) -> bytes:
@@ -127,12 +117,3 @@ class Orthanc:
             f'[pacs.orthanc]\naet = "{AET}"\nhost = "127.0.0.1"\nport = {self.dicom_port}\ncalling = "{CALLER}"\n'
             'mode = "get"\n'
         )
-
-    def stop(self) -> None:
-        """End it, gently."""
-        self.process.terminate()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()

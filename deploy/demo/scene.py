@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,72 +17,71 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.mechanisms.federated import Federated
+from agent.mechanisms import MECHANISMS
+from agent.mechanisms.federated import Federated, FederatedMasked
 from agent.nouns import Cohort, Image, Patient
 from agent.phantoms import digits, scanners
-from deploy.demo import chests, eyes, letters, pacs
+from deploy.demo import chests, eyes, heads, letters, pacs
 from deploy.demo.folder import public_basis
+from deploy.demo.jobs import PUBLIC_PATIENTS, federated_job, masked_job
+from deploy.demo.kept_networks import lay
+from deploy.demo.own_policies import POOR, SITES, policies
+from deploy.demo.processes import DemoFailed, Processes
+from deploy.demo.summary import release_lines
+from deploy.demo.train_networks import RECIPES
 from deploy.demo.twin import non_private_twin
 from policies.accounting import epsilon, tight_epsilon
-from policies.claims import Gaussian, KAnonymous, NoClaim
+from policies.claims import Claim, KAnonymous, NoClaim
 from policies.figures import epsilon_text, never_less
-from policies.policy import preset
-from policies.statement import claim_from, claim_json
 from protos.artifact import unpack_vector
 
-SITES = ("site-a", "site-b", "site-c")
-POOR = "site-c"  # its own policy has a smaller budget
-RUN = "digits-1"
+RUN, MASKED_RUN = "digits-1", "digits-masked"
 PERSONS = {"dpo-1": "compliance", "physician-1": "hospital"}  # who approve at the coordinator, and as what
 K, L = 5, 2
-PUBLIC_PATIENTS = 250  # a public bound on the patients of a site; delta is a thousandth of 1 / bound
 Say = Callable[[str], None]
 T = TypeVar("T")
-
-
-class DemoFailed(RuntimeError):
-    """A command did not do what the story needs; the text ends with the command's own words."""
+_CODEC = ("generator", "encoder")
+_DISTILLING = ("autoencoder", "verifier", "unseen", "aligner")
+_NEEDS: Mapping[str, tuple[str, ...]] = {  # networks of public pictures
+    "ksalsa": _CODEC,
+    "anonfaces": (*_CODEC, "recogniser-0", "recogniser-1"),
+    "privimage": ("semantics",),
+    "centroids": _CODEC,
+    "distill": _DISTILLING,
+    "distill-dp": _DISTILLING,
+    "remodel": (heads.NETWORK,),
+}
+BASE = ("ksame", "federated")  # what needs no network
+MAIN = ("ksame", "ksalsa", "privimage", "federated")
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large the demo is."""
+    """How large the demo is, and what it shows."""
 
     patients: int  # at each hospital, two images each
     rounds: int
-    training: int = 0  # steps of each network of the eye clinic; 0: there is no eye clinic
-    eyes: int = 60  # its patients: among many more, a division by chance may leave AnonFACES no picture to show
-    networks: Path | None = None  # of an earlier demo's clinics, instead of training them again
+    mechanisms: tuple[str, ...] = BASE
+    pretraining: int = 60  # steps of PrivImage on public pictures
+    form: str = "main"  # or "full", in which every mechanism is shown that can be
+    left_out: Mapping[str, str] = field(default_factory=dict)  # mechanism -> why
+
+    def shows(self, *names: str) -> bool:
+        """Is one of these mechanisms shown?"""
+        return not set(self.mechanisms).isdisjoint(names)
 
 
-def federated_job(public: digits.Digits, rounds: int) -> Federated:
-    """The federated mechanism's public configuration; the centre comes from public digits alone."""
-    centre = public.images.reshape(len(public.images), -1).mean(axis=0)
-    return Federated(
-        sampling_rate=0.25,
-        noise_multiplier=1.8,
-        steps_per_round=15,
-        rounds=rounds,
-        clip=0.1,
-        images_per_patient=2,
-        public_patients=PUBLIC_PATIENTS,
-        learning_rate=40.0,
-        classes=tuple(str(c) for c in range(10)),
-        shape=(32, 32),
-        centre=tuple(round(float(c), 4) for c in centre),
-        proximal=0.0,
-    )
+def main_job(patients: int, rounds: int) -> Scale:
+    """What `make demo` shows."""
+    left_out = {name: "shown by `make demo-full`" for name in MECHANISMS if name not in MAIN}
+    return Scale(patients, rounds, MAIN, left_out=left_out)
 
 
-def placed(known: Path, names: Sequence[str], work: Path) -> dict[str, str]:
-    """Lay networks of an earlier demo beside the configurations; the SHA-256 of each, by name."""
-    (work / "networks").mkdir(exist_ok=True)
-    digests = {}
-    for name in names:
-        raw = (known / f"{name}.safetensors").read_bytes()
-        (work / "networks" / f"{name}.safetensors").write_bytes(raw)
-        digests[name] = hashlib.sha256(raw).hexdigest()
-    return digests
+def full(patients: int, rounds: int) -> Scale:
+    """What `make demo-full` shows: every mechanism that this machine has the data for."""
+    left_out = {} if heads.there() else {"remodel": "the real head is not installed: apt-get install mricron-data"}
+    shown = tuple(name for name in MECHANISMS if name not in left_out)
+    return Scale(patients, rounds, shown, pretraining=300, form="full", left_out=left_out)
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -113,10 +108,10 @@ class Scene:
     steps: list[dict[str, Any]] = field(default_factory=list)
     ingested: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
-    vouched: list[str] = field(default_factory=list)  # SHA-256 of the networks that the clinics vouch for
-    chests: dict[str, str] = field(default_factory=dict)  # SHA-256 of the chest clinic's networks, by name
+    networks: dict[str, str] = field(default_factory=dict)  # SHA-256 of each that is laid out, by name
+    vouched: list[str] = field(default_factory=list)  # SHA-256 of all that the clinics say is public
     pacs: pacs.Orthanc | None = None  # of the first hospital, where one is installed
-    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: Processes = field(default_factory=Processes)
     split: digits.Split = field(init=False)
     mechanism: Federated = field(init=False)
 
@@ -137,18 +132,26 @@ class Scene:
 
     def story(self) -> Iterator[tuple[str, Callable[[Say], str]]]:
         """The steps, in order: a title and what to do."""
+        shows = self.scale.shows
         yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
-        if self.scale.training:
-            yield "networks learn from public pictures: of eyes, printed letters and chests", self.networks
+        if shows(*_NEEDS):
+            yield "networks that learned from public pictures: of eyes, printed letters, chests, heads", self.public
         yield "keys are born where they are used; two persons may approve; the ledger begins", self.found
         yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
         yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
         yield "k-anonymous synthetic sets: price, cluster, average, seal, verdict", self.synthetic
-        if self.scale.training:
-            yield "an eye clinic: k-SALSA and AnonFACES, from DICOM to a verdict", self.eyes
-            yield "a set under differential privacy: PrivImage, from price to a verdict", self.private
-            yield "a chest clinic: a student of what was vetted, from DICOM to a verdict", self.distill
+        if shows("ksalsa", "anonfaces", "privimage", "centroids"):
+            yield (
+                "k patients behind each picture of an eye, and sets under differential privacy, side by side",
+                self.sets,
+            )
+        if shows("distill", "distill-dp"):
+            yield "a chest clinic: a student of what was vetted, to a verdict", self.distilled
+        if shows("remodel"):
+            yield "a clinic of heads: patients' own scans with other faces, to a verdict", self.remodelled
         yield "federated rounds with patient-level DP-SGD", self.federate
+        if shows("federated-masked"):
+            yield "federated rounds under secure aggregation", self.federate_masked
         yield "accuracy on held-out digits, beside the non-private twin", self.evaluate
         yield "report, ledger export, offline verification", self.report
 
@@ -171,13 +174,7 @@ class Scene:
         Raises:
             DemoFailed: another status than 0 (or 1 with an answer, where a refusal is part of the story).
         """
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
-        told = may_refuse and done.returncode == 1 and done.stdout.strip()  # a verdict, not a fault
-        if done.returncode != 0 and not told:
-            raise DemoFailed(
-                f"{' '.join(command[2:])}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-            )
-        return done.stdout
+        return self.processes.run(command, may_refuse)
 
     def start(self, name: str, command: list[str], ready: str) -> None:
         """Start a process that stays, and wait until it says ``ready``.
@@ -186,27 +183,12 @@ class Scene:
             DemoFailed: it ended, or said nothing for three minutes.
         """
         log = self.work / f"{name}.out"
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=_environment())
-        self._running.append(process)
-        until = time.monotonic() + 180
-        while ready not in log.read_text():
-            if process.poll() is not None or not time.monotonic() < until:
-                raise DemoFailed(f"{name} did not start:\n{log.read_text()[-2000:]}")
-            time.sleep(0.1)
+        self.processes.start(name, command, lambda: ready in log.read_text(), log)
 
     def stop(self) -> None:
         """End every running process, gently."""
-        if self.pacs is not None:
-            self.pacs.stop()
-            self.pacs = None
-        for process in reversed(self._running):
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        self._running.clear()
+        self.pacs = None
+        self.processes.stop()
 
     def folders(self, say: Say) -> str:
         """Write each hospital's DICOM folder."""
@@ -224,80 +206,114 @@ class Scene:
             )
             if i == 0 and pacs.installed():
                 lines.append(f"{site}: {self._into_orthanc(folder, say)} of them are in its PACS, a real Orthanc")
-        if self.scale.training:
-            count = eyes.write_clinic(self.work / "pacs" / f"{eyes.SITE}-eyes", self.scale.eyes)
-            lines.append(f"{eyes.SITE}: {count} photographs of eyes, DICOM in colour")
-            count = chests.write_clinic(self.work / "pacs" / f"{chests.SITE}-chests")
-            lines.append(f"{chests.SITE}: {count} radiographs of chests, two visits of each patient")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._clinics(say)])
+
+    def _clinics(self, say: Say) -> Iterator[str]:
+        """What each clinic whose mechanism is shown writes as DICOM or NIfTI."""
+        say("clinics")
+        shows, where = self.scale.shows, self.work / "pacs"
+        if shows("ksalsa", "anonfaces"):
+            count = eyes.write_clinic(where / f"{eyes.SITE}-eyes")
+            yield f"{eyes.SITE}: {count} photographs of eyes, DICOM in colour"
+        if shows("centroids"):
+            count = eyes.write_screening(where / f"{eyes.SCREENED}-eyes")
+            yield f"{eyes.SCREENED}: {count} photographs of eyes, of a screening"
+        for mechanism, site in chests.SITES.items():
+            if shows(mechanism):
+                count = chests.write_clinic(where / f"{site}-chests", SITES.index(site))
+                yield f"{site}: {count} radiographs of chests, two visits of each patient"
+        if shows("remodel"):
+            count = heads.write_clinic(where / f"{heads.SITE}-heads")
+            yield f"{heads.SITE}: {count} MRI of heads, with their faces"
 
     def _into_orthanc(self, folder: Path, say: Say) -> int:
         """The first hospital's own pictures live in its PACS and no longer in the folder."""
         say("an Orthanc takes the first hospital's pictures")
-        self.pacs = pacs.Orthanc.start(self.work / "orthanc")
+        self.pacs = pacs.Orthanc.start(self.work / "orthanc", self.processes)
         pictures = sorted(folder.glob("*/*/IM*.dcm"))
         count = self.pacs.load(pictures)
         for path in pictures:
             path.unlink()
         return count
 
-    def networks(self, say: Say) -> str:
-        """Train what the eye clinic's releases are made with, on pictures of other people."""
-        known = self.scale.networks
-        self.vouched = list(
-            placed(known, eyes.NETWORKS, self.work).values()
-            if known
-            else eyes.train(self.work, self.scale.training, self.run, say)
+    def public(self, say: Say) -> str:
+        """Lay out what the mechanisms need that is no patient's; the sites will vouch for it."""
+        names = dict.fromkeys(name for one in self.scale.mechanisms for name in _NEEDS.get(one, ()))
+        say(", ".join(names))
+        self.networks = lay([RECIPES[name] for name in names], self.work / "networks")
+        self.vouched = list(self.networks.values())
+        lines = [f"{len(names)} networks, trained before on phantoms of other people, and kept in this repository"]
+        if self.scale.shows("privimage"):
+            letters.write_public(self.work / "letters")
+            self.vouched.append(letters.pictures_sha256(self.work / "letters"))
+            lines.append(f"{letters.CLUSTERS} clusters of printed letters, for the semantic query; the letters")
+        if self.scale.shows("distill-dp"):
+            chests.write_public(self.work / "public-chests")
+            self.vouched.append(chests.pictures_sha256(self.work / "public-chests"))
+            lines.append(f"radiographs of {chests.PUBLIC['people']} other people, to learn before the patients")
+        if self.scale.shows("centroids"):
+            say("a codebook of public eyes")
+            told = json.loads(self.run(self.agent(eyes.SCREENED, *eyes.codebook(self.work))))
+            self.vouched.append(told["sha256"])
+            lines.append(f"a codebook of {eyes.CELLS} cells, of photographs of {eyes.PUBLIC['people']} other people")
+        return "\n".join(lines)
+
+    def _released(self, site: str, mechanism: str, config: Path, *more: str) -> str:
+        """Release as a configuration says; the verdict in a line."""
+        words = ["release", mechanism, "--config", str(config), *more, "--json"]
+        answer = json.loads(self.run(self.agent(site, *words), may_refuse=True).splitlines()[-1])
+        if not answer["admitted"]:
+            return f"{mechanism}: refused: " + ", ".join(finding["rule"] for finding in answer["findings"])
+        line = f"{mechanism}: admitted, level {answer['level']}"
+        if "epsilon" not in answer:
+            return line
+        charged, tight = (epsilon_text(answer[name]) for name in ("epsilon", "epsilon_by_loss_distributions"))
+        return (
+            f"{line}: epsilon {charged} at delta {answer['delta']} in the ledger, per patient; {tight} by loss "
+            "distributions"
         )
-        steps = "an earlier demo's" if known else f"{self.scale.training} steps or so each"
-        told = f"{len(self.vouched)} networks, {steps}, on phantoms of {eyes.PUBLIC} people"
-        say("what printed letters look like")
-        self.vouched += letters.train(self.work, self.agent, self.run)
-        self.chests = (
-            placed(known, tuple(chests.STEPS), self.work) if known else chests.train(self.work, self.run, say)
-        )
-        self.vouched += self.chests.values()
-        judged = f"{len(self.chests)} networks for a distillation, on phantoms of {chests.PUBLIC} other people"
-        return f"{told}\n{letters.CLUSTERS} clusters of printed letters, for the semantic query\n{judged}"
+
+    def sets(self, say: Say) -> str:
+        """Two hospitals work side by side."""
+        with ThreadPoolExecutor(2) as pool:
+            return "\n".join(text for text in pool.map(lambda act: act(say), (self.eyes, self.private)) if text)
 
     def eyes(self, say: Say) -> str:
         """One k-anonymous set by each of the two papers; no patient is in both."""
         lines = []
         for mechanism in ("ksalsa", "anonfaces"):
-            say(mechanism)
-            config = str(eyes.configure(mechanism, self.work, K, L))
-            words = ["release", mechanism, "--config", config, "--json"]
-            answer = json.loads(self.run(self.agent(eyes.SITE, *words), may_refuse=True))
-            rules = ", ".join(finding["rule"] for finding in answer["findings"])
-            said = f"admitted, level {answer['level']}" if answer["admitted"] else f"refused: {rules}"
-            lines.append(f"{mechanism}: {said}")
+            if self.scale.shows(mechanism):
+                say(mechanism)
+                lines.append(self._released(eyes.SITE, mechanism, eyes.configure(mechanism, self.work, K, L)))
         return "\n".join(lines)
 
     def private(self, say: Say) -> str:
-        """One set of all digits as one class: a histogram and DP-SGD under one price."""
-        say("histogram, selection, pre-training, fine-tuning")
-        config = letters.configure(self.work, max(PUBLIC_PATIENTS, self.scale.patients), self.scale.training)
-        words = ["release", "privimage", "--config", str(config), "--json"]
-        answer = json.loads(self.run(self.agent(letters.SITE, *words), may_refuse=True))
-        rules = ", ".join(finding["rule"] for finding in answer["findings"])
-        if not answer["admitted"]:
-            return f"refused: {rules}"
-        return (
-            f"admitted, level {answer['level']}: epsilon {epsilon_text(answer['epsilon'])} at delta "
-            f"{answer['delta']} in the ledger, per patient; "
-            f"{epsilon_text(answer['epsilon_by_loss_distributions'])} by loss distributions"
-        )
+        """Sets under differential privacy: of all digits as one class, and of a screening's eyes."""
+        lines = []
+        if self.scale.shows("privimage"):
+            say("histogram, selection, pre-training, fine-tuning")
+            config = letters.configure(self.work, max(PUBLIC_PATIENTS, self.scale.patients), self.scale.pretraining)
+            lines.append(self._released(letters.SITE, "privimage", config))
+        if self.scale.shows("centroids"):
+            say("counts and sums of a public codebook's cells")
+            lines.append(self._released(eyes.SCREENED, "centroids", eyes.configure_centroids(self.work)))
+        return "\n".join(lines)
 
-    def distill(self, say: Say) -> str:
-        """One set of level C: no claim, but what an unseen verifier finds, and what the vetting would have found."""
-        say("teacher, samples, vetting, student")
-        config = chests.configure(self.work, self.chests, self.scale.training)
-        sheet = self.work / f"{chests.SITE}-contact-sheet.html"
-        words = ["release", "distill", "--config", str(config), "--sheet", str(sheet), "--json"]
-        answer = json.loads(self.run(self.agent(chests.SITE, *words), may_refuse=True).splitlines()[-1])
-        if not answer["admitted"]:
-            return "refused: " + ", ".join(finding["rule"] for finding in answer["findings"])
-        return f"admitted, level {answer['level']}; its reviewer has a contact sheet, which shows patients and stays"
+    def distilled(self, say: Say) -> str:
+        """Without a claim, what an unseen verifier finds and what the vetting would have found; and with one."""
+        lines = []
+        for mechanism, site in chests.SITES.items():
+            if self.scale.shows(mechanism):
+                say(f"{mechanism}: teacher, samples, vetting, student")
+                config = chests.configure(mechanism, self.work, self.networks)
+                sheet = self.work / f"{site}-contact-sheet.html"
+                lines.append(self._released(site, mechanism, config, "--sheet", str(sheet)))
+        return "\n".join(lines)
+
+    def remodelled(self, say: Say) -> str:
+        """Scans of level C: an attacker looks for the patients in them first."""
+        say("another face for every head, and an attacker who looks for the patients")
+        return self._released(heads.SITE, "remodel", heads.configure(self.work, self.networks[heads.NETWORK]))
 
     def found(self, say: Say) -> str:
         """Make the coordinator's and the sites' directories, and appoint the two who approve."""
@@ -305,19 +321,9 @@ class Scene:
         basis = public_basis(self.split.public)
         (self.work / "basis.safetensors").write_bytes(basis)
         vouched = hashlib.sha256(basis).hexdigest()
-        (self.work / "poor.toml").write_text(preset("internal").replace("epsilon = 8.0", "epsilon = 2.0"))
-        several = f"max_releases_per_patient = {eyes.RELEASES} "
-        (self.work / "several.toml").write_text(preset("internal").replace("max_releases_per_patient = 1 ", several))
-        poor, several_too = ((self.work / f"{name}.toml").read_text() for name in ("poor", "several"))
-        (self.work / "federation.toml").write_text(chests.admitting(several_too))
-        two = f"max_releases_per_patient = {chests.RELEASES} "
-        (self.work / "poor-c.toml").write_text(chests.admitting(poor.replace("max_releases_per_patient = 1 ", two)))
-        federation = str(self.work / "federation.toml") if self.scale.training else "internal"
-        own = {site: "internal" for site in SITES}
-        own[POOR] = str(self.work / ("poor-c.toml" if self.scale.training else "poor.toml"))
-        if self.scale.training:
-            own[eyes.SITE] = str(self.work / "several.toml")
-        self.run(self.coordinator("init", "--listen", listen, "--policy", federation))
+        for name, text in policies(self.scale.mechanisms).items():
+            (self.work / f"{name}.toml").write_text(text)
+        self.run(self.coordinator("init", "--listen", listen, "--policy", str(self.work / "federation.toml")))
         (self.work / "persons").mkdir(mode=0o700)
         for person, role in PERSONS.items():
             public = self.run(self.coordinator("ledger", "person", str(self._key(person)))).strip()
@@ -327,17 +333,24 @@ class Scene:
         common += [word for modality in ("OT", "CT", "MR", "CR", "OP") for word in ("--modality", modality)]
 
         def init(site: str) -> None:
-            words = ["init", "--site", site, "--policy", own[site], "--input", f"../pacs/{site}", *common]
+            own = str(self.work / f"{'poor' if site == POOR else site}.toml")
+            words = ["init", "--site", site, "--policy", own, "--input", f"../pacs/{site}", *common]
             self.run(self.agent(site, *words, "--secondary-capture-modality", "OT"))
 
         say("three sites make their keys")
         self.each(init)
-        if self.pacs is not None:
-            (self.work / SITES[0] / "ingest.toml").write_text(self.pacs.table())
-        if self.scale.training:
-            (self.work / eyes.SITE / "ingest.toml").write_text(eyes.INGEST)
-            (self.work / chests.SITE / "ingest.toml").write_text(chests.INGEST)
-        return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others 8; k is at least {K}"
+        for site in SITES:
+            if text := self._ways_in(site):
+                (self.work / site / "ingest.toml").write_text(text)
+        return f"{POOR} has a lifetime budget of epsilon 2 in its own policy, the others have more; k is at least {K}"
+
+    def _ways_in(self, site: str) -> str:
+        """``ingest.toml``: a colour camera's modality, the PACS, and each clinic's folder beside the site's own."""
+        folders = sorted((self.work / "pacs").glob(f"{site}-*"))
+        text = eyes.RULES if any(folder.name.endswith("-eyes") for folder in folders) else ""
+        if self.pacs is not None and site == SITES[0]:
+            text += self.pacs.table()
+        return text + "".join(f'[[folder]]\npath = "../pacs/{folder.name}"\n' for folder in folders)
 
     def enrol(self, say: Say) -> str:
         """Start the coordinator; each site joins by token, and two persons approve what they compared."""
@@ -362,10 +375,19 @@ class Scene:
                 raise DemoFailed(f"{pending['site']}: the fingerprints differ")
             say(f"two persons approve {pending['site']}")
             self._approved(pending["site"], pending["digest"])
-        self.each(lambda site: self.run(self.agent(site, "enrol", "--wait", "20")))
+        enrolled = self.each(lambda site: self.run(self.agent(site, "enrol", "--wait", "20")))
+        if self.scale.shows("federated-masked"):
+            self._partners({site: said.split()[-1] for site, said in enrolled.items()})
         say("three doctors")
         self.each(lambda site: self.run(self.agent(site, "doctor")))
         return "\n".join(f"{site}: {words}" for site, words in compared.items())
+
+    def _partners(self, keys: Mapping[str, str]) -> None:
+        """Each hospital names the others, whom it knows by telephone: without both it is in no secret sum."""
+        for site in SITES:
+            others = json.dumps([key for other, key in keys.items() if other != site])
+            with (self.work / site / "site.toml").open("a") as settings:
+                settings.write(f"partners = {others}\nleast_partners = {len(SITES) - 1}\n")
 
     def _key(self, person: str) -> Path:
         """Where a person keeps the private key."""
@@ -416,22 +438,31 @@ class Scene:
         """Start the three agents' links, launch the run, watch it."""
         say("three agents connect")
         self.each(lambda site: self.start(site, self.agent(site, "serve", "--modality", "OT"), "link: online"))
+        return self._launched(RUN, self.mechanism, 2, say)
+
+    def federate_masked(self, say: Say) -> str:
+        """A run whose coordinator sees sums of three updates, and no update."""
+        return self._launched(MASKED_RUN, masked_job(self.mechanism), 3, say)
+
+    def _launched(self, run: str, mechanism: Federated | FederatedMasked, min_sites: int, say: Say) -> str:
+        """Launch a run and follow it to its end."""
         job = {
-            "mechanism": "federated",
-            "parameters": int(self.mechanism.initial().vector.size),
+            "mechanism": mechanism.name,
+            "parameters": int(mechanism.initial().vector.size),
             "sites": list(SITES),
-            "rounds": self.scale.rounds,
-            "min_sites": 2,
-            "config": json.loads(self.mechanism.to_json()),
+            "rounds": mechanism.rounds,
+            "min_sites": min_sites,
+            "config": json.loads(mechanism.to_json()),
         }
-        (self.work / "job.json").write_text(json.dumps(job, indent=2))
-        command = self.coordinator("round", "launch", str(self.work / "job.json"), "--run", RUN, "--json")
+        job |= {"secure": True} if isinstance(mechanism, FederatedMasked) else {}
+        file = self.work / ("job.json" if run == RUN else f"{run}.json")
+        file.write_text(json.dumps(job, indent=2))
         lines = []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as process:
+        with self.processes.piped(self.coordinator("round", "launch", str(file), "--run", run, "--json")) as process:
             assert process.stdout is not None
             for text in process.stdout:
                 event = json.loads(text)
-                where = f"round {event['round']} of {self.scale.rounds}" if event["round"] else "price"
+                where = f"round {event['round']} of {mechanism.rounds}" if event["round"] else "price"
                 line = f"{where}: {event['state']} {', '.join(event['sites'])} {event['reason']}".strip()
                 say(line)
                 if event["state"] != "sent":
@@ -531,17 +562,20 @@ class Scene:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """``summary.json``: sites, counts, releases with verdicts, accuracy, seconds."""
+        """``summary.json``, in the form of ``summary.schema.json``."""
         ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
-        asked = {"federated": claim_json(self.mechanism.claim())}
-        asked["privimage"] = claim_json(letters.claim(self.scale.training))
-        asked |= dict.fromkeys(("ksame", "ksalsa", "anonfaces"), claim_json(KAnonymous(K, L, 1)))
-        asked["distill"] = claim_json(NoClaim())
-        orders = {a["account"]: (a["order"], a["delta"]) for a in ledger["accounts"]}
+        asked: dict[str, Claim] = {"federated": self.mechanism.claim()}
+        asked["federated-masked"] = masked_job(self.mechanism).claim()
+        asked |= {"privimage": letters.claim(self.scale.pretraining), "distill-dp": chests.private_claim()}
+        asked["centroids"] = eyes.centroids_claim()
+        asked |= dict.fromkeys(("ksame", "ksalsa", "anonfaces"), KAnonymous(K, L, 1))
+        asked |= dict.fromkeys(("distill", "remodel"), NoClaim())
         return {
+            "form": self.scale.form,
+            "left_out": [{"mechanism": name, "why": why} for name, why in self.scale.left_out.items()],
             "sites": list(SITES),
             "ingest": self.ingested,
-            "releases": [r for e in ledger["entries"] if (r := _release(e, orders, asked)) is not None],
+            "releases": release_lines(ledger, asked),
             **{k: v for k, v in self.measured.items() if k != "title"},
             "ledger": {
                 "size": ledger["size"],
@@ -552,35 +586,6 @@ class Scene:
         }
 
 
-def _release(
-    entry: dict[str, Any], orders: dict[str, tuple[int, str]], asked: dict[str, Any]
-) -> dict[str, Any] | None:
-    """One line of the summary for each release or reservation; a refusal shows the claim that was asked for."""
-    if entry["type"] not in ("admitted", "refused") or entry.get("stage") == "expired":
-        return None
-    claim = claim_from(entry.get("claim") or asked[entry["mechanism"]])
-    order, delta = orders.get(f"{entry['site']}/rdp", (0, ""))
-    private = isinstance(claim, Gaussian)
-    return {
-        "id": entry.get("release") or entry["subject"],
-        "site": entry["site"],
-        "mechanism": entry["mechanism"],
-        "round": entry.get("round", 0),
-        "claim": claim_json(claim),
-        "claim_level": entry.get("level", ""),
-        "epsilon": epsilon([claim], float(delta), order) if private else None,
-        "delta": float(delta) if private else None,
-        "k": getattr(claim, "k", None),
-        "verdict": entry["type"],
-        "findings": entry.get("findings", []),
-    }
-
-
 def _large(images: NDArray[np.float32]) -> NDArray[np.float32]:
     """(n, 8, 8) digits as the (n, 32, 32) pictures that were written as DICOM, in [0, 1]."""
     return (digits.upsample(images) / np.float32(255)).astype(np.float32)
-
-
-def _environment() -> dict[str, str]:
-    """One computing thread for each process: three hospitals share this machine."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -17,12 +17,12 @@ from agent.commands import project_of
 from agent.edges import projects
 from agent.stages.freeze import place_of
 from agent.stages.invert import fit_basis, save_basis
+from deploy.demo.train_networks import kept_network
 from policies.policy import preset
 from tests.agent.edges.test_synthesis import sha, toml
 from tests.agent.edges.test_vault import record
 from tests.agent.test_synthesis_commands import Typed, at, typed
 from tests.support import federation
-from tests.support.demo_networks import KEPT
 from tests.support.federation import Federation, Site
 from tests.support.networks import files
 from tests.support.verifiers import chests
@@ -38,7 +38,7 @@ def chest_clinic(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: py
         text = preset("internal")
         monkeypatch.setattr(federation, "preset", lambda _: re.sub(r"(?m)^max_reid_rate = \S+", request.param, text))
     named = dict(zip(("generator", "encoder"), files(1), strict=True))
-    named |= {name: (KEPT / f"{name}.safetensors").read_bytes() for name in ("verifier", "unseen")}
+    named |= {name: kept_network(name) for name in ("verifier", "unseen")}
     pictures = (chests(PATIENTS + 60, 5, side=SIDE, visits=1)[0] / 255).astype(np.float32)
     named["basis"] = save_basis(fit_basis(pictures[PATIENTS:], 8, "public"))
     for name, raw in named.items():

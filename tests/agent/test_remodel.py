@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,11 @@ from agent.nets.volume_gan import remodeller_from
 from agent.nouns import Volume
 from agent.phantoms.heads import Scan, isotropic
 from agent.stages.remodel import Draws, around_template, remodel
+from deploy.demo.train_networks import kept_network
 from tests.support.heads import phantoms, scan
 from tests.support.pasting import SIDE, VIEWS, averaged, depth, head_of, shows, with_face
 
 pytestmark = pytest.mark.timeout(900)  # brains are looked for, and heads drawn: a busy machine takes its time
-
-NETWORK = Path(__file__).parents[1] / "vectors" / "networks" / "remodeller.safetensors"
 
 
 def _remodelled(made: Scan, region: Region, seed: int = 5, draws: Draws | None = None) -> Volume:
@@ -162,7 +160,7 @@ def test_an_average_uses_nothing_of_gamma() -> None:
 
 def test_a_network_is_shown_nobodys_brain() -> None:
     """By the size of a head that was drawn around the patient's own brain people were found."""
-    net = around_template(remodeller_from(NETWORK.read_bytes(), "public"), atlas())
+    net = around_template(remodeller_from(kept_network("remodeller"), "public"), atlas())
     side = net.population.skin.shape[0]
     drawn = []
     for number in (0, 1):
@@ -213,11 +211,9 @@ def test_a_network_that_draws_no_head_changes_nothing(value: float, code: str) -
         remodel(head_of(scan(0)), Nothing(value), Region(), np.random.default_rng(1))
 
 
-@pytest.mark.skipif(not NETWORK.exists(), reason="no trained network")
 def test_the_trained_network_gives_a_head_that_does_not_depend_on_the_face() -> None:
-    from agent.nets.volume_gan import remodeller_from  # torch, for this test alone
 
-    draws = remodeller_from(NETWORK.read_bytes(), "public")
+    draws = remodeller_from(kept_network("remodeller"), "public")
     one, other = scan(0), with_face(scan(0), 6.0)
     first = _remodelled(one, Region(), draws=draws)
     assert shows(first, _remodelled(other, Region(), draws=draws)) == 0.0

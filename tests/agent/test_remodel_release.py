@@ -28,6 +28,7 @@ from agent.pipeline import pack_volumes, release_heads
 from agent.site import Refused
 from agent.stages.remodel import AroundTemplate, around_template
 from coordinator.intake import Intake
+from deploy.demo.train_networks import kept_network
 from policies.claims import NoClaim
 from policies.policy import parse
 from policies.sqlite import open_sqlite
@@ -37,7 +38,6 @@ from tests.support.books import Clock, Hospital, policy
 from tests.support.heads import scan, true_head
 from tests.support.wards import Door, Vault, site_of
 
-NETWORK = Path(__file__).parents[1] / "vectors" / "networks" / "remodeller.safetensors"
 pytestmark = pytest.mark.timeout(900)  # nearly forty heads are changed, and looked at from all sides
 HEADS, FIRST = 38, 200  # persons whom the network has not seen
 ADMITS: dict[str, Any] = {
@@ -52,7 +52,7 @@ ADMITS: dict[str, Any] = {
 
 @cache
 def network() -> AroundTemplate:
-    return around_template(remodeller_from(NETWORK.read_bytes(), "public"), atlas())
+    return around_template(remodeller_from(kept_network("remodeller"), "public"), atlas())
 
 
 def mechanism() -> Remodel:
@@ -159,7 +159,7 @@ def test_its_claim_is_none_and_settled_beforehand() -> None:
     assert mechanism().components() == {"generator": "public", "atlas": "public"}
     assert type(mechanism().claim()) is TERMS["remodel"].claim
     assert set(mechanism().components()) == TERMS["remodel"].components
-    private = replace(mechanism(), network=remodeller_from(NETWORK.read_bytes(), "private"))
+    private = replace(mechanism(), network=remodeller_from(kept_network("remodeller"), "private"))
     assert private.components()["generator"] == "private"
     assert replace(mechanism(), spacing=(4.0, 4.0, 3.9)).form != mechanism().form
 

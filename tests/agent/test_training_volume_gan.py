@@ -46,8 +46,8 @@ from agent.training.volume_gan import (
     moved,
     train_volume_gan,
 )
-from tests.support import head_networks
-from tests.support.head_networks import KEPT, heads
+from deploy.demo.heads import heads
+from deploy.demo.train_networks import kept_network
 
 TINY = PRESETS["tiny16"]
 KEY = b"k" * 32
@@ -430,7 +430,7 @@ def test_nobody_is_in_the_training_of_their_own_fold(tmp_path: Path, monkeypatch
 
 
 def test_the_kept_network_draws_a_head_whose_size_follows_gamma() -> None:
-    read = remodeller_from((KEPT / "remodeller.safetensors").read_bytes(), "public")
+    read = remodeller_from(kept_network("remodeller"), "public")
     head = next(heads(1, first=5_000))[1]
     gamma = transform(head, 32, read.population, read.coarse)
     sizes = [
@@ -439,11 +439,3 @@ def test_the_kept_network_draws_a_head_whose_size_follows_gamma() -> None:
     ]
     assert sizes[0] < 0.85 * sizes[1]
     assert sizes[1] < sizes[2]  # what no longer fits in the cube is cut off, so that it grows less
-
-
-@pytest.mark.slow
-def test_the_kept_networks_recipe_still_trains(tmp_path: Path) -> None:
-    told: list[Progress] = []
-    raw = head_networks.train(tmp_path, steps=10, people=4, say=told.append)
-    assert remodeller_from(raw, "public").config == head_networks.CONFIG.gan
-    assert told[-1].step == 10

@@ -35,6 +35,7 @@ from agent.vetted import Examiner, Inspection, NoneLeft, Passed, Sifted, TooFewT
 from agent.vetting_words import as_json, in_words
 from agent.wilson import bounds
 from coordinator.intake import Intake
+from deploy.demo.train_networks import kept_network
 from policies import governance
 from policies.policy import PRESETS, parse, preset
 from policies.statement import decimal
@@ -42,7 +43,6 @@ from protos.artifact import unpack_images
 from tests.agent.edges.test_vault import open_vault, record
 from tests.agent.test_pipeline import Stage, approve, stage
 from tests.support.books import Person, policy
-from tests.support.demo_networks import KEPT
 from tests.support.verifiers import chests
 from tests.support.wards import Door, Vault
 
@@ -53,9 +53,7 @@ Pictures = NDArray[np.uint8]
 @cache
 def vetting() -> Vetting:
     """The demo's own verifiers, of made-up chests."""
-    one, other = (
-        verifier_from((KEPT / f"{name}.safetensors").read_bytes(), "public") for name in ("verifier", "unseen")
-    )
+    one, other = (verifier_from(kept_network(name), "public") for name in ("verifier", "unseen"))
     return Vetting(one, other)
 
 

@@ -57,6 +57,7 @@ from agent.reproduce.deid_heads import (
     known_phantoms,
 )
 from agent.stages.remodel import Draws, around_template, remodel
+from deploy.demo.train_networks import kept_network
 from tests.benchmarks import hull
 from tests.benchmarks.report import Report, Row
 from tests.support.heads import phantoms
@@ -75,7 +76,6 @@ OWN: Final = "remodel, the network shown the patient's brain (the paper)"
 MEAN: Final = "remodel by the mean of public heads"
 FACE: Final = "remodel by the mean of public heads, region face"
 KINDS: Final = {"everything": "", "photographs": deid.PHOTOGRAPHS, "face only": "face"}
-NETWORK: Final = Path(__file__).parents[1] / "vectors" / "networks" / "remodeller.safetensors"
 KEEPS: Final = ("quickshear", "facemask", "deface")
 
 
@@ -97,7 +97,7 @@ def measured(people: int, mm: float) -> Report:
         region=Region("surface"),
     )
     alone = replace(settings, methods=(REMODEL,))
-    net = remodeller_from(NETWORK.read_bytes(), "public")
+    net = remodeller_from(kept_network("remodeller"), "public")
     drawn = (net.origin.sha256, around_template(net, atlas()))
     own = (net.origin.sha256 + " own", net)
     with tempfile.TemporaryDirectory() as folder:

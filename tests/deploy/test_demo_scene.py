@@ -1,4 +1,4 @@
-"""The demo says in a command's own words why it failed."""
+"""The demo says in a command's own words why it failed; its policies admit what it shows and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.scene import DemoFailed, Scale, Scene
+from agent.mechanisms import MECHANISMS
+from deploy.demo import heads
+from deploy.demo.own_policies import amended, policies
+from deploy.demo.scene import BASE, MAIN, DemoFailed, Scale, Scene, full, main_job
+from policies.policy import PolicyError, parse, preset
 
 SAYS = "import sys; print({answer!r}); print('every cluster is at risk', file=sys.stderr); sys.exit({status})"
 
@@ -33,3 +37,41 @@ def test_a_release_that_never_came_to_a_verdict_ends_the_demo_with_its_reason(
 ) -> None:
     with pytest.raises(DemoFailed, match="every cluster is at risk"):
         scene.run(command(answer, status), may_refuse=True)
+
+
+def test_the_main_jobs_policies_are_the_preset_but_for_how_often_and_the_poor_sites_budget() -> None:
+    own = preset("internal")
+    texts = policies(MAIN)
+    twice = own.replace("max_releases_per_patient = 1 ", "max_releases_per_patient = 2 ")
+    assert [texts[name] for name in ("site-a", "site-b", "site-c", "federation")] == [own, twice, own, twice]
+    assert texts["poor"] == own.replace("epsilon = 8.0 ", "epsilon = 2.0 ")
+    assert set(policies(BASE).values()) == {own, texts["poor"]}
+
+
+@pytest.mark.parametrize("name", [name for name in MECHANISMS if name not in MAIN])
+def test_what_no_preset_admits_is_admitted_only_if_it_is_shown(name: str) -> None:
+    internal = parse(preset("internal"), "internal")
+    beyond = {"federated-masked": {"A*"}, "distill": {"C"}, "remodel": {"C"}}
+    for text in policies((*MAIN, name)).values():
+        law = parse(text, "demo")
+        assert set(law.levels) - set(internal.levels) == beyond.get(name, set())
+        assert ("private" in law.components) is ("C" in law.levels)
+        assert (law.max_reid_rate > internal.max_reid_rate) is (name == "remodel")
+        assert (law.mechanisms != internal.mechanisms) is (name == "remodel")
+
+
+def test_a_policys_key_that_there_is_not_is_not_amended() -> None:
+    with pytest.raises(AssertionError):
+        amended(preset("internal"), {"epsilom": "1.0"})
+    with pytest.raises(PolicyError):
+        parse(amended(preset("internal"), {"epsilon": "-1.0"}), "demo")
+
+
+def test_each_mechanism_is_shown_or_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed in (True, False):
+        monkeypatch.setattr(heads, "there", lambda found=installed: found)
+        for scale in (main_job(5, 1), full(5, 1)):
+            assert set(scale.mechanisms) | scale.left_out.keys() == MECHANISMS.keys()
+            assert not set(scale.mechanisms) & scale.left_out.keys()
+            assert all(scale.left_out.values())
+        assert ("remodel" in full(5, 1).mechanisms) is installed

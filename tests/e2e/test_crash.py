@@ -115,7 +115,7 @@ def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(sce
 
 
 def _kill_coordinator(scene: Scene) -> None:
-    process = scene._running.pop(0)
+    process = scene.processes.staying.pop(0)
     process.send_signal(signal.SIGKILL)
     process.wait()
 

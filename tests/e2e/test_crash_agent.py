@@ -18,10 +18,10 @@ def test_an_agent_killed_in_the_middle_of_a_run_comes_back_into_it_and_pays_once
     def say(text: str) -> None:
         if "round 1" in text and "closed" in text and not killed:
             killed.append(text)
-            agent = next(p for p in scene._running if "site-b" in " ".join(map(str, p.args)))  # type: ignore[arg-type]
+            agent = next(p for p in scene.processes.staying if "site-b" in " ".join(map(str, p.args)))  # type: ignore[arg-type]
             agent.send_signal(signal.SIGKILL)
             agent.wait()
-            scene._running.remove(agent)
+            scene.processes.staying.remove(agent)
             scene.start("site-b-again", scene.agent("site-b", "serve", "--modality", "OT"), "link: online")
 
     scene.federate(say)

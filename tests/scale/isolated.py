@@ -20,7 +20,7 @@ import numpy as np
 
 from agent.phantoms import digits
 from coordinator.edges import home as coordinator_home
-from deploy.demo.scene import federated_job
+from deploy.demo.jobs import federated_job
 from policies.policy import preset
 from tests.scale.alone import loopback_up, report
 from tests.support.federation import Federation
