@@ -267,10 +267,9 @@ class Scene:
         line = f"{mechanism}: admitted, level {answer['level']}"
         if "epsilon" not in answer:
             return line
-        charged, tight = (epsilon_text(answer[name]) for name in ("epsilon", "epsilon_by_loss_distributions"))
         return (
-            f"{line}: epsilon {charged} at delta {answer['delta']} in the ledger, per patient; {tight} by loss "
-            "distributions"
+            f"{line}: epsilon {epsilon_text(answer['epsilon'])} at delta {answer['delta']} in the ledger, "
+            f"per patient; {epsilon_text(answer['epsilon_by_loss_distributions'])} by loss distributions"
         )
 
     def sets(self, say: Say) -> str:

@@ -137,4 +137,4 @@ def test_a_release_is_sent_and_withdrawn_in_the_project_that_made_it(typed: Type
     assert (project_of(root, "one"), project_of(root, "another")) == ("lung", "main")
     for order in ("send", "withdraw"):
         said = typed(*at(chest_clinic), "release", order, "one")
-        assert (said.status, "no release of that name waits for approval" in said.out + said.err) == (1, True)
+        assert (said.status, "no release of that name is kept here" in said.out + said.err) == (1, True)

@@ -31,6 +31,7 @@ from protos.identity import CA, certify, leaf_of, number_of
 from protos.keyfile import pem
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.versions import USER_AGENT
 from tests.support.federation import Federation, Site
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Gateway"]
@@ -101,6 +102,7 @@ class Ground:
         """A channel under any certificate; no retries, a connection of its own."""
         options = [("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         options += [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        options += [("grpc.primary_user_agent", USER_AGENT)]  # it lies about everything but what it speaks
         credentials = grpc.ssl_channel_credentials(root or self.federation.home.root_crt(), key, chain)
         return grpc.secure_channel(self.target, credentials, options)
 

@@ -71,7 +71,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "a run without rounds": ({"run": "run-1"}, "run"),
     "a name of its own choice": ({"release": "release-" + "0" * 32}, "release_id"),
     "another mechanism": ({"mechanism": "magic"}, "unknown_mechanism"),
-    "more than the policy takes": ({"artifact_bytes": 16_777_217}, "artifact_size"),
+    "more than the policy takes": ({"artifact_bytes": (256 << 20) + 1}, "artifact_size"),
 }
 
 

@@ -31,6 +31,7 @@ from coordinator.edges.guard import (
 from protos.identity import OPERATOR, agent_name, certify, joining_name, leaf_of, make_intermediate, make_root
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
+from protos.versions import USER_AGENT
 
 NOW = dt.datetime.now(dt.UTC)
 CA = make_intermediate(make_root(NOW), NOW)
@@ -62,7 +63,7 @@ class Context:
         self.trailing = pairs
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
+        return (("user-agent", USER_AGENT),)
 
     def is_active(self) -> bool:
         return self.active

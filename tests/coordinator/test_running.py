@@ -683,7 +683,8 @@ def test_the_process_ends_with_the_coordinator(federation: Federation) -> None:
 
 def test_the_process_does_nothing_without_the_settings_that_keep_flower_quiet() -> None:
     code = (
-        "import socket, sys; a, b = socket.socketpair(); from coordinator.edges.running import main; main(b.fileno())"
+        "import socket; from coordinator.edges.running import main; "
+        "a, b = socket.socketpair(); main(b.fileno(), a.fileno())"
     )
     bare = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
     ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, check=False, timeout=60)

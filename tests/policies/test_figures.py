@@ -156,6 +156,10 @@ EXCEPTIONS = {
     ("policies/register.py", "repr(policy.epsilon)"): "what an entry holds",
     ("policies/attest.py", "e['value']"): "all nine digits, as the certificate that is checked has them",
     ("policies/review.py", "release.epsilon_nano / 1000000000.0:.9f"): "in steps of the books: two that differ there",
+    (
+        "deploy/demo/eyes.py",
+        "_CENTROIDS.format(patients=SCREENING, epsilon=EPSILON, delta=DELTA, share=COUNT_SHARE)",
+    ): "a configuration for the program to read",
     ("coordinator/reports/books.py", "per(epsilon)"): NO_LOSS,
     ("coordinator/reports/books.py", "per(item.dearest['epsilon'])"): NO_LOSS,
     ("coordinator/reports/books.py", "epsilon['order']"): NO_LOSS,

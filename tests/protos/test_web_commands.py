@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.__main__ import main as agent
 from coordinator.__main__ import main as coordinator
@@ -19,7 +20,7 @@ from protos.envelope import open_sealed
 from protos.keyfile import signing_key
 from protos.web.asked import Asked, Form, Person
 
-KEY = bytes(range(32))
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key().public_bytes_raw()
 SHA = "ab" * 32
 PROPOSALS = [
     ("amend", "site-a", SHA),
