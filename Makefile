@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+VERSION := $(shell $(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info[:2]))' 2>/dev/null)
+# Another Python makes another environment.
+STAMP := $(VENV)/.installed-$(VERSION)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo demo-full test test-no-torch test-slow check bench bundle validate verifier fuzz crash mutation protos clean
@@ -13,7 +15,7 @@ IN_RANGE = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if 
 $(STAMP): pyproject.toml constraints.txt
 	@$(IN_RANGE)
 	@echo "setting up $(VENV): the pinned packages of constraints.txt (a few minutes, about 2 GB; 5 GB with CUDA)"
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev]'
 	touch $(STAMP)
@@ -29,14 +31,14 @@ test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one proc
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder
 
 NO_TORCH := .venv-no-torch
-$(NO_TORCH)/.installed: pyproject.toml constraints.txt
+$(NO_TORCH)/.installed-$(VERSION): pyproject.toml constraints.txt
 	@$(IN_RANGE)
 	$(PYTHON) -m venv --clear $(NO_TORCH)
 	$(NO_TORCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[coordinator,dev]'
 	@! $(NO_TORCH)/bin/python -c 'import torch' 2>/dev/null || { echo "torch came along: the coordinator must do without"; exit 1; }
-	touch $(NO_TORCH)/.installed
+	touch $(NO_TORCH)/.installed-$(VERSION)
 
-test-no-torch: $(NO_TORCH)/.installed  ## the coordinator's side as it is installed, with PYTHON=python3.13 or another; what needs an agent skips
+test-no-torch: $(NO_TORCH)/.installed-$(VERSION)  ## the coordinator's side as it is installed, with PYTHON=python3.13 or another; what needs an agent skips
 	$(NO_TORCH)/bin/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder tests/coordinator tests/policies tests/protos policies protos
 
 test-slow: $(STAMP)  ## the long forms

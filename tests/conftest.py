@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -76,19 +77,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # What a coordinator installs without. A test file that imports one of them, itself or through an agent's module, is
 # left out where torch is not installed (`make test-no-torch`), and nowhere else: there a missing import is a fault.
-_OF_THE_AGENT = {
-    "torch",
-    "pydicom",
-    "opacus",
-    "nibabel",
-    "sklearn",
-    "scipy",
-    "monai",
-    "cattrs",
-    "faiss",
-    "pynetdicom",
-}
+_OF_THE_AGENT = {"cattrs", "faiss", "monai", "nibabel", "opacus", "pydicom", "pynetdicom", "sklearn", "torch"}
+_ROOT = Path(__file__).parents[1]
 _WITH_AGENT = importlib.util.find_spec("torch") is not None
+
+
+def needed_of_the_agent(fault: BaseException | None) -> str:
+    """The package of an agent that was missing, where a test or an agent's module wanted it; "" for any other fault.
+
+    Where a module of the coordinator or a shared one wanted it, the coordinator does not start: that is no skip.
+    """
+    name = (getattr(fault, "name", "") or "").partition(".")[0]
+    if not isinstance(fault, ModuleNotFoundError) or name not in _OF_THE_AGENT:
+        return ""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(fault.__traceback__)]
+    own = [path.relative_to(_ROOT).parts[0] for path in files if path.is_relative_to(_ROOT)]
+    own = [folder for folder in own if not folder.startswith(".")]  # an environment in the root is nobody's code
+    return name if own and own[-1] in ("agent", "tests", "deploy") else ""
 
 
 class _LeftOut(pytest.Module):
@@ -98,9 +103,8 @@ class _LeftOut(pytest.Module):
         try:
             return super()._getobj()
         except self.CollectError as error:
-            cause = error.__cause__ or error.__context__
-            name = (getattr(cause, "name", "") or "").partition(".")[0]
-            if isinstance(cause, ModuleNotFoundError) and name in _OF_THE_AGENT:
+            name = needed_of_the_agent(error.__cause__ or error.__context__)
+            if name:
                 pytest.skip(f"agent: {self.path.name} needs {name}", allow_module_level=True)
             raise
 

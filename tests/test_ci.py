@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import conftest
 from tests.support import peers
 
 ROOT = Path(__file__).parents[1]
@@ -123,9 +125,21 @@ def test_a_python_outside_the_range_is_refused_before_anything_is_downloaded(ver
     (tmp_path / "python").write_text(f"#!/bin/sh\nshift\nexec {sys.executable} -c '{body}\n'\"$1\"\n")
     (tmp_path / "python").chmod(0o755)
     done = subprocess.run(
-        ["make", "-B", f"PYTHON={tmp_path}/python", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/.installed"],
+        ["make", "-B", f"PYTHON={tmp_path}/python", f"VENV={tmp_path}/venv", f"STAMP={tmp_path}/stamp", "check"],
         capture_output=True, text=True, check=False, cwd=ROOT, timeout=60,
     )  # fmt: skip
     assert done.returncode != 0
     assert "3.11 to 3.13" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(("folder", "skipped"), [("agent", "cattrs"), ("tests", "cattrs"), ("coordinator", "")])
+def test_a_missing_package_of_the_agent_skips_nothing_that_the_coordinator_wants(
+    folder: str, skipped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "_ROOT", tmp_path)
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "wants.py").write_text("raise ModuleNotFoundError('no', name='cattrs.gen')\n")
+    with pytest.raises(ModuleNotFoundError) as fault:
+        runpy.run_path(str(tmp_path / folder / "wants.py"))
+    assert conftest.needed_of_the_agent(fault.value) == skipped
