@@ -20,14 +20,22 @@ random cohorts of patients who say each other's study, series and instance UIDs,
 their pictures, in every order of arrival; for the selection, the split, the vault, what an archive is asked for, and
 for every mechanism of ``MECHANISMS`` whose claim has an epsilon.
 
+*The assumption*, where a site asks archives: **an archive has under one UID the files of one patient**, as DICOM
+demands of UIDs (PS3.5 chapter 9). A site knows by (UID, sender) alone what it need not ask for: who sends another
+patient's SOP Instance UID changes what that same sender is asked for, and nothing else. So two patients under one UID
+*in one archive* are outside the claim. What came is inside it, whoever sent it: the newcomer's files come below from
+every sender, also from the archive of the others. The border is
+``test_the_border_is_one_uid_of_two_patients_at_one_sender``.
+
 Not in it: what a person decides (`cohort --lift`, labels, opt-outs) after looking at more than one patient, and a
-disk that is full or a machine that fails, which stop everybody.
+disk that is full, a bound on an archive's matches or a machine that fails, which stop everybody.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -48,7 +56,7 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 from agent import masked, participant, pipeline
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
-from agent.edges import reader
+from agent.edges import intake, reader
 from agent.edges.intake import Intake, Ports, sent
 from agent.edges.notes import Notes
 from agent.edges.quarantine import Quarantine
@@ -86,7 +94,7 @@ class File:
     instance: int
     picture: int
     text: bool = False
-    sender: str = "PACS"  # what the newcomer's sender has, another archive has not: an archive has one of each UID
+    sender: str = "PACS"
 
     @property
     def uid(self) -> str:
@@ -193,14 +201,16 @@ def told(vault: Vault) -> dict[str, tuple[Any, ...]]:
 def assert_neighbours(hospital: Hospital, arrivals: Sequence[File], newcomer: int = NEWCOMER) -> Cohort:
     """The definition: with the newcomer's files and without them, everybody else is the same.
 
-    And each patient is what that patient's files alone make, so that nobody else matters at all.
+    And each patient is what that patient's files alone make, so that nobody else matters at all. What an archive is
+    asked for is the same, too, but for a UID under which that archive sent the newcomer's file as well.
     """
+    twice = {(file.uid, file.sender) for file in arrivals if file.patient == newcomer}
     with closing(hospital.let_in(arrivals)) as vault:
         having, cohort = told(vault), vault.cohort(Selection("CT", (SIDE, SIDE)))
         asked = {file: vault.was_sent(mark_of(file)) for file in arrivals}
     with closing(hospital.let_in(file for file in arrivals if file.patient != newcomer)) as vault:
         lacking = told(vault)
-        for file in (one for one in arrivals if one.patient != newcomer):
+        for file in (one for one in arrivals if one.patient != newcomer and (one.uid, one.sender) not in twice):
             assert asked[file] == vault.was_sent(mark_of(file)), "what an archive is asked for has changed"
     having.pop(person(newcomer), None)
     assert having == lacking, "one patient more has changed another patient"
@@ -218,9 +228,10 @@ def mark_of(file: File) -> str:
 # -- random cohorts
 
 UIDS = st.integers(0, 2)  # few, so that patients say each other's
+SENDERS = ("PACS", "EVIL")
 
 
-def files(patients: Iterable[int], sender: str) -> st.SearchStrategy[File]:
+def files(patients: Iterable[int]) -> st.SearchStrategy[File]:
     return st.builds(
         File,
         patient=st.sampled_from(sorted(patients)),
@@ -229,14 +240,14 @@ def files(patients: Iterable[int], sender: str) -> st.SearchStrategy[File]:
         instance=st.integers(0, 4),
         picture=st.integers(0, 3),
         text=st.sampled_from([False, False, False, True]),
-        sender=st.just(sender),
+        sender=st.sampled_from(SENDERS),
     )
 
 
 @settings(max_examples=30)
 @given(
-    others=st.lists(files(range(3), "PACS"), min_size=1, max_size=7, unique=True),
-    more=st.lists(files([NEWCOMER], "EVIL"), min_size=1, max_size=4, unique=True),
+    others=st.lists(files(range(3)), min_size=1, max_size=7, unique=True),
+    more=st.lists(files([NEWCOMER]), min_size=1, max_size=4, unique=True),
     dice=st.randoms(use_true_random=False),
 )
 def test_one_patient_more_changes_that_patients_contribution_only(
@@ -251,26 +262,56 @@ def test_one_patient_more_changes_that_patients_contribution_only(
 
 PLAIN = (File(0, 0, 0, 0, 0), File(1, 1, 1, 1, 1), File(2, 2, 2, 2, 2))
 ATTACKS = {
-    "another's series": File(NEWCOMER, 7, 0, 7, 7, sender="EVIL"),
-    "another's study and series": File(NEWCOMER, 0, 0, 7, 7, sender="EVIL"),
-    "another's study, with a text": File(NEWCOMER, 0, 7, 7, 7, text=True, sender="EVIL"),
-    "another's instance": File(NEWCOMER, 7, 7, 0, 7, sender="EVIL"),
-    "another's instance and picture": File(NEWCOMER, 7, 7, 0, 0, sender="EVIL"),
-    "all of another's but the id": File(NEWCOMER, 0, 0, 0, 0, sender="EVIL"),
-    "another's picture": File(NEWCOMER, 7, 7, 7, 0, sender="EVIL"),
+    "another's series": File(NEWCOMER, 7, 0, 7, 7),
+    "another's study and series": File(NEWCOMER, 0, 0, 7, 7),
+    "another's study, with a text": File(NEWCOMER, 0, 7, 7, 7, text=True),
+    "another's instance": File(NEWCOMER, 7, 7, 0, 7),
+    "another's instance and picture": File(NEWCOMER, 7, 7, 0, 0),
+    "all of another's but the id": File(NEWCOMER, 0, 0, 0, 0),
+    "another's picture": File(NEWCOMER, 7, 7, 7, 0),
 }
 
 
+@pytest.mark.parametrize("sender", SENDERS)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_by_one_file_changes_nobody_in_any_order_of_arrival(hospital: Hospital, attack: str) -> None:
-    for arrivals in itertools.permutations((*PLAIN[:2], ATTACKS[attack])):
+def test_an_attack_by_one_file_changes_nobody_in_any_order_of_arrival(
+    hospital: Hospital, attack: str, sender: str
+) -> None:
+    for arrivals in itertools.permutations((*PLAIN[:2], replace(ATTACKS[attack], sender=sender))):
         cohort = assert_neighbours(hospital, arrivals)
         assert {person(0), person(1)} <= {patient.pseudonym for patient in cohort.patients}, "and they take part"
 
 
+def test_the_border_is_one_uid_of_two_patients_at_one_sender(hospital: Hospital) -> None:
+    """The assumption of the claim: these alone change what an archive is asked for, and nothing of what came."""
+    theirs = PLAIN[0]  # lies in the archive and has not come, or came with a text and is in quarantine
+    outside = set()
+    for (attack, file), sender in itertools.product(ATTACKS.items(), SENDERS):
+        newcomer = replace(file, sender=sender)
+        with closing(hospital.let_in([newcomer])) as vault:
+            if vault.was_sent(mark_of(theirs)):
+                outside.add((attack, sender))
+        for arrivals in itertools.permutations((replace(theirs, text=True), PLAIN[1], newcomer)):
+            assert_neighbours(hospital, arrivals)
+    with closing(hospital.let_in([])) as vault:
+        assert not vault.was_sent(mark_of(theirs))
+    shared = ("another's instance", "another's instance and picture", "all of another's but the id")
+    assert outside == {(attack, "PACS") for attack in shared}
+
+
+def test_marks_that_hold_no_sender_are_seen_red(hospital: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule broken on purpose: whoever sends a UID, no archive is asked for it any more."""
+    arrivals = (replace(PLAIN[0], text=True), replace(ATTACKS["another's instance"], sender="EVIL"))
+    assert _agree(hospital, arrivals)
+    right = sent
+    for module in (intake, sys.modules[__name__]):
+        monkeypatch.setattr(module, "sent", lambda who, uid, road, _source: right(who, uid, road, "all"))
+    assert not _agree(hospital, arrivals)
+
+
 def test_thirty_patients_stay_whatever_one_newcomer_says(hospital: Hospital) -> None:
     others = [File(100 + n, n, n, n, n) for n in range(30)]
-    evil = [File(NEWCOMER, 1000, n, 1000 + n, 1000 + n, sender="EVIL") for n in range(30)]
+    evil = [File(NEWCOMER, 1000, n, 1000 + n, 1000 + n, sender=SENDERS[n % 2]) for n in range(30)]
     for arrivals in ((*others, *evil), (*evil, *others)):
         with closing(hospital.let_in(arrivals)) as vault:
             everybody = {patient.pseudonym for patient in vault.cohort(Selection("CT", (SIDE, SIDE))).patients}

@@ -45,8 +45,9 @@ class Way:
         """Has an instance (by its SOP Instance UID) come before?
 
         One of these (road, source) sent it, and it waits, is in the vault, or was refused for what it is. What
-        somebody else sends under its UID does not count: nobody can keep another patient's image out, by junk or by a
-        picture. What an older version kept counts for every sender.
+        somebody else sends under its UID does not count: no other sender can keep a patient's image out, by junk or
+        by a picture. Of two patients under one UID at one sender, the second counts as come with the first: that an
+        archive has one is assumed. What an older version kept counts for every sender.
         """
 
         def known(uid: str) -> bool:

@@ -129,6 +129,21 @@ def test_another_patients_picture_under_a_real_uid_keeps_nobodys_image_out(way: 
     assert len({head.person for head in way.vault.heads()}) == 2
 
 
+def test_one_uid_of_two_patients_in_one_archive_is_asked_for_once(way: Way, tmp_path: Path) -> None:
+    """The limit: whatever became of the one, the other does not come from there, and from elsewhere it does."""
+    here, elsewhere = way.known([("pull", "main"), ("dimse", "PACS")]), way.known([("wado", "archive")])
+    for (uid, data), modality, refused in zip(instances(tmp_path, 2), ("CT", "US"), (0, 1), strict=True):
+        other = pydicom.dcmread(io.BytesIO(data))
+        other.PatientID, other.Modality, stream = "SOMEBODY-ELSE", modality, io.BytesIO()
+        other.save_as(stream, enforce_file_format=True)
+        assert not here(uid)
+        way.inbox.put(Arrival("pull", "main", stream.getvalue(), instance=uid))
+        assert here(uid), "it waits"
+        assert sum(let_in(way).quarantined.values()) == refused
+        assert here(uid), "it is in the vault, or refused for what it is"
+        assert not elsewhere(uid)
+
+
 def test_what_came_by_another_road_is_asked_for_once_and_then_known(way: Way, tmp_path: Path) -> None:
     ((uid, data), (second, more)) = instances(tmp_path, 2)
     known = way.known([("pull", "main")])
