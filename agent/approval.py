@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from agent.grants import give_up
-from agent.kept import artifact_of, clear_of, forget, listed, of_before, statement_of
+from agent.kept import artifact_of, clear_of, forget, is_as_stated, listed, of_before, statement_of
 from agent.pipeline import leave, parcel, still_in, submit
-from agent.released import made_of, note_search, retire, shows_retired
+from agent.released import made_of, note_search, retire, shows_retired, still_enough
 from agent.site import Parcel, Refused, Site
 from policies.claims import KAnonymous
 from policies.entries import Reserved
@@ -23,7 +23,9 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
 
     Raises:
         Refused: it is not one that is kept, a patient in it has opted out since, a picture that it shows again was
-            retired since, or an approval is missing: it is kept. Or by the site's own review: that is its end.
+            retired since, ids in it were found to be alike since, its bytes are other ones, or an approval is
+            missing: it is kept. Or by the site's own review: that is its end.
+        NotKept: its bytes are missing; it stays listed.
         NotSentError: no verdict yet; it is kept.
     """
     one = _kept(site, release)
@@ -32,10 +34,14 @@ def hand_over(site: Site, release: str) -> tuple[Parcel, Verdict]:
     if shows_retired(site, release):  # P5: found like somebody by a later vetting
         told = "a picture of an earlier release in it was retired since, and is never shown again: withdraw it"
         raise Refused("site", Verdict((Finding("retired", told),)))
+    still_enough(site, draft)
     refused = site.books.store.state.proposals.get(refusal(release))
     if refused is not None and refused.approvals:
         raise Refused("site", Verdict((Finding("approval", "a person has refused it: withdraw it"),)))
     artifact = artifact_of(site.vault, release, one)
+    if not is_as_stated(artifact, draft):
+        told = "the bytes that are kept are not those that the statement names: withdraw it, or bring the vault back"
+        raise Refused("site", Verdict((Finding("artifact", told),)))
     hand_in = site.door.submit_earlier if of_before(one) else site.door.submit
     sent = site.books.store.state.sent.get(release)
     if sent is not None:  # what has set out is what the ledger holds: no other word and no other byte goes under it

@@ -42,7 +42,7 @@ from agent.mechanisms import Mechanism
 from agent.mechanisms.ksame import KSame
 from agent.nets.siamese import KnowsNobody
 from agent.nets.weights import BadWeights
-from agent.nouns import CohortTooSmall, Forked, Selection, Unreachable
+from agent.nouns import CohortTooSmall, Forked, NotKept, Selection, Unreachable
 from agent.participant import Participant
 from agent.pipeline import release_synthetic
 from agent.released import TooManySearches
@@ -80,6 +80,7 @@ EXPECTED = (
     BadWeights,
     CohortTooSmall,
     KnowsNobody,
+    NotKept,
     Refused,
     RepeatsAnInput,
     RefusedBeforehandError,

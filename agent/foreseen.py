@@ -8,7 +8,7 @@ is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -63,10 +63,15 @@ class Foreseen:
         return AT_THE_DISK * self.size + _MARGIN
 
 
-def of_clusters(site: Site, mechanism: Synthesis, selection: Selection, wrapping: Wrapping) -> Foreseen:
-    """Of a k-anonymous set: as many clusters as there are times k patients, and those that are shown again."""
+def of_clusters(
+    site: Site, mechanism: Synthesis, selection: Selection, wrapping: Wrapping, among: Set[str] | None = None
+) -> Foreseen:
+    """Of a k-anonymous set: as many clusters as there are times k patients, and those that are shown again.
+
+    ``among`` whom a making goes on; None: all who may take part.
+    """
     again, taken = frozen_clusters(site, mechanism, selection)
-    patients = len(site.vault.roster(selection, taken))
+    patients = len(site.vault.roster(selection, taken, among))
     shown = sum(len(one.images) for one in again)
     count = patients // mechanism.k * mechanism.per_cluster + shown
     change = "take a larger k, smaller pictures, or a selection of fewer patients"

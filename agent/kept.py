@@ -8,10 +8,11 @@ forgotten with the verdict, or when it is withdrawn. One note of the site lists 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
-from agent.nouns import Unreachable
+from agent.nouns import NotKept, Unreachable
 from policies.statement import Release, encode, parse
 
 if TYPE_CHECKING:
@@ -51,17 +52,35 @@ def keep(vault: Vault, release: Release, artifact: bytes, clear: bytes, persons:
     _place(vault, name, "artifact").write(artifact)
     if clear:
         _place(vault, name, "clear").write(clear)
+    else:  # nor does one of an earlier attempt stay beside it
+        _place(vault, name, "clear").clear()
     told = {"grant": release.grant, "statement": encode(release).decode(), "persons": sorted(persons)}
     vault.write_note(NOTE, {**listed(vault), name: told})
 
 
 def forget(site: Site, release: str) -> None:
-    """It has left, was refused or is withdrawn: nothing of it stays."""
+    """It has left, was refused or is withdrawn: nothing of it stays.
+
+    First it leaves the list: what a kill leaves of its bytes is nobody's then, and :func:`sweep_kept` finds it.
+    """
     kept = listed(site.vault)
     if release in kept:
         site.vault.write_note(NOTE, {name: one for name, one in kept.items() if name != release})
     for part in ("artifact", "clear"):
         _place(site.vault, release, part).clear()
+
+
+def sweep_kept(vault: Vault, unfinished: str) -> None:
+    """Clear the bytes that a kill left beside the list: of a release that was not listed yet, or no longer (P15).
+
+    Args:
+        vault: of the site.
+        unfinished: the release of the making that goes on, whose bytes are written anew; "": there is none.
+    """
+    known = {*listed(vault), unfinished}
+    for name in vault.site_places("kept/"):
+        if name.split("/")[1] not in known:
+            vault.site_place(name).clear()
 
 
 def statement_of(one: Mapping[str, Any]) -> Release:
@@ -80,14 +99,30 @@ def of_before(one: Mapping[str, Any]) -> bool:
 
 
 def artifact_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
-    """The bytes that leave."""
+    """The bytes that leave.
+
+    Raises:
+        NotKept: they are missing.
+    """
     if of_before(one):
         return base64.b64decode(one["artifact"])
-    return _place(vault, release, "artifact").read() or b""
+    found = _place(vault, release, "artifact").read()
+    if found is None:
+        raise NotKept(f"the bytes of {release} are missing from the vault: bring it back, or withdraw the release")
+    return found
+
+
+def is_as_stated(artifact: bytes, release: Release) -> bool:
+    """Whether these are the very bytes of which a statement speaks."""
+    return hashlib.sha256(artifact).hexdigest() == release.artifact_sha256
 
 
 def clear_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
-    """The same as persons look at it: before it was sealed to a reader."""
+    """The same as persons look at it: before it was sealed to a reader.
+
+    Raises:
+        NotKept: it is missing.
+    """
     if of_before(one):
         return base64.b64decode(one.get("clear") or one["artifact"])
     return _place(vault, release, "clear").read() or artifact_of(vault, release, one)

@@ -32,6 +32,7 @@ from agent.released import (
     retire_clusters,
     rule_of,
     searched,
+    still_enough,
     together,
     unmake,
 )
@@ -178,7 +179,7 @@ def release_synthetic(
         Refused: k is none of those that were searched, or the price was refused; nothing was read.
         CohortTooSmall: nothing was priced; or, where only the images show it, the grant is spent.
         KnowsNobody: the vetting misses copies that were planted; the grant is spent.
-        Unfinished: another making was interrupted.
+        Unfinished: another making was interrupted; or too few of this one's patients count by now.
         NotKept: the vault failed; say it again when it can be written.
         NotSentError: it is made and kept; no verdict yet.
     """
@@ -189,17 +190,18 @@ def release_synthetic(
         unmake(site, release_id(site.name, begun[0].grant, 0))
     again, taken = kept_clusters(site, mechanism, selection)
     tried, wide = searched(site, selection.modality), compared(selection)
-    _possible(site, mechanism, selection, taken)
+    among = begun[1] if begun else None  # who came since it was begun is in the next one
+    _possible(site, mechanism, selection, taken, among)
     if inspection and not could_show(len(site.vault.roster(wide))):
         raise TooFewToVet  # known beforehand, too
-    refuse(site, of_clusters(site, mechanism, selection, wrapping))
+    refuse(site, of_clusters(site, mechanism, selection, wrapping, among))
     grant = begun[0] if begun else price(site, mechanism, selection.modality)
     with spent_unless_kept(site, grant):
         site.say("read", "the eligible patients, from the vault")
         everybody = site.vault.cohort(selection).patients
-        out = out_of_it(site, selection, taken)  # asked again: more may have come since
+        out = out_of_it(site, selection, taken, among)  # asked again: more may have come since
         free = tuple(patient for patient in everybody if patient.pseudonym not in out)
-        cohort = Cohort(tuple(patient for patient in free if not begun or patient.pseudonym in begun[1]))
+        cohort = Cohort(tuple(patient for patient in free if among is None or patient.pseudonym in among))
         others = tuple(patient for patient in everybody if patient.pseudonym in out)
         rng = same_dice(site, rng) if begun else rng
         begin(site, grant.grant, form, (patient.pseudonym for patient in cohort.patients), dice=rng)
@@ -223,19 +225,28 @@ def release_synthetic(
     return goods, depart(site, goods)
 
 
-def _possible(site: Site, mechanism: Synthesis, selection: Selection, taken: frozenset[str]) -> None:
+def _possible(
+    site: Site, mechanism: Synthesis, selection: Selection, taken: frozenset[str], among: Set[str] | None
+) -> None:
     """What forbids it is known from labels alone: nothing is priced, and nobody outside hears of it.
 
     Raises:
         Refused: k is none of those that were searched.
         CohortTooSmall: no cluster can be made.
+        Unfinished: nor of those ``among`` whom a making goes on: its grant stays held until a person decides.
     """
     tried = searched(site, selection.modality)
     if tried and mechanism.k not in tried:
         raise Refused("site", Verdict((Finding("menu", "k is none of those that were tried: tune with it first"),)))
-    labels = [majority(own) for own in site.vault.roster(selection, out_of_it(site, selection, taken))]
+    labels = [majority(own) for own in site.vault.roster(selection, out_of_it(site, selection, taken, among), among)]
     if not possible(labels, mechanism.k, mechanism.l_diversity):
-        raise CohortTooSmall
+        if among is None:
+            raise CohortTooSmall
+        raise Unfinished(
+            "too few patients of what was interrupted count by now, since ids were found to be alike or studies are "
+            "held: decide (`cohort --apart`, `cohort --lift`) and say it again, or give it up with --anew, and its "
+            "budget stays spent"
+        )
 
 
 @contextlib.contextmanager
@@ -397,13 +408,14 @@ def depart(site: Site, goods: Parcel) -> Verdict:
     """What was made and kept leaves; or waits in the vault, where persons must approve it first.
 
     Raises:
-        Refused: by the site's own review.
+        Refused: by the site's own review; or ids in it were found to be alike while it was made, and it stays kept.
         NotSentError: the outcome is unknown.
         Waiting: for persons.
     """
     needed = site.books.policy_of(site.name).approvals
     if needed:
         raise Waiting(goods, needed)
+    still_enough(site, goods.release)
     site.say("leave", "the site's own review, then submit and wait for the verdict")
     return leave(site, goods)
 

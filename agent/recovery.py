@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from agent.approval import withdraw
 from agent.grants import give_up
-from agent.kept import forget, listed
+from agent.kept import forget, listed, sweep_kept
 from agent.pipeline import ask
-from agent.released import keep_only
+from agent.released import keep_only, made_of
 from agent.site import Refused, Site
 from agent.unfinished import held_for, sweep
 from policies.entries import Recovered, Reserved
 from policies.review import Verdict
-from policies.statement import Receipts
+from policies.statement import Receipts, release_id
 
 
 def recover(site: Site) -> list[str]:
     """At every start: ask for missing verdicts; every grant that is still without an end is spent.
 
     But for a release that is made and kept in the vault, for persons or for an answer; for a making that was
-    interrupted and goes on; and for the part in a run that is open.
+    interrupted and goes on; and for the part in a run that is open. A kept release with a patient who has opted out
+    since can never leave: it is withdrawn, and its grant spent. What a kill left of other releases is cleared.
 
     Patients of a release that never set out may take part again; those of one that did may not, whatever became
     of it, since its images may have been seen.
@@ -40,8 +42,22 @@ def recover(site: Site) -> list[str]:
     closed = [grant for grant in held if state.grants[grant].state != "held"]
     for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
         forget(site, name)  # it has its verdict
+    closed += _withdraw_opted_out(site)
     sweep(site)
+    unfinished = held_for(site)
+    sweep_kept(site.vault, release_id(site.name, unfinished, 0) if unfinished else "")
     keep_only(site, {*state.sent, *state.releases, *listed(site.vault)})
+    return closed
+
+
+def _withdraw_opted_out(site: Site) -> list[str]:
+    """What is kept of patients one of whom has opted out goes, bytes and all (P15); the grants that it had."""
+    gone, closed = site.vault.opted_out(), []
+    for name, one in listed(site.vault).items():
+        if not gone.isdisjoint(made_of(site, name) | set(one.get("persons", ()))):
+            site.say("withdraw", f"{name}: a patient in it has opted out; it is deleted, and its grant is spent")
+            withdraw(site, name)
+            closed.append(one["grant"])
     return closed
 
 

@@ -16,9 +16,11 @@ import numpy as np
 from agent.mechanisms import Synthesis
 from agent.nouns import Clusters, Selection, SyntheticSet
 from agent.release_record import RECORD
-from agent.site import Site
+from agent.site import Refused, Site
 from agent.stages.freeze import Frozen, from_note, place_of, plan, to_note
-from policies.statement import MalformedStatement, menu_of
+from policies.claims import KAnonymous
+from policies.review import Finding, Verdict
+from policies.statement import MalformedStatement, Release, menu_of
 
 _SEARCHED = "searched"
 
@@ -114,16 +116,43 @@ def enough(clusters: Sequence[Frozen], k: int, alike: Iterable[frozenset[str]]) 
         alike: disjoint groups of ids that count as one patient.
     """
     groups = tuple(alike)
-    return tuple(
-        one
-        for one in clusters
-        if len(one.members) - sum(max(0, len(group.intersection(one.members)) - 1) for group in groups) >= k
-    )
+    return tuple(one for one in clusters if _patients(one.members, groups) >= k)
 
 
-def out_of_it(site: Site, selection: Selection, taken: frozenset[str]) -> frozenset[str]:
-    """Who is in no new cluster: who is taken, and every id but one of those that may be one patient's (P3)."""
-    return taken | site.vault.second_ids(selection, taken)
+def _patients(members: Iterable[str], alike: Iterable[frozenset[str]]) -> int:
+    """How many patients stand behind these ids, by what is known of ids now."""
+    own = set(members)
+    return len(own) - sum(max(0, len(group & own) - 1) for group in alike)
+
+
+def still_enough(site: Site, release: Release) -> None:
+    """Every cluster that a kept release shows, anew or again, still has as many patients as the release claims (P3).
+
+    Ids that were found to be alike since it was made count as one. Where nothing claims a k, nobody asks.
+
+    Raises:
+        Refused: one has fewer; nothing is spent, and it stays kept.
+    """
+    if not isinstance(release.claim, KAnonymous):
+        return
+    alike, k = site.vault.alike_ids(), release.claim.k
+    behind = [one for one in site.vault.note(RECORD) or [] if one["release"] == release.release]
+    if any(_patients(own, alike) < k for one in behind for own in (*one["clusters"], *one.get("again", []))):
+        told = (
+            "ids in it were found since to count as one patient: a picture has fewer patients than k by now; it is "
+            f"kept: withdraw it, or say that they are apart (`cohort --apart`), and `release send {release.release}`"
+        )
+        raise Refused("site", Verdict((Finding("alike", told),)))
+
+
+def out_of_it(
+    site: Site, selection: Selection, taken: frozenset[str], among: Set[str] | None = None
+) -> frozenset[str]:
+    """Who is in no new cluster: who is taken, and every id but one of those that may be one patient's (P3).
+
+    ``among`` whom a making goes on: nobody else stands for a patient; None: all who are here.
+    """
+    return taken | site.vault.second_ids(selection, taken, among)
 
 
 def remember(site: Site, release: str, fresh: Sequence[Frozen], again: Sequence[Frozen]) -> None:

@@ -74,11 +74,13 @@ class Vault(Protocol):
     def alike_ids(self) -> tuple[frozenset[str], ...]:
         """Groups of ids that count as one patient towards k, disjoint."""
 
-    def second_ids(self, selection: Selection, taken: Set[str]) -> frozenset[str]:
-        """Who is left out of a k-anonymous release, since another id stands for the same patient there."""
+    def second_ids(self, selection: Selection, taken: Set[str], among: Set[str] | None = None) -> frozenset[str]:
+        """Who is left out of a k-anonymous release, since another id (``among`` these) stands for them."""
 
-    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
-        """The labels of every eligible patient's images, without a name; no image is opened."""
+    def roster(
+        self, selection: Selection, without: Iterable[str] = (), among: Set[str] | None = None
+    ) -> tuple[tuple[str, ...], ...]:
+        """The labels of every eligible patient's images (``among`` these), without a name; no image is opened."""
 
     def scans(self, modality: str) -> tuple[Scan, ...]:
         """The finest head of each eligible patient whose face is on."""
@@ -106,6 +108,9 @@ class Vault(Protocol):
 
     def site_place(self, name: str) -> Shelf:
         """The same of the site: it outlives the project."""
+
+    def site_places(self, start: str) -> tuple[str, ...]:
+        """The names of those of the site that hold something and whose names begin so."""
 
     def free_bytes(self) -> int:
         """What is free on the disk that the vault is on."""

@@ -111,6 +111,9 @@ def opt_out(arguments: argparse.Namespace) -> int:
     open_log(home.root / "agent.log").info(f"opt_out_{arguments.what}", count=len(persons))
     if arguments.what == "add":
         OUT.print(f"{len(persons)} patients opted out; {gone} of their instances and waiting files were deleted")
+        if waiting := projects.kept_of(home, persons):
+            OUT.print(f"{waiting} made releases with them in can never leave: each lies sealed here until the next")
+            OUT.print("command that makes, sends or withdraws a release; it is deleted then, and its grant spent")
     else:
         OUT.print(f"{len(persons)} patients may be kept again from now on; nothing that was deleted comes back")
     return 0

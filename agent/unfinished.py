@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agent.grants import give_up, if_reachable
-from agent.kept import listed
+from agent.kept import forget, listed
 from agent.site import Site
 from policies.entries import Reserved
 from policies.statement import release_id
@@ -120,6 +120,7 @@ def abandon(site: Site) -> None:
     end(site)
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved) or _made(site, name):
         return
+    forget(site, release_id(site.name, name, 0))  # what a kill left of it before it was listed
     with if_reachable():
         give_up(site, grant.reserved, "restart")
 

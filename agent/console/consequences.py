@@ -123,7 +123,8 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
         yield (
             "done",
             f"Of what waits for approval, {_of(len(c.dying), 'release')} can never leave. Refuse what is listed "
-            "below: its grant is spent then, since images were read.",
+            "below, or it is deleted when the agent next makes, sends or withdraws a release: its grant is spent "
+            "then, since images were read.",
         )
     if c.retired:
         yield (

@@ -18,9 +18,11 @@ from agent.console.errand import Errand
 from agent.edges import projects
 from agent.edges.home import MAIN, Home
 from agent.edges.reception import Reception
+from agent.edges.sealed import VaultError
 from agent.edges.vault import Vault
 from agent.edges.way import Way, open_way
 from agent.kept import clear_of
+from agent.nouns import NotKept
 from agent.stages.freeze import place_of
 from policies.policy import Policy, strictest
 from policies.search import Index
@@ -125,7 +127,7 @@ class Desk:
         with self.vault() as vault:
             pending, record = vault.note("pending") or {}, vault.note("releases") or []
             out = vault.opted_out()
-            clear = {name: clear_of(vault, name, pending[name]) for name in pending}
+            clear = {name: _clear(vault, name, pending[name]) for name in pending}
         return tuple(self._waiting(pending[name], record, out, clear[name]) for name in sorted(pending))
 
     def _waiting(self, kept: Mapping[str, Any], record: list[Any], out: frozenset[str], clear: bytes) -> Waiting:
@@ -144,6 +146,16 @@ class Desk:
                 if vault.project_note(place_of(release, 0)) is not None:
                     return name
         return MAIN
+
+
+def _clear(vault: Vault, name: str, kept: Mapping[str, Any]) -> bytes:
+    """What persons look at; nothing where it is missing, so that the others can be looked at."""
+    try:
+        return clear_of(vault, name, kept)
+    except VaultError:
+        raise
+    except NotKept:
+        return b""
 
 
 def behind_of(release: str, record: list[Any]) -> set[str]:

@@ -40,6 +40,7 @@ __all__ = [
     "create",
     "end",
     "finish",
+    "kept_of",
     "keys",
     "names",
     "open_vault",
@@ -291,6 +292,17 @@ def opted_out(home: Home) -> frozenset[str]:
     """The pseudonyms on the list. They stay inside the site."""
     with _opened(home) as notes:
         return notes.opted_out()
+
+
+def kept_of(home: Home, persons: Set[str]) -> int:
+    """How many releases that are made and kept have one of them in: deleted at the next start (agent.recovery)."""
+    with _opened(home) as notes:
+        kept, record = notes.note("pending") or {}, notes.note("releases") or []
+    behind = {name: set(one.get("persons", ())) for name, one in kept.items()}
+    for one in record:
+        if one["release"] in behind:
+            behind[one["release"]].update(*one["clusters"], *one.get("again", []), one.get("persons", []))
+    return sum(not own.isdisjoint(persons) for own in behind.values())
 
 
 def _purge(home: Home, notes: Notes) -> int:

@@ -232,6 +232,12 @@ class SealedFile:
         parts = [self._part(name, head["of"], number) for number in range(head["parts"])]
         return b"".join(parts)
 
+    def blobs(self, start: str) -> tuple[str, ...]:
+        """The names of all long private bytes that begin with ``start``, sorted."""
+        begins = f"blob/{start}"
+        named = "SELECT name FROM note WHERE substr(name, 1, ?) = ? ORDER BY name"
+        return tuple(name.removeprefix("blob/") for (name,) in self.rows(named, (len(begins), begins)))
+
     def _part(self, name: str, version: str, number: int) -> bytes:
         ((body,),) = self.rows("SELECT body FROM note WHERE name = ?", (f"part/{name}/{number}",))
         return self.unseal(f"part:{name}/{version}/{number}", body)

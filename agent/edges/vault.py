@@ -91,6 +91,10 @@ class Vault(Withheld):
         """Where something long of the site is kept until it is done, such as a release; it outlives the project."""
         return SealedPlace(self._notes, f"site/{name}")
 
+    def site_places(self, start: str) -> tuple[str, ...]:
+        """The names of the places of the site that hold something and begin with ``start``, sorted."""
+        return tuple(name.removeprefix("site/") for name in self._notes.blobs(f"site/{start}"))
+
     def free_bytes(self) -> int:
         """What this user may still write on the disk that the vault is on."""
         disk = os.statvfs(self._path.parent)
@@ -299,16 +303,19 @@ class Vault(Withheld):
                 if picture is not None:
                     yield person, Image(picture, label)
 
-    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
+    def roster(
+        self, selection: Selection, without: Iterable[str] = (), among: Set[str] | None = None
+    ) -> tuple[tuple[str, ...], ...]:
         """The labels of every patient's images that :meth:`images` would try, patient after patient, without a name.
 
-        No picture is opened: whether one can be fitted, its pixels say.
+        No picture is opened: whether one can be fitted, its pixels say. ``among`` whom; None: all.
         """
         tally = Tally(self.barred() | self.held(), selection.min_instances)
         excluded = self.opted_out() | set(without)
         labels: dict[str, list[str]] = {}
         for person, _, label in choose(self.heads(), selection, tally, excluded, self._split_key):
-            labels.setdefault(person, []).append(label)
+            if among is None or person in among:
+                labels.setdefault(person, []).append(label)
         return tuple(tuple(own) for own in labels.values())
 
     def cohort(
@@ -338,16 +345,18 @@ class Vault(Withheld):
         """The ids of each of :meth:`alike`: disjoint groups."""
         return tuple(one.persons for one in self.alike())
 
-    def second_ids(self, selection: Selection, taken: Set[str]) -> frozenset[str]:
+    def second_ids(self, selection: Selection, taken: Set[str], among: Set[str] | None = None) -> frozenset[str]:
         """Who is left out of a k-anonymous release, since another id stands for the same patient there.
 
         Of ids that count as one (:func:`agent.edges.alike.alike`) the first that the selection finds stands for all;
         none does where one is taken, in an earlier release. No claim of level A asks this: there, whether a patient
         takes part is a function of that patient's own files alone.
+
+        ``among`` whom a making goes on: whoever came since stands for nobody; None: all.
         """
         tally = Tally(self.barred() | self.held(), selection.min_instances)
         found = {who for who, _, _ in choose(self.heads(), selection, tally, self.opted_out(), self._split_key)}
-        return left_out(self.alike_ids(), found, taken)
+        return left_out(self.alike_ids(), found if among is None else found & among, taken)
 
     def tell_apart(self, name: str) -> int:
         """A person has decided: the ids of that name in :meth:`alike` are as many patients. How many they are.

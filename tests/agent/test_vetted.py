@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
@@ -88,8 +88,11 @@ class Ward(Vault):
         self.reads += 1
         return Cohort(self._here(without))
 
-    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
-        return tuple((one.images[0].label,) for one in self._here(without))
+    def roster(
+        self, selection: Selection, without: Iterable[str] = (), among: Set[str] | None = None
+    ) -> tuple[tuple[str, ...], ...]:
+        here = self._here(without)
+        return tuple((one.images[0].label,) for one in here if among is None or one.pseudonym in among)
 
     def _here(self, without: Iterable[str]) -> tuple[Patient, ...]:
         gone = {*without, *self.out}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,8 +46,11 @@ class Wing(Vault):
         inside = self._inside(without)
         return Cohort(tuple(Patient(f"{row:05d}", (Image(self.pictures[row], str(row % 2)),)) for row in inside))
 
-    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
-        return tuple((str(row % 2),) for row in self._inside(without))
+    def roster(
+        self, selection: Selection, without: Iterable[str] = (), among: Set[str] | None = None
+    ) -> tuple[tuple[str, ...], ...]:
+        inside = self._inside(without)
+        return tuple((str(row % 2),) for row in inside if among is None or f"{row:05d}" in among)
 
 
 def frozen(folder: Path, pictures: NDArray[np.float32], basis: Basis, k: int) -> Callable[[], Release]:

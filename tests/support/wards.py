@@ -96,12 +96,16 @@ class Vault:
     def alike_ids(self) -> tuple[frozenset[str], ...]:
         return ()
 
-    def second_ids(self, selection: Selection, taken: Set[str]) -> frozenset[str]:
+    def second_ids(self, selection: Selection, taken: Set[str], among: Set[str] | None = None) -> frozenset[str]:
         return frozenset()
 
-    def roster(self, selection: Selection, without: Iterable[str] = ()) -> tuple[tuple[str, ...], ...]:
+    def roster(
+        self, selection: Selection, without: Iterable[str] = (), among: Set[str] | None = None
+    ) -> tuple[tuple[str, ...], ...]:
         excluded = set(without) | self.out
-        return tuple((str(i % 3),) * 2 for i in range(self.patients) if f"{i:04d}" not in excluded)
+        names = (f"{i:04d}" for i in range(self.patients))
+        found = (i for i, name in enumerate(names) if name not in excluded and (among is None or name in among))
+        return tuple((str(i % 3),) * 2 for i in found)
 
     def scans(self, modality: str) -> tuple[Scan, ...]:
         self.reads += 1
@@ -125,6 +129,9 @@ class Vault:
 
     def site_place(self, name: str) -> Drawer:
         return Drawer(self.blobs, f"site/{name}")
+
+    def site_places(self, start: str) -> tuple[str, ...]:
+        return tuple(name[5:] for name in sorted(self.blobs) if name.startswith(f"site/{start}"))
 
     def free_bytes(self) -> int:
         return self.free
