@@ -3,7 +3,7 @@
 A process imports what it needs, is handed its descriptors, calls :func:`confine`, and only then reads what a stranger
 sent. Landlock (landlock(7), by its ABI 1 to 7) closes every file but those of the interpreter and, for receivers, one
 spool folder; from ABI 4 on it closes TCP, from 6 on signals and abstract sockets. It stops neither UDP nor Unix
-sockets by path, so the filter (seccomp(2)) admits no ``socket``, no ``connect``, and of pairs of sockets only streams:
+sockets by path, so the filter (seccomp(2)) admits no ``socket``, no ``connect``, and of ``socketpair`` only streams:
 a pair of datagrams sends to any path (unix(7)). The filter lists what is allowed: a call that nobody thought of, or
 that a newer kernel brings, fails. Calls of another architecture and of the x32 ABI kill.
 
