@@ -7,12 +7,14 @@ receiving, rounds, runs, inspections.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ PIPES = {"pipe", "device"}
 OPEN = (
     *("fork", "spawn", "kill", "others' /proc", "parent's environment", "parent's memory", "parent's descriptors"),
     *("parent's command line", "kernel", "socket tcp", "socket udp", "socket tcp6", "socket udp6", "socket unix"),
-    *("socket unix udp", "socket netlink"),
+    *("socket unix udp", "socket netlink", "pair of SOCK_DGRAM", "pair of SOCK_RAW", "pair of SOCK_SEQPACKET"),
 )
 RUNNABLE = ("process_vm_readv", "pidfd_open", "memfd_create", "prlimit64 of the parent")
 
@@ -66,6 +68,7 @@ class Site:
     folder: Path
     home: agent_home.Home
     room: Room
+    victim: socket.socket  # of somebody else, bound to a path
 
     @property
     def secrets(self) -> dict[str, bytes]:
@@ -87,18 +90,31 @@ class Site:
         """What a process that was taken over goes for."""
         files = sorted(str(path) for path in self.home.root.rglob("*") if path.is_file())
         starts = [secret[:6].hex() for secret in self.secrets.values()]
-        return {"files": [*files, "/etc/passwd"], "folder": str(self.folder), "spool": spool, "starts": starts}
+        victim = self.victim.getsockname()
+        places = {"folder": str(self.folder), "spool": spool, "socket": victim}
+        return {"files": [*files, "/etc/passwd"], "starts": starts, **places}
+
+    def reached(self) -> int:
+        """How many messages reached the victim's socket since the last time."""
+        count = 0
+        with contextlib.suppress(BlockingIOError):
+            while self.victim.recv(64):
+                count += 1
+        return count
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
+def site(tmp_path: Path) -> Iterator[Site]:
     """A fresh one. Of ledger and vault only the names matter here."""
     home = agent_home.create(tmp_path / "home", SITE, preset("internal"))
     for name in ("ledger.db", "vault.db", "agent.log"):
         (home.root / name).write_bytes(b"private")
     (tmp_path / "bystander").write_bytes(b"of somebody else")
     key = room_key(home.secret("vault"))
-    return Site(tmp_path, home, Room(tmp_path / "home" / "inbox", key))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as victim:
+        victim.setblocking(False)
+        victim.bind(str(tmp_path / "victim"))
+        yield Site(tmp_path, home, Room(tmp_path / "home" / "inbox", key), victim)
 
 
 class Report:
@@ -137,6 +153,8 @@ def closed(found: dict[str, Any], site: Site) -> None:
     assert {what: how for what, how in wrong.items() if how != errno.ENOSYS} == {}
     assert {path: how for path, how in found["files"].items() if how != errno.EACCES} == {}
     assert {what: how for what, how in found["writes"].items() if how not in DENIED} == {}
+    assert site.reached() == 0
+    assert set(found["kinds"]) <= {"SOCK_STREAM", "SOCK_SEQPACKET"}  # nothing that sends by path
     assert found["environment"]
     assert "DATABASE_PASSWORD" not in found["environment"]
 
@@ -163,6 +181,7 @@ def test_unconfined_all_of_it_is_reached(site: Site, monkeypatch: pytest.MonkeyP
     assert set(found["files"].values()) == {inside.DONE}
     assert {found["writes"][what] for what in ("make", "write", "rights", "times", "folder")} == {inside.DONE}
     assert {what: found["calls"][what] for what in OPEN if found["calls"][what] != inside.DONE} == {}
+    assert site.reached() == 2  # a pair of SOCK_SEQPACKET keeps to itself, whatever name it is given
     assert found["calls"]["exec"] == errno.ENOENT
     assert "DATABASE_PASSWORD" in found["environment"]
     assert held(found, site) == ["vault in hex"]

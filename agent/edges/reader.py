@@ -7,8 +7,9 @@ is confined (``protos.operations.confinement``): it opens nothing but the interp
 starts no program and no process. The texts of a parser's errors stay in it.
 
 Keyed names are made on the agent's side. The worker asks for them over the same pipe (``_FileNames``), and gets what
-any file of any sender gets: those of one patient, one instance, one study and one series, and of the ids in the file.
-Whose a record is, and what it is called, is taken from what was asked and never from the worker's answer.
+any file of any sender gets: those of one patient, one instance, one study and one series, and of as many ids as a
+file may have (``MOST_NAMES``). Whose a record is, and what it is called, is taken from what was asked and never from
+the worker's answer.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any, Final, Self, TypeVar
 
 import imagecodecs
@@ -70,7 +71,9 @@ _STANDARD: Final = "1.2.840.10008.1.2"
 _CHANNELS: Final[dict[int, tuple[int, ...]]] = {1: (), 3: (3,)}  # grey or colour, and nothing else
 _LEAST_ROOM: Final = 64 * 2**20  # bytes that a worker must be able to allocate to be of any use
 _ONE_EACH: Final = ("patient", "instance", "study", "series")  # names of which a file has one
-_MANY: Final = ("uid", "id")
+# How many other names one file may have. The files that this was tried with ask for 6 uids and 1 id; a file of many
+# frames refers to one or a few others for each of them, and a slide of many specimens names each.
+MOST_NAMES: Final[Mapping[str, int]] = MappingProxyType({"uid": 10_000, "id": 32})
 _KNOWN: Final = 10_000  # names that a worker remembers
 _UTF8: Final = 4  # an identifier may be longer in UTF-8 than in the file's own character set
 
@@ -103,6 +106,7 @@ class _FileNames:
     def __init__(self, who: Deidentifier, max_bytes: int) -> None:
         """``max_bytes``: of a file, inflated."""
         self._who, self._left = who, _UTF8 * max_bytes
+        self._many = dict(MOST_NAMES)
         self._asked: dict[str, list[bytes]] = {}
         self.told: dict[tuple[str, str], str] = {}  # (key, purpose) -> the one name
 
@@ -123,8 +127,11 @@ class _FileNames:
         elif purpose in _ONE_EACH:
             if self._asked.setdefault(purpose, parts) != parts:
                 raise ValueError(f"a second {purpose}")
-        elif purpose not in _MANY:
-            raise ValueError("not a name")
+        else:
+            left = self._many.get(purpose, 0)
+            if not left:
+                raise ValueError("not a name, or too many")
+            self._many[purpose] = left - 1
         name = self._who.named("site" if key == "site" else "project", purpose, tuple(parts))
         if purpose in _ONE_EACH:
             self.told[key, purpose] = name
@@ -499,7 +506,7 @@ def main() -> None:
             return
         allow_cpu(seconds)
         # ids of a series are those of its next file too; whose a file is and what it is called, each file asks anew
-        known = {asked: name for asked, name in known.items() if asked[1] in _MANY} if len(known) < _KNOWN else {}
+        known = {a: name for a, name in known.items() if a[1] in MOST_NAMES} if len(known) < _KNOWN else {}
         who = Deidentifier(b"", setup["issuer"], profile, names=partial(_asked, source, sink, known))
         reply, parts = _answer(data, head, rules, who)
         send(sink, {**reply, "spent": True} if spent(seconds) else reply, parts)

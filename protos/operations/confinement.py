@@ -3,9 +3,9 @@
 A process imports what it needs, is handed its descriptors, calls :func:`confine`, and only then reads what a stranger
 sent. Landlock (landlock(7), by its ABI 1 to 7) closes every file but those of the interpreter and, for receivers, one
 spool folder; from ABI 4 on it closes TCP, from 6 on signals and abstract sockets. It stops neither UDP nor Unix
-sockets by path, so the filter (seccomp(2)) admits no ``socket`` and no ``connect`` at all. The filter lists what is
-allowed: a call that nobody thought of, or that a newer kernel brings, fails. Calls of another architecture and of the
-x32 ABI kill.
+sockets by path, so the filter (seccomp(2)) admits no ``socket``, no ``connect``, and of ``socketpair`` only streams:
+a pair of datagrams sends to any path (unix(7)). The filter lists what is allowed: a call that nobody thought of, or
+that a newer kernel brings, fails. Calls of another architecture and of the x32 ABI kill.
 
 Numbers of calls are of x86-64 and of aarch64. The latter were compared with the kernel's headers and never run.
 """
@@ -48,6 +48,7 @@ _X32: Final = 0x40000000
 _UNKNOWN: Final = 451  # the first call that the C libraries of Debian 12 may probe for and do without
 _WORD: Final = 0xFFFFFFFF
 _MSG_FASTOPEN: Final = 0x20000000  # a connect by another name, which Landlock does not see
+_SOCK_TYPE: Final = 0xF  # SOCK_TYPE_MASK; the rest is SOCK_CLOEXEC and SOCK_NONBLOCK
 _TMPFILE: Final = 0o20000000
 _IOCTLS: Final = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 
@@ -290,7 +291,8 @@ def _conditions() -> dict[str, tuple[Only, ...]]:
         "prlimit64": (Only(0, _WORD, (0,)),),  # its own
         "prctl": (Only(0, _WORD, (_PR_SET_NAME, _PR_GET_NAME)),),
         "tgkill": (Only(0, _WORD, (os.getpid(),)),),  # abort(3)
-        "socketpair": (Only(0, _WORD, (socket.AF_UNIX,)),),
+        # streams, which go to the other end alone: datagrams and SOCK_RAW go to the path that ``sendmsg`` names
+        "socketpair": (Only(0, _WORD, (socket.AF_UNIX,)), Only(1, _SOCK_TYPE, (socket.SOCK_STREAM,))),
         "sendto": (Only(3, _MSG_FASTOPEN, (0,)), Only(4, (1 << 64) - 1, (0,))),  # to whom it is connected already
         "sendmsg": (Only(2, _MSG_FASTOPEN, (0,)),),
     }

@@ -30,7 +30,7 @@ from agent.deidentify.reasons import Refused
 from agent.deidentify.record import own
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import Limits, Reader, ReaderFailed, _answer, _FileNames, _record
+from agent.edges.reader import MOST_NAMES, Limits, Reader, ReaderFailed, _answer, _FileNames, _record
 from agent.phantoms import scanners
 from tests.fuzz.roads import as_in_the_worker
 from tests.support.instances import item
@@ -336,6 +336,35 @@ def test_a_worker_that_was_taken_over_is_told_no_name_that_a_file_does_not_need(
     assert names.answer("project", "dates", [names.told["project", "patient"].encode()])
     with pytest.raises(ValueError, match=r"."):
         names.answer(key, purpose, parts)
+
+
+@pytest.mark.parametrize(("purpose", "most"), [("id", 32), ("uid", 10_000)])
+def test_a_worker_that_was_taken_over_is_told_no_more_ids_than_a_file_has(purpose: str, most: int) -> None:
+    names = _FileNames(TWO_KEYS, 1 << 29)
+    told = {names.answer("project", purpose, [str(n).encode()]) for n in range(most)}
+    assert len(told) == most == MOST_NAMES[purpose]
+    with pytest.raises(ValueError, match="too many"):
+        names.answer("project", purpose, [b"one more"])
+
+
+def test_a_file_may_refer_to_thousands_of_others_and_not_to_more(reader: Reader) -> None:
+    """As one does that was made from one file a slice, for each of its frames."""
+    source = pydicom.dcmread(io.BytesIO(_bytes("MR_small.dcm")))
+
+    def referring(count: int) -> bytes:
+        uids = (f"1.3.99.{10**6 + n}" for n in range(count))
+        source.SourceImageSequence = [item((0x00081155, "UI", uid)) for uid in uids]
+        out = io.BytesIO()
+        source.save_as(out)
+        return out.getvalue()
+
+    record = reader.read(referring(2_000), HEX)
+    kept = pydicom.dcmread(io.BytesIO(record.payload)).SourceImageSequence
+    assert [one.ReferencedSOPInstanceUID for one in kept] == [WHO.uid(f"1.3.99.{10**6 + n}") for n in range(2_000)]
+    reader.close()  # a worker remembers the ids of files before
+    with pytest.raises(Refused, match="parser_stopped"):
+        reader.read(referring(MOST_NAMES["uid"]), HEX)  # and three of its own
+    assert reader.read(_bytes("CT_small.dcm"), HEX).modality == "CT"
 
 
 def test_whose_a_record_is_is_not_the_workers_to_say() -> None:

@@ -225,15 +225,18 @@ def traced(text: str, folder: Path) -> set[str]:
 
 
 def test_a_container_runs_under_its_runtimes_own_profile_which_allows_the_confinement() -> None:
-    """Those of Docker, containerd and Podman allow landlock_* and seccomp; from which version on, limits.md says."""
+    """Those of Docker, containerd and Podman allow landlock_* and seccomp, from the versions on that these say."""
     for compose in sorted((HERE / "compose").glob("*/compose.yml")):
         assert "seccomp" not in compose.read_text(), "a profile of our own, or none, in the place of the runtime's"
         assert "privileged" not in compose.read_text()
     chart = (HERE / "helm" / "lazaret" / "templates" / "workload.yaml").read_text()
     assert re.search(r"seccompProfile:\n\s+type: RuntimeDefault\n", chart)
-    told = " ".join((DOCS / "limits.md").read_text().split())
-    for runtime in ("Docker 23", "containerd 1.6", "Podman 4.2"):
-        assert runtime in told
+    composes, helm = sorted((HERE / "compose").glob("*/compose.yml")), HERE / "helm" / "lazaret"
+    assert len(composes) == 2
+    for place in (DOCS / "limits.md", *composes, helm / "values.yaml", helm / "templates" / "NOTES.txt"):
+        told = " ".join(place.read_text().split())
+        for said in ("Docker 23", "containerd 1.6", "Podman 4.2", "landlock_*", "refuse"):
+            assert said in told, place.name
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import sys
 import traceback
 from collections.abc import Callable
@@ -125,14 +126,16 @@ def look(targets: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         targets: ``files`` (paths to open), ``folder`` (to write into), ``spool`` (the same, "" for none), ``starts``
-            (hexadecimal: the first bytes of each secret, which are all of it that may lie here).
+            (hexadecimal: the first bytes of each secret, which are all of it that may lie here), ``socket`` (somebody
+            else's Unix datagram socket, by path).
     """
     files = {path: _outcome(lambda path=path: os.open(path, os.O_RDONLY)) for path in targets["files"]}  # type: ignore[misc]
     return {
         "files": files,
         "writes": {what: _outcome(act) for what, act in _writes(targets).items()},
         "spool": _spool(targets) if targets["spool"] else None,
-        "calls": {what: _outcome(act) for what, act in _calls().items()},
+        "calls": {what: _outcome(act) for what, act in (_calls() | _by_path(targets["socket"])).items()},
+        "kinds": sorted({_kind_of_socket(number) for number in _open_numbers() if _is_socket(number)}),
         "sockets": [_socket(number) for number in _open_numbers() if _is_socket(number)],
         "open": sorted({_kind(number) for number in _open_numbers()}),
         "memory": _in_memory([bytes.fromhex(start) for start in targets["starts"]]),
@@ -233,6 +236,19 @@ def _calls() -> dict[str, Callable[[], object]]:
     return found
 
 
+def _by_path(victim: str) -> dict[str, Callable[[], object]]:
+    """A pair of sockets that take a name with each message, and a descriptor passed by it."""
+
+    def send(kind: socket.SocketKind) -> None:
+        one, other = socket.socketpair(socket.AF_UNIX, kind)
+        with one, other:
+            passed = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", _HANDED["out"]))
+            one.sendmsg([b"by path"], [passed], 0, victim)
+
+    kinds = (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET)
+    return {f"pair of {kind.name}": lambda kind=kind: send(kind) for kind in kinds}  # type: ignore[misc]
+
+
 _NAME = ctypes.create_string_buffer(b"name")
 
 
@@ -264,6 +280,11 @@ def _kind(number: int) -> str:
 
 def _is_socket(number: int) -> bool:
     return stat.S_ISSOCK(os.fstat(number).st_mode)
+
+
+def _kind_of_socket(number: int) -> str:
+    with socket.socket(fileno=os.dup(number)) as held:
+        return socket.SocketKind(held.type).name
 
 
 def _socket(number: int) -> dict[str, str | int | None]:

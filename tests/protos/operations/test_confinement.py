@@ -145,9 +145,22 @@ def test_arguments_decide_where_they_must(first: int, second: int) -> None:
     assert allowed(reading, "clone", first) is bool(low & 0x10000)
     assert allowed(reading, "prlimit64", first) is (low == 0)
     assert allowed(reading, "ioctl", 0, first) is (low in c._IOCTLS)
-    assert allowed(receiving, "socketpair", first) is (low == socket.AF_UNIX)
+    stream = low == socket.AF_UNIX and second & 0xF == socket.SOCK_STREAM
+    assert allowed(receiving, "socketpair", first, second) is stream
     assert allowed(receiving, "sendto", 0, 0, 0, first, second) is (not low & 0x20000000 and second == 0)
     assert allowed(receiving, "sendmsg", 0, 0, first) is (not low & 0x20000000)
+
+
+@given(st.integers(0, 63), st.integers(0, 0xFFFFFFFF))
+def test_a_pair_of_sockets_is_of_streams_between_its_own_two_ends(family: int, kind: int) -> None:
+    """One of datagrams sends to any path, with descriptors. Of ``kind`` SOCK_CLOEXEC and SOCK_NONBLOCK are free."""
+    program, (number, _) = c.filter_program(0, X86, c.RECEIVING), c.CALLS["socketpair"]
+    assert number is not None
+    stream = family == socket.AF_UNIX and kind & 0xF == socket.SOCK_STREAM
+    assert (decide(program, number, (family, kind)) == ALLOW) is stream
+    assert decide(program, number, (socket.AF_UNIX, kind & ~0xF | socket.SOCK_STREAM)) == ALLOW
+    for other in set(range(16)) - {socket.SOCK_STREAM}:
+        assert decide(program, number, (socket.AF_UNIX, kind & ~0xF | other)) == EPERM
 
 
 def test_no_set_has_a_way_out_in_it() -> None:
