@@ -1,8 +1,10 @@
 """A release whose making was interrupted, and which goes on under the grant that it had.
 
 A kill or a full disk in the middle spends nothing more: the grant stays held, and the same command with the same
-configuration goes on. What takes hours goes on where it was, since what was drawn lies sealed in the vault; what does
-not is made again by the same dice, of the same patients, so that nobody can make it until it pleases. One at a time:
+configuration goes on. Nobody can make a set until it pleases: what promises k patients, or other faces, is made again
+by the same dice, of the same patients; what has noise has no dice that could be kept (P10), so what was drawn of it
+lies sealed in the vault before anything is made of it, and is not drawn again. Of a training that is killed between
+two checkpoints the steps since are trained again, and nobody has seen what they made. One at a time:
 with another configuration, or in another project, nothing is made before it is finished or given up.
 """
 
