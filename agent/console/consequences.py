@@ -122,8 +122,9 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
     if c.dying:
         yield (
             "done",
-            f"Of what waits for approval, {_of(len(c.dying), 'release')} can never leave. Refuse what is listed "
-            "below: its grant is spent then, since images were read.",
+            f"Of what is made and kept here, {_of(len(c.dying), 'release')} can never leave. Refuse what is listed "
+            "below; where the policy has nobody approve, give it up by the command `release withdraw`. Its grant is "
+            "spent then, since images were read.",
         )
     if c.retired:
         yield (
