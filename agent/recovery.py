@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent.grants import give_up
 from agent.kept import forget, listed
 from agent.pipeline import ask
-from agent.released import keep_only
+from agent.released import keep_only, known_after_start
 from agent.site import Refused, Site
 from agent.unfinished import held_for, sweep
 from policies.entries import Recovered, Reserved
@@ -41,7 +41,7 @@ def recover(site: Site) -> list[str]:
     for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
         forget(site, name)  # it has its verdict
     sweep(site)
-    keep_only(site, {*state.sent, *state.releases, *listed(site.vault)})
+    keep_only(site, known_after_start(site))
     return closed
 
 
