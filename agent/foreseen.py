@@ -162,8 +162,8 @@ class Asked:
 def beforehand(site: Site, asked: Asked, foreseen: Foreseen) -> Iterator[Finding]:
     """Whatever a release is refused for before its price, and the price itself unless it is held already.
 
-    Nothing is written. It asks what the release asks, as it would stand after a start of the agent. The release itself
-    asks step by step, so that each refusal is of its kind.
+    Nothing is written. It asks what the release asks, as it would stand after a start of the agent. The release
+    itself asks step by step, so that each refusal is of its kind.
     """
     begun = False
     if not asked.anew:

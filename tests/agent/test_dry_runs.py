@@ -5,17 +5,21 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agent.edges import projects
 from agent.foreseen import Asked, beforehand, of_clusters, of_heads
-from agent.nouns import Selection
+from agent.nouns import CohortTooSmall, Selection
+from agent.pipeline import release_heads
 from agent.vetted import TooFewToVet
 from agent.wrapping import Wrapping
 from tests.agent.test_kept_releases import filled, held, killed, ksame, ward
 from tests.agent.test_pipeline import ksame as mechanism
 from tests.agent.test_pipeline import stage
+from tests.agent.test_remodel_release import examine
 from tests.agent.test_remodel_release import mechanism as remodel
+from tests.agent.test_remodel_release import stage as stage_of_heads
 from tests.agent.test_synthesis_commands import Typed, at, typed
 from tests.support.federation import Site
 from tests.support.untouched import opened_once, untouched
@@ -76,6 +80,12 @@ def test_no_head_and_too_few_to_vet(tmp_path: Path) -> None:
     ask = Asked(remodel(), "MR", "form")
     told = [f.detail for f in beforehand(s.site, ask, of_heads(s.site, remodel(), "MR")) if f.rule == "cohort"]
     assert told == ["there is nothing to make it of"]
+    (tmp_path / "heads").mkdir()
+    site, vault, store = stage_of_heads(tmp_path / "heads")
+    vault.heads = ()
+    with pytest.raises(CohortTooSmall):
+        release_heads(site, remodel(), "MR", examine, np.random.default_rng(1))
+    assert not store.state.grants, "and the release spends nothing on it"
     rule = Selection("OT", SHAPE)
     foreseen = of_clusters(s.site, mechanism(), rule, Wrapping())
     said = [[*beforehand(s.site, Asked(mechanism(), rule, "form", vetted), foreseen)] for vetted in (False, True)]
