@@ -171,14 +171,14 @@ def beforehand(site: Site, asked: Asked, foreseen: Foreseen) -> Iterator[Finding
             begun = would_go_on(site, asked.form) is not None
         except Unfinished as error:
             yield Finding("unfinished", str(error))
+    if not begun:
+        yield from quote(site, foreseen, asked.mechanism).findings
     yield from older_vault(site.vault.note(RECORD), site.books.store.state, asked.mechanism.name)
     if isinstance(asked.mechanism, Synthesis) and isinstance(asked.rule, Selection):
         yield from _of_patients(site, asked.mechanism, asked.rule, asked.vetted)
     elif not foreseen.samples and foreseen.form is not None:
         yield Finding("cohort", "there is nothing to make it of")
     yield from against(site, foreseen)
-    if not begun:
-        yield from quote(site, foreseen, asked.mechanism).findings
 
 
 def _of_patients(site: Site, mechanism: Synthesis, selection: Selection, vetted: bool) -> Iterator[Finding]:

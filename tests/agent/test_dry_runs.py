@@ -96,4 +96,4 @@ def test_no_head_and_too_few_to_vet(tmp_path: Path) -> None:
 
 def test_what_was_made_and_waits_is_not_made_again(typed: Typed, ward: Site, tmp_path: Path) -> None:
     killed(ward, tmp_path, "before-submit")
-    assert rules(typed, ward, tmp_path) == (1, ["cohort", "budget"]), "its patients are in the one that waits"
+    assert rules(typed, ward, tmp_path) == (1, ["budget", "cohort"]), "its patients are in the one that waits"
