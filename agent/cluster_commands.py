@@ -21,6 +21,7 @@ from agent.foreseen import of_clusters
 from agent.measures.tuning import Menu
 from agent.nouns import NotKept
 from agent.pipeline import release_synthetic
+from agent.released import known_after_start
 from agent.searching import search
 from agent.site import Refused, Waiting
 from agent.synthesis_commands import OUT, BadOrder, answered
@@ -46,8 +47,10 @@ def release(arguments: argparse.Namespace) -> int:
         arguments.modality = made.selection.modality
         wrapping = commands.wrapping(arguments, desk.home.root, colour=len(made.selection.shape) == 3)
         if arguments.dry_run:
-            foreseen = of_clusters(desk.site, made.mechanism, made.selection, wrapping)
-            return commands.dry_run(desk, foreseen, made.mechanism, arguments.json)
+            known, vetted = known_after_start(desk.site), made.vetting is not None
+            foreseen = of_clusters(desk.site, made.mechanism, made.selection, wrapping, known=known)
+            asked = commands.asked_for(made.mechanism, made.selection, arguments.anew, vetted)
+            return commands.dry_run(desk, foreseen, asked, arguments.json)
         commands.start_making(desk, arguments.anew)
         rng = np.random.default_rng(secrets.randbits(256))
         try:

@@ -36,16 +36,16 @@ from agent.edges.rounds import Over, Station, attend
 from agent.edges.session import Session
 from agent.edges.showing import show
 from agent.edges.vault import VaultError
-from agent.foreseen import Foreseen, RefusedBeforehandError, against, of_clusters, quote
+from agent.foreseen import Asked, Foreseen, RefusedBeforehandError, beforehand, of_clusters, quote
 from agent.masked import Sum
-from agent.mechanisms import Mechanism
+from agent.mechanisms import Remodel, Resumable, Synthesis
 from agent.mechanisms.ksame import KSame
 from agent.nets.siamese import KnowsNobody
 from agent.nets.weights import BadWeights
 from agent.nouns import CohortTooSmall, Forked, NotKept, Selection, Unreachable
 from agent.participant import Participant
-from agent.pipeline import release_synthetic
-from agent.released import TooManySearches
+from agent.pipeline import made_as, release_synthetic
+from agent.released import TooManySearches, known_after_start, rule_of
 from agent.site import Refused, Waiting
 from agent.stages.freeze import BadRecord, place_of
 from agent.stages.invert import BadBasis, Basis, load_basis
@@ -109,7 +109,9 @@ def release(arguments: argparse.Namespace) -> int:
         packed = wrapping(arguments, desk.home.root)
         if arguments.dry_run:
             selection = Selection(arguments.modality, mechanism.shape)
-            return dry_run(desk, of_clusters(desk.site, mechanism, selection, packed), mechanism, arguments.json)
+            foreseen = of_clusters(desk.site, mechanism, selection, packed, known=known_after_start(desk.site))
+            asked = asked_for(mechanism, selection, arguments.anew, looked is not None)
+            return dry_run(desk, foreseen, asked, arguments.json)
         start_making(desk, arguments.anew)
         try:
             rng = np.random.default_rng(secrets.randbits(256))
@@ -137,14 +139,23 @@ def start_making(desk: Desk, anew: bool) -> None:
         abandon(desk.site)
 
 
-def dry_run(desk: Desk, foreseen: Foreseen, mechanism: Mechanism, as_lines: bool) -> int:
+def asked_for(
+    mechanism: Synthesis | Resumable | Remodel, rule: Selection | str, anew: bool, vetted: bool = False
+) -> Asked:
+    """What a dry run asks of: the same mechanism, rule and vetting as the release."""
+    form = made_as(mechanism, rule if isinstance(rule, str) else rule_of(rule))
+    return Asked(mechanism, rule, form, vetted, anew)
+
+
+def dry_run(desk: Desk, foreseen: Foreseen, asked: Asked, as_lines: bool) -> int:
     """Print what a release would cost, count and weigh, and what speaks against it; exit 1 if something does.
 
     Nobody outside hears of it, no picture is read, and nothing is spent or written. The number of a k-anonymous set
     follows from this site's patients: it is for this site alone.
     """
+    mechanism = asked.mechanism
     quoted = quote(desk.site, foreseen, mechanism)
-    findings = [*quoted.findings, *against(desk.site, foreseen)]
+    findings = list(beforehand(desk.site, asked, foreseen))
     claim, limit = foreseen.draft.claim, desk.site.books.policy_of(desk.site.name).max_artifact_bytes
     account, free = desk.site.books.account(desk.site.name, claim), desk.vault.free_bytes()
     if as_lines:

@@ -16,11 +16,17 @@ import numpy as np
 
 from agent.grants import reservation_of
 from agent.mechanisms import Centroids, Distill, DistillDp, Mechanism, PrivImage, Remodel, Resumable, Synthesis
-from agent.nouns import Scan, Selection
-from agent.released import frozen_clusters
+from agent.nouns import CohortTooSmall, Scan, Selection
+from agent.release_record import RECORD, older_vault
+from agent.released import frozen_clusters, known_after_start, out_of_it, searched
 from agent.site import Site
+from agent.stages.average import majority
+from agent.stages.cluster import possible
 from agent.stages.distil import Course
 from agent.stages.latent import LatentDiffusion
+from agent.stages.vet import could_show
+from agent.unfinished import Unfinished, would_go_on
+from agent.vetted import TooFewToVet, compared
 from agent.wrapping import Wrapping, draft_of
 from policies.claims import NoClaim
 from policies.review import Finding, Verdict
@@ -64,13 +70,19 @@ class Foreseen:
 
 
 def of_clusters(
-    site: Site, mechanism: Synthesis, selection: Selection, wrapping: Wrapping, among: Set[str] | None = None
+    site: Site,
+    mechanism: Synthesis,
+    selection: Selection,
+    wrapping: Wrapping,
+    among: Set[str] | None = None,
+    known: Set[str] | None = None,
 ) -> Foreseen:
     """Of a k-anonymous set: as many clusters as there are times k patients, and those that are shown again.
 
-    ``among`` whom a making goes on; None: all who may take part.
+    ``among`` whom a making goes on; None: all who may take part. ``known`` says which releases of before count, where
+    not all do: see :func:`agent.released.known_after_start`.
     """
-    again, taken = frozen_clusters(site, mechanism, selection)
+    again, taken = frozen_clusters(site, mechanism, selection, known)
     patients = len(site.vault.roster(selection, taken, among))
     shown = sum(len(one.images) for one in again)
     count = patients // mechanism.k * mechanism.per_cluster + shown
@@ -140,6 +152,56 @@ def against(site: Site, foreseen: Foreseen) -> Iterator[Finding]:
     if not foreseen.disk <= free:
         told = f"what is made is kept here until it has left: that may take {foreseen.disk} bytes of the site's disk"
         yield Finding("disk_full", f"{told}, and {free} are free: make room")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a release was asked for with."""
+
+    mechanism: Mechanism
+    rule: Selection | str  # the rule that chooses patients, or a modality
+    form: str  # what a making goes on as: :func:`agent.pipeline.made_as`
+    vetted: bool = False  # k-anonymous representatives are compared with patients
+    anew: bool = False  # what was interrupted would be given up
+
+
+def beforehand(site: Site, asked: Asked, foreseen: Foreseen) -> Iterator[Finding]:
+    """Whatever a release is refused for before its price, and the price itself unless it is held already.
+
+    Nothing is written. It asks what the release asks, as it would stand after a start of the agent. The release
+    itself asks step by step, so that each refusal is of its kind.
+    """
+    begun = None
+    if not asked.anew:
+        try:
+            begun = would_go_on(site, asked.form)
+        except Unfinished as error:
+            yield Finding("unfinished", str(error))
+    if not begun:
+        yield from quote(site, foreseen, asked.mechanism).findings
+    yield from older_vault(site.vault.note(RECORD), site.books.store.state, asked.mechanism.name)
+    if isinstance(asked.mechanism, Synthesis) and isinstance(asked.rule, Selection):
+        among = begun[1] if begun else None
+        yield from _of_patients(site, asked.mechanism, asked.rule, asked.vetted, among)
+    elif not foreseen.samples and foreseen.form is not None:
+        yield Finding("cohort", "there is nothing to make it of")
+    yield from against(site, foreseen)
+
+
+def _of_patients(
+    site: Site, mechanism: Synthesis, selection: Selection, vetted: bool, among: Set[str] | None
+) -> Iterator[Finding]:
+    """What is known from labels alone, as :func:`agent.pipeline.release_synthetic` asks it; no number of patients."""
+    tried = searched(site, selection.modality)
+    if tried and mechanism.k not in tried:
+        yield Finding("menu", "k is none of those that were tried: tune with it first")
+    _, taken = frozen_clusters(site, mechanism, selection, known_after_start(site))
+    out = out_of_it(site, selection, taken, among)
+    labels = [majority(own) for own in site.vault.roster(selection, out, among)]
+    if not possible(labels, mechanism.k, mechanism.l_diversity):
+        yield Finding("cohort", str(CohortTooSmall()))
+    if vetted and not could_show(len(site.vault.roster(compared(selection)))):
+        yield Finding("cohort", str(TooFewToVet()))
 
 
 def refuse(site: Site, foreseen: Foreseen) -> None:

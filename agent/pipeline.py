@@ -353,7 +353,9 @@ def release_heads(
         NotSentError: it is made and kept; no verdict yet.
     """
     begun = going_on(site, form := made_as(mechanism, modality))
-    refuse(site, of_heads(site, mechanism, modality))
+    refuse(site, foreseen := of_heads(site, mechanism, modality))
+    if not begun and not foreseen.samples:
+        raise CohortTooSmall  # no head at all is known beforehand
     grant = begun[0] if begun else price(site, mechanism, modality)
     with spent_unless_kept(site, grant):
         site.say("read", "the heads that wait with their faces on, from the vault")

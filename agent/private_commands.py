@@ -69,7 +69,8 @@ def release(arguments: argparse.Namespace) -> int:
         claim = mechanism.claim()
         foreseen = of_configuration(desk.site, mechanism, selection, wrapping)
         if arguments.dry_run:
-            return commands.dry_run(desk, foreseen, mechanism, arguments.json)
+            asked = commands.asked_for(mechanism, selection, arguments.anew)
+            return commands.dry_run(desk, foreseen, asked, arguments.json)
         for line in (*told, commands.priced(desk.site.books.account(desk.site.name, claim), claim)):
             say("price", line)
         refuse(desk.site, foreseen)  # before the audit, which takes its time

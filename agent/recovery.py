@@ -6,7 +6,7 @@ from agent.approval import withdraw
 from agent.grants import give_up
 from agent.kept import forget, listed, sweep_kept
 from agent.pipeline import ask
-from agent.released import keep_only, made_of
+from agent.released import keep_only, known_after_start, made_of
 from agent.site import Refused, Site
 from agent.unfinished import held_for, sweep
 from policies.entries import Recovered, Reserved
@@ -46,7 +46,7 @@ def recover(site: Site) -> list[str]:
     sweep(site)
     unfinished = held_for(site)
     sweep_kept(site.vault, release_id(site.name, unfinished, 0) if unfinished else "")
-    keep_only(site, {*state.sent, *state.releases, *listed(site.vault)})
+    keep_only(site, known_after_start(site))
     return closed
 
 

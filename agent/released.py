@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from agent.kept import listed
 from agent.mechanisms import Synthesis
 from agent.nouns import Clusters, Selection, SyntheticSet
 from agent.release_record import RECORD
@@ -92,12 +93,17 @@ def kept_clusters(
 
 
 def frozen_clusters(
-    site: Site, mechanism: Synthesis, selection: Selection
+    site: Site, mechanism: Synthesis, selection: Selection, known: Set[str] | None = None
 ) -> tuple[tuple[Frozen, ...], frozenset[str]]:
-    """The same, and nothing is written: pictures of a retired cluster are passed over."""
+    """The same, and nothing is written: pictures of a retired cluster are passed over.
+
+    With ``known``, of these releases alone, as after the next start (:func:`known_after_start`).
+    """
     old: list[Frozen] = []
     gone, state = site.vault.opted_out(), site.books.store.state
     for one in site.vault.note(RECORD) or []:
+        if known is not None and one["release"] not in known:
+            continue
         set_out = one["release"] in state.sent or one["release"] in state.releases
         for index, members in enumerate(one["clusters"]):
             shown = set_out and gone.isdisjoint(members)
@@ -201,6 +207,12 @@ def shows_retired(site: Site, release: str) -> bool:
         if site.vault.project_note(place_of(one["release"], index)) is not None
     }
     return not again <= kept
+
+
+def known_after_start(site: Site) -> frozenset[str]:
+    """The releases that a start does not forget: those that set out, and those that are kept."""
+    state = site.books.store.state
+    return frozenset({*state.sent, *state.releases, *listed(site.vault)})
 
 
 def keep_only(site: Site, known: Set[str]) -> None:

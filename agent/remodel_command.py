@@ -49,7 +49,8 @@ def release(arguments: argparse.Namespace) -> int:
         mechanism, modality = read_remodel(arguments.config, desk.settings.public_components)
         say("price", "face removed; the brain itself remains linkable: nothing is promised (level C)")
         if arguments.dry_run:
-            return commands.dry_run(desk, of_heads(desk.site, mechanism, modality), mechanism, arguments.json)
+            asked = commands.asked_for(mechanism, modality, arguments.anew)
+            return commands.dry_run(desk, of_heads(desk.site, mechanism, modality), asked, arguments.json)
         commands.start_making(desk, arguments.anew)
         examine = partial(examined, atlas=atlases.atlas(), register=atlases.register)
         rng = np.random.default_rng(secrets.randbits(128))

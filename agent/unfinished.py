@@ -1,8 +1,10 @@
 """A release whose making was interrupted, and which goes on under the grant that it had.
 
 A kill or a full disk in the middle spends nothing more: the grant stays held, and the same command with the same
-configuration goes on. What takes hours goes on where it was, since what was drawn lies sealed in the vault; what does
-not is made again by the same dice, of the same patients, so that nobody can make it until it pleases. One at a time:
+configuration goes on. Nobody can make a set until it pleases: what promises k patients, or other faces, is made again
+by the same dice, of the same patients; what has noise has no dice that could be kept (P10), so what was drawn of it
+lies sealed in the vault before anything is made of it, and is not drawn again. Of a training that is killed between
+two checkpoints the steps since are trained again, and nobody has seen what they made. One at a time:
 with another configuration, or in another project, nothing is made before it is finished or given up.
 """
 
@@ -69,18 +71,33 @@ def going_on(site: Site, form: str) -> tuple[Reserved, frozenset[str]] | None:
             has left: to begin anew is to spend anew, and must be said again.
     """
     name = held_for(site)
+    grant = site.books.store.state.grants.get(name)
+    lasts = grant is not None and grant.state == "held" and isinstance(grant.reserved, Reserved)
+    over = bool(name) and (not lasts or _made(site, name))
+    try:
+        return would_go_on(site, form)
+    finally:
+        if over:
+            end(site)
+
+
+def would_go_on(site: Site, form: str) -> tuple[Reserved, frozenset[str]] | None:
+    """The same, and nothing is written.
+
+    Raises:
+        Unfinished: as there.
+    """
+    name = held_for(site)
     if not name:
         return None
     grant = site.books.store.state.grants.get(name)
     if _made(site, name):
-        end(site)
         made = release_id(site.name, name, 0)
         told = f"what was interrupted had been made in full: it is {made}"
         if made in listed(site.vault):
             raise Unfinished(f"{told}, and kept here: `release send {made}`, or say it again to make another")
         raise Unfinished(f"{told}. Say it again to make another")
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved):
-        end(site)
         return None
     told = site.vault.project_note(_NOTE)
     if told is None or (told["grant"], told["form"]) != (name, form):

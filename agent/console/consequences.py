@@ -122,9 +122,9 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
     if c.dying:
         yield (
             "done",
-            f"Of what waits for approval, {_of(len(c.dying), 'release')} can never leave. Refuse what is listed "
-            "below, or it is deleted when the agent next makes, sends or withdraws a release: its grant is spent "
-            "then, since images were read.",
+            f"Of what is made and kept here, {_of(len(c.dying), 'release')} can never leave. Refuse what is listed "
+            "below, or give it up by the command `release withdraw`; else it is deleted when the agent next makes, "
+            "sends or withdraws a release. Its grant is spent then, since images were read.",
         )
     if c.retired:
         yield (

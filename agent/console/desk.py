@@ -40,12 +40,19 @@ KEEPERS: Final = DECIDERS | {OPERATOR}  # who keeps the site running: sources ma
 LOOKERS: Final = KEEPERS | {AUDITOR}  # counts, reasons and statements, without a picture
 
 
+class NoSuchReleaseError(LookupError):
+    """None of that name is kept, or none any more."""
+
+    def __init__(self) -> None:
+        """Say it."""
+        super().__init__("no release of that name waits: it was handed over or withdrawn")
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A release that waits for persons."""
 
     release: Release
-    clear: bytes = field(repr=False)  # the artifact as persons look at it
     behind: frozenset[str] = field(repr=False)  # the pseudonyms of whom it was made; empty: nobody knows
     approved: Mapping[str, str]  # role -> SHA-256 of the approval
     missing: tuple[str, ...]  # roles that have not approved yet
@@ -123,21 +130,33 @@ class Desk:
     # -- releases that wait
 
     def waiting(self) -> tuple[Waiting, ...]:
-        """All releases that wait for persons, by name."""
+        """All releases that wait for persons, by name; no picture of them is opened."""
         with self.vault() as vault:
             pending, record = vault.note("pending") or {}, vault.note("releases") or []
             out = vault.opted_out()
-            clear = {name: _clear(vault, name, pending[name]) for name in pending}
-        return tuple(self._waiting(pending[name], record, out, clear[name]) for name in sorted(pending))
+        return tuple(self._waiting(pending[name], record, out) for name in sorted(pending))
 
-    def _waiting(self, kept: Mapping[str, Any], record: list[Any], out: frozenset[str], clear: bytes) -> Waiting:
+    def clear(self, release: str) -> bytes:
+        """The artifact of a release that waits, as persons look at it.
+
+        Raises:
+            NoSuchReleaseError: it is not kept, or another process has just forgotten it.
+        """
+        with self.vault() as vault:
+            kept = (vault.note("pending") or {}).get(release)
+            clear = _clear(vault, release, kept) if kept is not None else b""
+        if not clear:
+            raise NoSuchReleaseError
+        return clear
+
+    def _waiting(self, kept: Mapping[str, Any], record: list[Any], out: frozenset[str]) -> Waiting:
         release = parse(kept["statement"].encode())
         assert isinstance(release, Release)
         behind = behind_of(release.release, record) | set(kept.get("persons", ()))
         state = self.books.read().state
         given = state.approvals(release.release, "release", release.release, release.artifact_sha256)
         missing = tuple(sorted(self.policy().approvals - set(given)))
-        return Waiting(release, clear, frozenset(behind), given, missing, not out.isdisjoint(behind))
+        return Waiting(release, frozenset(behind), given, missing, not out.isdisjoint(behind))
 
     def project_of(self, release: str) -> str:
         """The project whose vault holds the pictures of a release's clusters; main, where none does."""

@@ -55,7 +55,11 @@ class Shown:
 
 
 def shown(desk: Desk, waiting: Waiting) -> Shown:
-    """A release's pictures, compared or not."""
+    """A release's pictures, compared or not.
+
+    Raises:
+        NoSuchReleaseError: it was handed over or withdrawn meanwhile.
+    """
     kept = recall(desk, waiting.release.release)
     if kept is not None and kept.artifact == waiting.release.artifact_sha256:
         return kept
@@ -63,7 +67,7 @@ def shown(desk: Desk, waiting: Waiting) -> Shown:
     made = Shown(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=_WHY_NOT)
     if waiting.release.artifact_type in ("image-set", "volume-set"):
         try:
-            images, labels = pictures.unpack(waiting.clear)
+            images, labels = pictures.unpack(desk.clear(waiting.release.release))
             made = Shown(time.monotonic(), waiting.release.artifact_sha256, images, labels, _why(waiting))
         except BadArtifact as error:
             made = Shown(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=f"{error}.")

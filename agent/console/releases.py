@@ -9,7 +9,7 @@ from itertools import islice
 from starlette.responses import Response
 
 from agent.console import exhibits, pictures, words
-from agent.console.desk import DECIDERS, KEEPERS, LOOKERS, Desk, Waiting
+from agent.console.desk import DECIDERS, KEEPERS, LOOKERS, Desk, NoSuchReleaseError, Waiting
 from agent.console.errand import Progress
 from agent.console.nearest import DISTANCE
 from agent.console.said import said, sentence
@@ -211,7 +211,7 @@ def found(desk: Desk, release: str) -> Waiting:
         for one in desk.waiting():
             if one.release.release == release:
                 return one
-    raise Refusal(404, "No release of that name waits: it was handed over or withdrawn.")
+        raise NoSuchReleaseError
 
 
 def _may_approve(asked: Asked, one: Waiting, refused: tuple[Refusing, ...]) -> bool:

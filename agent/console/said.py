@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from agent import site_commands
+from agent.console.desk import NoSuchReleaseError
 from agent.edges.vault import VaultError
 from agent.nouns import Forked, NotKept, Unreachable
 from policies.entries import InvalidEntry
@@ -37,6 +38,8 @@ def sentence(error: Exception) -> str:
     """What is wrong, without a word that may hold patient data."""
     if isinstance(error, LedgerBusy):
         return _BUSY
+    if isinstance(error, NoSuchReleaseError):
+        return str(error)
     if isinstance(error, (LedgerStopped, LedgerUnsound, Unreachable, OSError, *_WORDS)):
         return site_commands.sentence(error)
     return f"an internal fault ({type(error).__name__}); the log may say more"
@@ -47,7 +50,8 @@ def said() -> Iterator[None]:
     """Let people read what went wrong.
 
     Raises:
-        Refusal: 409 where something is in the way of what was asked, 503 where nothing can be asked at all.
+        Refusal: 404 where no such release is kept (any more), 409 where something is in the way of what was asked,
+            503 where nothing can be asked at all.
     """
     try:
         yield
@@ -55,6 +59,8 @@ def said() -> Iterator[None]:
         raise Refusal(503, _finished(f"stopped: {error}")) from None
     except Unreachable as error:
         raise Refusal(503, _finished(f"the coordinator cannot be asked: {error}")) from None
+    except NoSuchReleaseError as error:
+        raise Refusal(404, _finished(str(error))) from None
     except (LedgerBusy, OSError, *_WORDS) as error:
         raise Refusal(409, _finished(sentence(error))) from None
 

@@ -21,6 +21,7 @@ from statistics import NormalDist
 from typing import ClassVar, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from agent.mechanisms.bench import Bench
@@ -28,6 +29,7 @@ from agent.nouns import Cohort, CohortTooSmall, Image, Latents, Patient, Synthet
 from agent.stages.codebook import Codebook, codec_digest, quantise, vector_sums, votes
 from agent.stages.invert import Codec
 from agent.stages.noise import Entropy, noisy_sum, uniforms
+from agent.training.loop import restored, saved
 from policies.accounting import SIGMA_GRID, TIGHT_LIMIT, Unreachable, tight_epsilon
 from policies.claims import (
     LEAST_NOISE,
@@ -117,7 +119,7 @@ class Centroids:
     images_per_patient: int = 2  # inverted, drawn at random from the patient's
 
     name: ClassVar[str] = "centroids"
-    places: ClassVar[tuple[str, ...]] = ()  # nothing of it is kept: interrupted, it begins anew under its grant
+    places: ClassVar[tuple[str, ...]] = ("centroids/noisy",)  # what was drawn: see :meth:`_noisy`
 
     def __post_init__(self) -> None:
         """Refuse what cannot be priced or drawn."""
@@ -163,8 +165,8 @@ class Centroids:
         least = self.k + self.margin
         return Forecast(public_patients, self.codebook.cells, self.codebook.dims, self.noise_multiplier, least)
 
-    def run(self, cohort: Cohort, entropy: Entropy, _bench: Bench | None = None) -> SyntheticSet:
-        """Draw the noisy mean of every cell whose noisy count is at least k + margin.
+    def run(self, cohort: Cohort, entropy: Entropy, bench: Bench | None = None) -> SyntheticSet:
+        """Draw the noisy mean of every cell whose noisy count is at least k + margin. Interrupted, it goes on.
 
         Of a patient: the majority label of its images among ``classes``, ties by their order, and the mean code of at
         most ``images_per_patient`` images of that label. Patients without any, and those whose images cannot be
@@ -178,12 +180,30 @@ class Centroids:
         """
         if any(image.pixels.shape != self.shape for patient in cohort.patients for image in patient.images):
             raise ValueError("the images do not have the shape that the encoder takes")
+        return self._drawn(*self._noisy(cohort, entropy, bench or Bench()))
+
+    def _noisy(
+        self, cohort: Cohort, entropy: Entropy, bench: Bench
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """The noisy counts (m, c), the noisy sums (m, q) and the order of the cells (m,): asked once.
+
+        They are kept before anything is made of them, so that an interrupted run draws no other noise: whoever could
+        have it drawn until it pleases would choose among noises, and the claim is of one.
+        """
+        place = bench.place(self.places[0])
+        raw = place.read()
+        if raw is not None:
+            kept = restored(raw, self.form)[1]
+            return kept["counts"].numpy(), kept["sums"].numpy(), kept["order"].numpy()
         latents, labels = self._read(cohort, entropy)
         m, c, q = self.codebook.cells, len(self.classes), self.codebook.dims
         placed = quantise(latents, self.codebook)
-        counts = noisy_sum(votes(placed, labels, m, c).ravel(), 1.0, self.count_noise, entropy)
-        sums = noisy_sum(vector_sums(placed, m).ravel(), 1.0, self.noise_multiplier, entropy)
-        return self._drawn(counts.reshape(m, c), sums.reshape(m, q), uniforms(entropy, m).argsort())
+        counts = noisy_sum(votes(placed, labels, m, c).ravel(), 1.0, self.count_noise, entropy).reshape(m, c)
+        sums = noisy_sum(vector_sums(placed, m).ravel(), 1.0, self.noise_multiplier, entropy).reshape(m, q)
+        order = uniforms(entropy, m).argsort()
+        drawn = {"counts": counts, "sums": sums, "order": order}
+        place.write(saved(self.form, 0, {name: torch.from_numpy(one) for name, one in drawn.items()}))
+        return counts, sums, order
 
     def _read(self, cohort: Cohort, entropy: Entropy) -> tuple[Latents, NDArray[np.int64]]:
         """A code (n, d) and a class number (n,) of every patient who has any.

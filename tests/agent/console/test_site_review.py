@@ -309,3 +309,62 @@ def test_beside_a_process_that_holds_the_ledger_the_same_is_done_and_the_books_s
         assert "has left" in settled(hugo)
         export = dora.get("/ledger/export/file").content
     assert verify(export)
+
+
+def test_no_page_opens_a_kept_set_but_that_of_the_release_which_is_shown(
+    made: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agent.edges.sealed import SealedPlace
+
+    release = made.release()
+    opened: list[str] = []
+    read = SealedPlace.read
+
+    def counted(self: SealedPlace) -> bytes | None:
+        opened.append(repr(self))
+        return read(self)
+
+    monkeypatch.setattr(SealedPlace, "read", counted)
+    with serving(made), made.client("dora") as dora, made.client("olga") as olga:
+        for path in ("/", "/releases"):
+            assert dora.get(path).status_code == 200
+        assert release in dora.get("/releases").text
+        assert olga.get(f"/releases/{release}").status_code == 200, "who sees no picture has none opened"
+        assert opened == []
+        assert dora.get(f"/releases/{release}").status_code == 200
+        assert opened
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["listed no more", "its bytes are gone"])
+def test_a_release_that_another_process_forgets_meanwhile_is_no_such_release(
+    made: Hospital, monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    from agent.console import desk as console_desk
+
+    release = made.release()
+    waiting = console_desk.Desk.waiting
+
+    def forgotten(self: console_desk.Desk) -> tuple[console_desk.Waiting, ...]:
+        found = waiting(self)
+        vault = projects.open_vault(made.home)
+        try:
+            if not half:
+                vault.write_note("pending", None)
+            for part in ("artifact", "clear"):
+                vault.site_place(f"kept/{release}/{part}").clear()
+        finally:
+            vault.close()
+        return found
+
+    monkeypatch.setattr(console_desk.Desk, "waiting", forgotten)
+    with serving(made), made.client("dora") as dora:
+        answer = dora.get(f"/releases/{release}")
+        assert answer.status_code == 404
+        assert "No release of that name waits" in words(answer)
+
+
+def test_an_opt_out_names_the_way_out_where_nobody_approves() -> None:
+    from agent.console.consequences import Consequences, sentences
+
+    told = " ".join(text for _, text in sentences(Consequences(1, 1, 0, (), ("release-a",), (), 0, 0, 0)))
+    assert "`release withdraw`" in told
