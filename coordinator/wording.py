@@ -133,6 +133,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The group size is none of those that were searched.",
             "Take one of the sizes that were tried, or search again with this one among them.",
         ),
+        "artifact": (
+            "The kept files of this release are not the ones that its statement is about.",
+            "Withdraw it at the site, and look for what changed them; its grant is spent by that.",
+        ),
         "approval": (
             "A person whose approval the policy asks for has not given it.",
             "Ask that person to review it.",

@@ -18,6 +18,7 @@ from protos.identity import agent_name, certify, joining_name, leaf_of, make_int
 from protos.keyfile import pem
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.versions import USER_AGENT
 from tests.attacks.ground import SERVICE, Code, Ground, Kind, Relay, call, forged_leaf, now, refusal, signer_of
 from tests.support.federation import Site, pictures
 
@@ -147,7 +148,8 @@ def test_tls_1_2_is_turned_away_on_every_call(ground: Ground, site: Site) -> Non
     """gRPC's own client over a relay: the same certificate is welcome over TLS 1.3, and not over 1.2."""
     for version, spoken in ((ssl.TLSVersion.TLSv1_3, "TLSv1.3"), (ssl.TLSVersion.TLSv1_2, "TLSv1.2")):
         relay = Relay(ground.federation.port, site.home.keys / "tls.pem", site.home.keys / "root.crt", version)
-        with grpc.insecure_channel(relay.target) as channel:
+        options = [("grpc.primary_user_agent", USER_AGENT)]
+        with grpc.insecure_channel(relay.target, options) as channel:
             if spoken == "TLSv1.3":
                 assert call(channel, "Hello").policy
             else:

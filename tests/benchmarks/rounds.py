@@ -38,6 +38,7 @@ from agent.mechanisms import federated
 from coordinator.edges.home import operator_certificate
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.versions import USER_AGENT
 from tests.benchmarks import network
 from tests.benchmarks.report import Report, Row
 from tests.support.federation import Federation, Site
@@ -107,7 +108,9 @@ class Camp:
         credentials = grpc.ssl_channel_credentials(home.root_crt(), key, chain)
         target = f"127.0.0.1:{self.federation.port}"
         closed, said = [], []
-        with grpc.secure_channel(target, credentials, [("grpc.enable_http_proxy", 0)]) as channel:
+        with grpc.secure_channel(
+            target, credentials, [("grpc.enable_http_proxy", 0), ("grpc.primary_user_agent", USER_AGENT)]
+        ) as channel:
             for event in GatewayStub(channel).Launch(request, timeout=240):
                 said.append(f"{event.round} {event.state} {' '.join(event.sites)} {event.reason}")
                 if event.state == "closed":

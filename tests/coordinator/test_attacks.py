@@ -40,6 +40,7 @@ from protos.artifact import pack_vector
 from protos.envelope import BadEnvelope
 from protos.v1 import gateway_pb2 as pb
 from protos.v1.gateway_pb2_grpc import GatewayStub
+from protos.versions import USER_AGENT
 from tests.attacks.artifacts import bomb_png, shard
 from tests.support.books import DP, K5, Hospital, open_register
 from tests.support.federation import Federation, Site, pictures, vector
@@ -214,7 +215,8 @@ def test_silent_streams_of_one_site_do_not_stop_the_others(federation: Federatio
         return
         yield
 
-    with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
+    spoken = [("grpc.primary_user_agent", USER_AGENT)]
+    with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials, spoken) as channel:
         calls = [GatewayStub(channel).Upload.future(nothing()) for _ in range(20)]
         deadline = time.monotonic() + 45
         while sum(call.done() for call in calls) < 18 and time.monotonic() < deadline:

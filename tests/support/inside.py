@@ -260,7 +260,7 @@ def _fork() -> None:
 
 def _open_numbers() -> list[int]:
     found = []
-    for number in range(256):
+    for number in range(8192):  # a parent that holds many hands on high numbers
         with contextlib.suppress(OSError):
             os.fstat(number)
             found.append(number)
