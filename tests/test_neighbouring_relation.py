@@ -33,6 +33,7 @@ disk that is full, a bound on an archive's matches or a machine that fails, whic
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import sys
@@ -53,7 +54,7 @@ from PIL import ImageDraw, ImageFont
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
-from agent import masked, participant, pipeline
+from agent import foreseen, masked, participant, pipeline
 from agent.deidentify.rules import Rules
 from agent.deidentify.tags import Deidentifier
 from agent.edges import intake, reader
@@ -476,7 +477,8 @@ def test_only_roads_of_k_ask_which_ids_may_be_one_patient() -> None:
         if any(word in path.read_text() for word in (".second_ids(", ".alike_ids(", "out_of_it("))
     }
     told = {"console/queues.py"}  # how many groups wait for a person: on a page of the site
-    assert asks - told == {"edges/vault.py", "released.py", "pipeline.py", "searching.py"}
+    assert asks - told == {"edges/vault.py", "released.py", "pipeline.py", "searching.py", "foreseen.py"}
+    assert "isinstance(asked.mechanism, Synthesis)" in inspect.getsource(foreseen.beforehand), "a dry run, of k alone"
     assert claiming(KAnonymous) == {kind.name for kind in get_args(Synthesis)}, "all of k go by one road"
     of_k = pipeline.release_synthetic.__code__.co_names
     assert {"out_of_it", "kept_clusters"} <= set(of_k)
