@@ -298,11 +298,8 @@ class Store:
     def _stage(self, keys: Sequence[str], draft: Draft) -> list[Line]:
         if not draft.entries or "+" in keys[0]:
             raise InvalidEntry("a draft has entries, and its key no plus sign")
-        now, lines, bodies = (
-            max(self._clock(), self.state.latest),
-            [],
-            [],
-        )  # a clock that went back tells none earlier
+        now = max(self._clock(), self.state.latest)  # a clock that went back tells none earlier
+        lines, bodies = [], []
         try:
             for key, entry in zip(keys, draft.entries, strict=True):
                 record = Record(now, key, entry)
