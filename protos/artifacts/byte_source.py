@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from protos.common.errors import ArtifactError
+
 BLOCK: Final = 1 << 22  # bytes held at once; a multiple of every element's width
 
 
-class BadArtifact(ValueError):
+class ArtifactFormatError(ArtifactError, ValueError):
     """The bytes are not an artifact in its one form; the text says why, and quotes nothing of them."""
 
 
@@ -26,13 +28,13 @@ class Source(Protocol):
         """Exactly ``count`` bytes from ``offset``.
 
         Raises:
-            BadArtifact: there are not that many.
+            ArtifactFormatError: there are not that many.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BytesSource:
     """Bytes in memory as a source."""
 
     raw: bytes
@@ -45,31 +47,31 @@ class Held:
     def read(self, offset: int, count: int) -> bytes:
         """See :class:`Source`."""
         if not 0 <= offset <= offset + count <= len(self.raw):
-            raise BadArtifact("the file ends early")
+            raise ArtifactFormatError("the file ends early")
         return self.raw[offset : offset + count]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """An open regular file as a source; the descriptor stays the caller's. ``size`` is what it was when opened."""
+class FileSource:
+    """An open regular file as a source; the caller keeps the descriptor. ``size`` is the size when opened."""
 
     descriptor: int
     size: int
 
     @staticmethod
-    def of(descriptor: int) -> Opened:
+    def of(descriptor: int) -> FileSource:
         """The file behind a descriptor."""
-        return Opened(descriptor, os.fstat(descriptor).st_size)
+        return FileSource(descriptor, os.fstat(descriptor).st_size)
 
     def read(self, offset: int, count: int) -> bytes:
         """See :class:`Source`. Reads with ``pread``: the descriptor's own position is neither used nor moved."""
         if not 0 <= offset <= offset + count <= self.size:
-            raise BadArtifact("the file ends early")
+            raise ArtifactFormatError("the file ends early")
         parts: list[bytes] = []
         while count:
             part = os.pread(self.descriptor, min(count, BLOCK), offset)
             if not part:
-                raise BadArtifact("the file ends early")
+                raise ArtifactFormatError("the file ends early")
             parts.append(part)
             offset, count = offset + len(part), count - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -86,7 +88,7 @@ class Window:
     def read(self, offset: int, count: int) -> bytes:
         """See :class:`Source`."""
         if not 0 <= offset <= offset + count <= self.size:
-            raise BadArtifact("the file ends early")
+            raise ArtifactFormatError("the file ends early")
         return self.source.read(self.start + offset, count)
 
 

@@ -1,8 +1,8 @@
 """A zlib stream that is a function of its data alone: one block of literals under their own Huffman code.
 
-Compressors may find other streams for the same data, and another version of one may find another again; so the choice
-could carry a message, and a check by compressing anew would depend on who has which version. This encoder is ours and
-has no choice in it (RFC 1951, section 3.2.7):
+Compressors may produce different streams for the same data, and so may two versions of one compressor. That choice
+could carry a message, and a check by recompressing would depend on the version. This encoder has no such choice (RFC
+1951, section 3.2.7):
 
 - one block, the last, of type 2 (dynamic codes), with 257 literal codes, 2 distance codes and 19 code length codes;
 - the code length code gives each of 0 to 15 four bits, and 16 to 18 none: every length is written out, in four bits;

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.blocks import BadArtifact, Source, blocks
+from protos.artifacts.byte_source import ArtifactFormatError, Source, blocks
 
 MAX_SIDE: Final = 2_048
 MAX_VOXELS: Final = 1 << 24
@@ -36,14 +36,14 @@ _LENGTH: Final = re.compile(rb"(0|[1-9][0-9]{0,5})\.[0-9]{3} ?")
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """What a file says besides its pixels and its identifiers.
+class DicomImage:
+    """A file's metadata besides its pixels and its identifiers.
 
     ``shape`` is (rows, columns) or (frames, rows, columns) with two frames or more; ``dtype`` uint8 or uint16;
     ``spacing_um`` micrometres along the same axes.
 
     Raises:
-        BadArtifact: out of bounds.
+        ArtifactFormatError: out of bounds.
     """
 
     shape: tuple[int, ...]
@@ -54,17 +54,19 @@ class Picture:
     def __post_init__(self) -> None:
         """Check the bounds before anything of that size is read."""
         if len(self.shape) not in (2, 3) or not all(1 <= n <= MAX_SIDE for n in self.shape):
-            raise BadArtifact(f"a DICOM image has sides of 1 to {MAX_SIDE} pixels")
+            raise ArtifactFormatError(f"a DICOM image has sides of 1 to {MAX_SIDE} pixels")
         if len(self.shape) == 3 and self.shape[0] < 2:
-            raise BadArtifact("a DICOM volume has two frames or more")
+            raise ArtifactFormatError("a DICOM volume has two frames or more")
         if not math.prod(self.shape) <= MAX_VOXELS:
-            raise BadArtifact("a DICOM image has too many pixels")
+            raise ArtifactFormatError("a DICOM image has too many pixels")
         if self.dtype not in ("uint8", "uint16") or self.modality not in MODALITIES:
-            raise BadArtifact(f"a DICOM image is uint8 or uint16, its modality one of {', '.join(MODALITIES)}")
+            raise ArtifactFormatError(
+                f"a DICOM image is uint8 or uint16, its modality one of {', '.join(MODALITIES)}"
+            )
         if len(self.spacing_um) != len(self.shape) or not all(
             type(s) is int and 10 <= s <= 100_000 for s in self.spacing_um
         ):
-            raise BadArtifact("a DICOM spacing is 10 to 100000 micrometres for each axis")
+            raise ArtifactFormatError("a DICOM spacing is 10 to 100000 micrometres for each axis")
 
     @property
     def nbytes(self) -> int:
@@ -171,31 +173,31 @@ def pack_dicom(
     """A (rows, columns) image or (frames, rows, columns) volume; ``index`` is its place in the set, from 0.
 
     Raises:
-        BadArtifact: see :class:`Picture`.
+        ArtifactFormatError: see :class:`DicomImage`.
     """
-    picture = Picture(pixels.shape, pixels.dtype.name, modality, spacing_um)
+    picture = DicomImage(pixels.shape, pixels.dtype.name, modality, spacing_um)
     body = pixels.astype(pixels.dtype.newbyteorder("<")).tobytes()
     return picture.header(hashlib.sha256(body).digest(), index) + body + bytes(len(body) % 2)
 
 
-def check_dicom(source: Source, index: int) -> Picture:
+def check_dicom(source: Source, index: int) -> DicomImage:
     """What a file of :func:`pack_dicom` says besides its pixels, which are read in blocks.
 
     Raises:
-        BadArtifact: anything that :func:`pack_dicom` would not write in this place.
+        ArtifactFormatError: anything that :func:`pack_dicom` would not write in this place.
     """
     head = source.read(0, min(source.size, _MAX_HEAD))
     values, start = _elements(head)
     picture = _picture(values)
     if source.size != start + picture.nbytes + picture.nbytes % 2:
-        raise BadArtifact("a DICOM file is not as long as its header says")
+        raise ArtifactFormatError("a DICOM file is not as long as its header says")
     content = hashlib.sha256()
     for block in blocks(source, start, start + picture.nbytes):
         content.update(block)
     if picture.header(content.digest(), index) != head[:start]:
-        raise BadArtifact("a DICOM header says more, or other, than its pixels and its place give")
+        raise ArtifactFormatError("a DICOM header says more, or other, than its pixels and its place give")
     if picture.nbytes % 2 and source.read(source.size - 1, 1) != b"\0":
-        raise BadArtifact("a DICOM file is padded with something")
+        raise ArtifactFormatError("a DICOM file is padded with something")
     return picture
 
 
@@ -214,7 +216,7 @@ def _element(group: int, number: int, vr: str, value: str | bytes) -> bytes:
 def _elements(head: bytes) -> tuple[dict[tuple[int, int], bytes], int]:
     """The values in front of the pixels, and where the pixels start; no sequence, nothing undefined in length."""
     if len(head) < 140 or head[128:132] != b"DICM":
-        raise BadArtifact("an image is not a DICOM file")
+        raise ArtifactFormatError("an image is not a DICOM file")
     values: dict[tuple[int, int], bytes] = {}
     at = 132
     while len(values) < _MAX_ELEMENTS and at + 12 <= len(head):
@@ -229,10 +231,10 @@ def _elements(head: bytes) -> tuple[dict[tuple[int, int], bytes], int]:
             break
         values[group, number] = head[at : at + length]
         at += length
-    raise BadArtifact("a DICOM header has no pixels, too many elements, or one twice")
+    raise ArtifactFormatError("a DICOM header has no pixels, too many elements, or one twice")
 
 
-def _picture(values: dict[tuple[int, int], bytes]) -> Picture:
+def _picture(values: dict[tuple[int, int], bytes]) -> DicomImage:
     try:
         frames = int(values.get((0x0028, 0x0008), b"1")[:8])
         rows, columns, bits = (
@@ -243,9 +245,9 @@ def _picture(values: dict[tuple[int, int], bytes]) -> Picture:
         if frames > 1:
             lengths = [values[0x0018, 0x2005].split(b"\\", 2)[1], *lengths]
     except (KeyError, ValueError, IndexError):
-        raise BadArtifact("a DICOM header lacks an element, or has one that is malformed") from None
+        raise ArtifactFormatError("a DICOM header lacks an element, or has one that is malformed") from None
     if not all(_LENGTH.fullmatch(length) for length in lengths):
-        raise BadArtifact("a DICOM spacing is not in its one form")
+        raise ArtifactFormatError("a DICOM spacing is not in its one form")
     shape = (frames, rows, columns) if frames > 1 else (rows, columns)
     spacing = tuple(int(length.replace(b".", b"")) for length in lengths)
-    return Picture(shape, {8: "uint8", 16: "uint16"}.get(bits, ""), modality, spacing)
+    return DicomImage(shape, {8: "uint8", 16: "uint16"}.get(bits, ""), modality, spacing)

@@ -1,4 +1,4 @@
-"""One door to the readers of artifacts: a type, what is expected, and a file go in; plain facts come out."""
+"""The entry point of the artifact parsers: from a type, the expectations, and a file, to plain facts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from protos.blocks import BadArtifact, Source
-from protos.shards import Contents, check_earlier_shard, check_shard
-from protos.weights import Architecture, check_ring, check_vector, check_weights
+from protos.artifacts.byte_source import ArtifactFormatError, Source
+from protos.artifacts.shards import Contents, check_earlier_shard, check_shard
+from protos.artifacts.strict_safetensors import Architecture, check_ring, check_vector, check_weights
 
 MAX_KINDS: Final = 256  # of labels in a set: more would be room for a text beside every image
 
@@ -26,37 +26,37 @@ def check(source: Source, artifact_type: str, expected: Mapping[str, Any]) -> di
     ``model``                ``architecture``: canonical JSON      digest, size (bytes of values)
     ======================== ===================================== ==========================================
 
-    ``earlier``: the set is of a site that speaks a protocol of before pictures were compressed, and none of it is.
+    ``earlier``: the set is of a site that speaks a protocol of before images were compressed, and none of it is.
 
     Raises:
-        BadArtifact: with the first reason found; also for an unknown type, or an expectation that is not one.
+        ArtifactFormatError: with the first reason found; also for an unknown type, or an expectation that is not one.
     """
     if artifact_type not in _READERS:
-        raise BadArtifact("no such type of artifact")
+        raise ArtifactFormatError("no such type of artifact")
     read, keys = _READERS[artifact_type]
     if not set(expected) <= keys:
-        raise BadArtifact(f"of a {artifact_type} can be expected: {', '.join(sorted(keys)) or 'nothing'}")
+        raise ArtifactFormatError(f"of a {artifact_type} can be expected: {', '.join(sorted(keys)) or 'nothing'}")
     return read(source, expected)
 
 
 def _images(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
     contents = check_earlier_shard(source) if expected.get("earlier") is True else check_shard(source)
     if len(contents.shape) - (contents.form == "png-rgb") != 2:
-        raise BadArtifact("an image set holds images, not volumes")
+        raise ArtifactFormatError("an image set holds images, not volumes")
     return _facts(contents)
 
 
 def _volumes(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
     contents = check_shard(source)
     if contents.form == "png-rgb" or len(contents.shape) != 3:
-        raise BadArtifact("a volume set holds volumes, not images")
+        raise ArtifactFormatError("a volume set holds volumes, not images")
     return _facts(contents)
 
 
 def _facts(contents: Contents) -> dict[str, Any]:
     labels = Counter(contents.labels)
     if len(labels) > MAX_KINDS:
-        raise BadArtifact(f"a set has at most {MAX_KINDS} different labels")
+        raise ArtifactFormatError(f"a set has at most {MAX_KINDS} different labels")
     return {"form": contents.form, "count": contents.count, "shape": list(contents.shape), "labels": dict(labels)}
 
 
@@ -67,13 +67,13 @@ def _update(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
 def _masked(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
     dtype, size = check_ring(source, expected.get("size"))
     if expected.get("dtype", dtype) != dtype:
-        raise BadArtifact(f"the ring must be {expected['dtype']}, not {dtype}")
+        raise ArtifactFormatError(f"the ring must be {expected['dtype']}, not {dtype}")
     return {"size": size, "dtype": dtype}
 
 
 def _model(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
     if type(expected.get("architecture")) is not str:
-        raise BadArtifact("no architecture was approved for this model")
+        raise ArtifactFormatError("no architecture was approved for this model")
     architecture = Architecture.parse(expected["architecture"])
     check_weights(source, architecture)
     return {"digest": architecture.digest(), "size": architecture.nbytes}

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.blocks import BadArtifact, Source, blocks
+from protos.artifacts.byte_source import ArtifactFormatError, Source, blocks
 
 MAX_SIDE: Final = 1_024
 MAX_VOXELS: Final = 1 << 24
@@ -26,13 +26,13 @@ _NAMES: Final = {code: name for name, (code, _) in _TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What a file says besides its voxels.
+    """A file's metadata besides its voxels.
 
     ``shape`` is (x, y, z); ``dtype`` int16 or float32; ``affine`` the first three rows of the matrix from voxels to
     millimetres (RAS+), row by row, each value exact in float32. The spacing is the length of its columns.
 
     Raises:
-        BadArtifact: out of bounds, or not a geometry.
+        ArtifactFormatError: out of bounds, or not a geometry.
     """
 
     shape: tuple[int, ...]
@@ -42,17 +42,17 @@ class Volume:
     def __post_init__(self) -> None:
         """Check the bounds before anything of that size is read."""
         if len(self.shape) != 3 or not all(1 <= n <= MAX_SIDE for n in self.shape):
-            raise BadArtifact(f"a volume has three sides of 1 to {MAX_SIDE} voxels")
+            raise ArtifactFormatError(f"a volume has three sides of 1 to {MAX_SIDE} voxels")
         if not math.prod(self.shape) <= MAX_VOXELS:
-            raise BadArtifact("a volume has too many voxels")
+            raise ArtifactFormatError("a volume has too many voxels")
         if self.dtype not in _TYPES:
-            raise BadArtifact("a volume's type is int16 or float32")
+            raise ArtifactFormatError("a volume's type is int16 or float32")
         if len(self.affine) != 12 or not all(abs(x) <= 10_000 for x in self.affine):
-            raise BadArtifact("an affine is twelve finite numbers of at most 10000 mm")
+            raise ArtifactFormatError("an affine is twelve finite numbers of at most 10000 mm")
         if any(struct.unpack("<f", struct.pack("<f", x))[0] != x or repr(x) == "-0.0" for x in self.affine):
-            raise BadArtifact("an affine's numbers must be exact in float32, and zero without a sign")
+            raise ArtifactFormatError("an affine's numbers must be exact in float32, and zero without a sign")
         if not all(0.01 <= s <= 100 for s in self.spacing) or not self._volume() > 1e-3 * math.prod(self.spacing):
-            raise BadArtifact("an affine's columns must be independent, of 0.01 to 100 mm")
+            raise ArtifactFormatError("an affine's columns must be independent, of 0.01 to 100 mm")
 
     @property
     def spacing(self) -> tuple[float, ...]:
@@ -92,11 +92,11 @@ def pack_nifti(voxels: NDArray[np.int16] | NDArray[np.float32], affine: tuple[fl
     """An (x, y, z) volume of int16 or finite float32.
 
     Raises:
-        BadArtifact: see :class:`Volume`; or a voxel is not finite.
+        ArtifactFormatError: see :class:`Volume`; or a voxel is not finite.
     """
     volume = Volume(voxels.shape, voxels.dtype.name, affine)
     if not bool(np.isfinite(voxels).all()):
-        raise BadArtifact("a voxel is not finite")
+        raise ArtifactFormatError("a voxel is not finite")
     return volume.header() + voxels.astype(voxels.dtype.newbyteorder("<")).tobytes(order="F")
 
 
@@ -104,21 +104,21 @@ def check_nifti(source: Source) -> Volume:
     """What a file of :func:`pack_nifti` says besides its voxels, which are read in blocks.
 
     Raises:
-        BadArtifact: anything that :func:`pack_nifti` would not write.
+        ArtifactFormatError: anything that :func:`pack_nifti` would not write.
     """
     if source.size < _OFFSET:
-        raise BadArtifact("a volume is not NIfTI-1")
+        raise ArtifactFormatError("a volume is not NIfTI-1")
     head = source.read(0, _OFFSET)
     fields = _HEADER.unpack(head[:348])
     if fields[0] != 348 or fields[-1] != b"n+1\0" or fields[7] != 3 or fields[19] not in _NAMES:
-        raise BadArtifact("a volume is not a three-dimensional NIfTI-1 of int16 or float32")
+        raise ArtifactFormatError("a volume is not a three-dimensional NIfTI-1 of int16 or float32")
     volume = Volume(fields[8:11], _NAMES[fields[19]], fields[-14:-2])
     if volume.header() != head:
-        raise BadArtifact("a NIfTI header says more than shape, type and affine")
+        raise ArtifactFormatError("a NIfTI header says more than shape, type and affine")
     if source.size != _OFFSET + volume.nbytes:
-        raise BadArtifact("a NIfTI file is not as long as its header says")
+        raise ArtifactFormatError("a NIfTI file is not as long as its header says")
     if volume.dtype == "float32":
         for block in blocks(source, _OFFSET, source.size):
             if not bool(np.isfinite(np.frombuffer(block, "<f4")).all()):
-                raise BadArtifact("a voxel is not finite")
+                raise ArtifactFormatError("a voxel is not finite")
     return volume

@@ -1,12 +1,12 @@
 """PNG in one form: 8-bit grey or RGB, one IDAT, no other chunk; the pixels alone decide which bytes it has.
 
-Every row is filtered by the one above it (filter 2, Up) and compressed by :mod:`protos.deflate`, whose stream is a
-function of its data, whatever version of a compressor either side has. Where that is not smaller than the plain form,
-the picture is in the plain form: every row unfiltered, in stored blocks (RFC 1951, section 3.2.4). So a picture takes
-at most :func:`plain_size`, which is known before there is one, and holds at most eight times what it takes.
+Every row is filtered by the one above it (filter 2, Up) and compressed by :mod:`protos.artifacts.deflate`, whose
+stream is a function of its data, whatever version of a compressor either side has. If that is not smaller than the
+plain form, the image is in the plain form: every row unfiltered, in stored blocks (RFC 1951, section 3.2.4). So an
+image takes at most :func:`plain_size` bytes, which is known in advance, and unpacks to at most eight times its size.
 
 A reader inflates no more than the header promises, and writes the file again to compare. Before there was compression
-every picture was in the plain form: :func:`read_earlier_png` reads those.
+every image was in the plain form: :func:`read_earlier_png` reads those.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.blocks import BadArtifact, Source
-from protos.deflate import compressed
+from protos.artifacts.byte_source import ArtifactFormatError, Source
+from protos.artifacts.deflate import compressed
 
 MAX_SIDE: Final = 2_048
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
@@ -35,7 +35,7 @@ def pack_png(image: NDArray[np.uint8]) -> bytes:
     """An (h, w) grey or (h, w, 3) RGB image of uint8.
 
     Raises:
-        BadArtifact: another type or shape, or a side of more than 2048.
+        ArtifactFormatError: another type or shape, or a side of more than 2048.
     """
     rows = _rows(image)
     differences = rows.copy()
@@ -46,22 +46,22 @@ def pack_png(image: NDArray[np.uint8]) -> bytes:
 
 
 def pack_earlier_png(image: NDArray[np.uint8]) -> bytes:
-    """The image in the plain form, as pictures were written before they were compressed.
+    """The image in the plain form, as images were written before they were compressed.
 
     Raises:
-        BadArtifact: see :func:`pack_png`.
+        ArtifactFormatError: see :func:`pack_png`.
     """
     return _file(image, _stored(_lines(_rows(image), _NONE)))
 
 
 def plain_size(shape: tuple[int, ...]) -> int:
-    """The bytes of a picture (h, w) or (h, w, 3) in the plain form: no picture of that shape takes more.
+    """The bytes of an image (h, w) or (h, w, 3) in the plain form: no image of that shape takes more.
 
     Raises:
-        BadArtifact: no picture has that shape.
+        ArtifactFormatError: no image has that shape.
     """
     if shape[2:] not in ((), (3,)) or len(shape) < 2:
-        raise BadArtifact("an image is (h, w) or (h, w, 3) of uint8")
+        raise ArtifactFormatError("an image is (h, w) or (h, w, 3) of uint8")
     height, width = shape[:2]
     _check_sides(height, width)
     return _BEFORE + _stored_size(height * (1 + width * (3 if shape[2:] else 1))) + _BEHIND
@@ -71,15 +71,15 @@ def read_png(source: Source) -> NDArray[np.uint8]:
     """The image of :func:`pack_png`. Its size is known from the header, and bounded, before a pixel is read.
 
     Raises:
-        BadArtifact: anything that :func:`pack_png` would not write.
+        ArtifactFormatError: anything that :func:`pack_png` would not write.
     """
     shape, plain = _head(source)
     if source.size > plain:
-        raise BadArtifact(_ODD)
+        raise ArtifactFormatError(_ODD)
     raw = source.read(0, source.size)
     image = _plain(raw, shape) if source.size == plain else _inflated(raw, shape)
     if pack_png(image) != raw:
-        raise BadArtifact(_ODD)
+        raise ArtifactFormatError(_ODD)
     return image
 
 
@@ -87,26 +87,26 @@ def read_earlier_png(source: Source) -> NDArray[np.uint8]:
     """The image of :func:`pack_earlier_png`.
 
     Raises:
-        BadArtifact: anything that :func:`pack_earlier_png` would not write.
+        ArtifactFormatError: anything that :func:`pack_earlier_png` would not write.
     """
     shape, plain = _head(source)
     if source.size != plain:
-        raise BadArtifact(_ODD)
+        raise ArtifactFormatError(_ODD)
     raw = source.read(0, source.size)
     image = _plain(raw, shape)
     if pack_earlier_png(image) != raw:
-        raise BadArtifact(_ODD)
+        raise ArtifactFormatError(_ODD)
     return image
 
 
 def _head(source: Source) -> tuple[tuple[int, ...], int]:
-    """The shape that the header promises, and the bytes of such a picture in the plain form."""
+    """The shape that the header promises, and the bytes of such an image in the plain form."""
     head = source.read(0, 33) if source.size >= 33 else b""
     if head[:16] != _SIGNATURE + b"\0\0\0\rIHDR":
-        raise BadArtifact("an image is not a PNG")
+        raise ArtifactFormatError("an image is not a PNG")
     width, height, depth, colour = struct.unpack(">IIBB", head[16:26])
     if depth != 8 or colour not in _CHANNELS:
-        raise BadArtifact("an image is not 8-bit grey or RGB")
+        raise ArtifactFormatError("an image is not 8-bit grey or RGB")
     shape = (height, width, 3) if colour == 2 else (height, width)
     return shape, plain_size(shape)
 
@@ -122,32 +122,32 @@ def _inflated(raw: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """The pixels of a compressed file. What is inflated never exceeds what the header promises.
 
     Raises:
-        BadArtifact: the stream is none, or is of another length.
+        ArtifactFormatError: the stream is none, or is of another length.
     """
     size = shape[0] * (1 + int(np.prod(shape[1:])))
     try:
         lines = zlib.decompressobj().decompress(raw[_BEFORE:-_BEHIND], size)
     except zlib.error:
-        raise BadArtifact(_ODD) from None
+        raise ArtifactFormatError(_ODD) from None
     if len(lines) != size:
-        raise BadArtifact(_ODD)
+        raise ArtifactFormatError(_ODD)
     differences = np.frombuffer(lines, np.uint8).reshape(shape[0], -1)[:, 1:]
     return np.add.accumulate(differences, axis=0, dtype=np.uint8).reshape(shape)
 
 
 def _check_sides(height: int, width: int) -> None:
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
-        raise BadArtifact(f"an image has sides of 1 to {MAX_SIDE} pixels")
+        raise ArtifactFormatError(f"an image has sides of 1 to {MAX_SIDE} pixels")
 
 
 def _rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The samples of each row, (h, w) or (h, 3 w).
 
     Raises:
-        BadArtifact: another type or shape, or a side of more than 2048.
+        ArtifactFormatError: another type or shape, or a side of more than 2048.
     """
     if image.dtype != np.uint8:
-        raise BadArtifact("an image is (h, w) or (h, w, 3) of uint8")
+        raise ArtifactFormatError("an image is (h, w) or (h, w, 3) of uint8")
     plain_size(image.shape)
     return image.reshape(len(image), -1)
 

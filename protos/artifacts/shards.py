@@ -6,8 +6,8 @@ and the length, the end is two blocks of zeros and the padding of POSIX to 10 Ki
 compares. So there are no links, no other owners or times, no extended headers, no paths, nothing behind the end. All
 samples have one form, shape and geometry.
 
-A set is bounded by what it would take without compression (:func:`plain_bytes`), so how many samples fit does not
-depend on what they show, and what is unpacked is never more than 256 MiB.
+The limit of a set is its uncompressed size (:func:`plain_bytes`), so the number of samples does not depend on their
+content, and unpacking never takes more than 256 MiB.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.blocks import BadArtifact, Source, Window
-from protos.dicomset import check_dicom, pack_dicom
-from protos.niftiset import check_nifti, pack_nifti
-from protos.pngset import pack_png, plain_size, read_earlier_png, read_png
+from protos.artifacts.byte_source import ArtifactFormatError, Source, Window
+from protos.artifacts.dicom import check_dicom, pack_dicom
+from protos.artifacts.nifti import check_nifti, pack_nifti
+from protos.artifacts.png import pack_png, plain_size, read_earlier_png, read_png
 
 MAX_SHARD: Final = 256 << 20  # bytes
 MAX_SAMPLES: Final = 100_000  # what five digits can number
@@ -45,14 +45,14 @@ class Png:
 
 @dataclass(frozen=True, slots=True)
 class Nifti:
-    """(x, y, z) of int16 or float32; ``affine`` as in :class:`protos.niftiset.Volume`."""
+    """(x, y, z) of int16 or float32; ``affine`` as in :class:`protos.artifacts.nifti.Volume`."""
 
     affine: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Dicom:
-    """(rows, columns) or (frames, rows, columns) of uint8 or uint16; see :class:`protos.dicomset.Picture`."""
+    """(rows, columns) or (frames, rows, columns), uint8 or uint16; see :class:`protos.artifacts.dicom.DicomImage`."""
 
     modality: str
     spacing_um: tuple[int, ...]
@@ -80,15 +80,16 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
     """Samples with one label each, as a shard.
 
     Raises:
-        BadArtifact: no sample, too many, a label too long or not plain, different shapes, a sample that its form
+        ArtifactFormatError: no sample, too many, a label too long or not plain, different shapes, a sample that its
+        form
             cannot hold, or more than 256 MiB in all, without compression.
     """
     if not len(samples) or len(samples) > MAX_SAMPLES or len(labels) != len(samples):
-        raise BadArtifact("a set has 1 to 100000 samples, with one label each")
+        raise ArtifactFormatError("a set has 1 to 100000 samples, with one label each")
     if len({(sample.shape, sample.dtype.str) for sample in samples}) != 1:
-        raise BadArtifact("the samples must have one shape and type")
+        raise ArtifactFormatError("the samples must have one shape and type")
     if not all(map(plain, labels)):
-        raise BadArtifact(f"a label is at most {MAX_LABEL} plain characters")
+        raise ArtifactFormatError(f"a label is at most {MAX_LABEL} plain characters")
     parts: list[bytes] = []
     size = unpacked = 0
     for index, (sample, label) in enumerate(zip(samples, labels, strict=True)):
@@ -98,7 +99,7 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
         whole = plain_size(sample.shape) if isinstance(form, Png) else len(body)
         unpacked += _taken(whole) + _taken(len(label))
         if unpacked + _RECORD > MAX_SHARD:
-            raise BadArtifact(_TOO_LARGE)
+            raise ArtifactFormatError(_TOO_LARGE)
     parts.append(bytes(_end(size) - size))
     return b"".join(parts)
 
@@ -108,7 +109,7 @@ def plain(label: str) -> bool:
     return bool(_LABEL.fullmatch(label.encode("utf-8", "replace")))
 
 
-def room(most: int, shape: tuple[int, ...], form: Form, dtype: type[np.generic] = np.uint8) -> int:
+def capacity(most: int, shape: tuple[int, ...], form: Form, dtype: type[np.generic] = np.uint8) -> int:
     """How many samples surely fit into a shard of ``most`` bytes, whatever they show and are labelled.
 
     Args:
@@ -117,17 +118,17 @@ def room(most: int, shape: tuple[int, ...], form: Form, dtype: type[np.generic] 
         form: that they are written in.
         dtype: of their values.
     Raises:
-        BadArtifact: the form cannot hold such a sample.
+        ArtifactFormatError: the form cannot hold such a sample.
     """
     members = min(most // _RECORD * _RECORD - 2 * _BLOCK, MAX_SHARD - _RECORD)
     return max(0, min(MAX_SAMPLES, members // _each(shape, form, dtype)))
 
 
 def plain_bytes(count: int, shape: tuple[int, ...], form: Form, dtype: type[np.generic] = np.uint8) -> int:
-    """The most that ``count`` samples can take as a shard, whatever they show and are labelled: see :func:`room`.
+    """The most that ``count`` samples can take as a shard, whatever they show and are labelled: see :func:`capacity`.
 
     Raises:
-        BadArtifact: the form cannot hold such a sample.
+        ArtifactFormatError: the form cannot hold such a sample.
     """
     return _end(count * _each(shape, form, dtype))
 
@@ -149,74 +150,74 @@ def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -
     ``taken`` is given every sample, once it is known to be sound.
 
     Raises:
-        BadArtifact: with the first reason found.
+        ArtifactFormatError: with the first reason found.
     """
     return _checked(source, taken, _CHECKS)
 
 
 def check_earlier_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
-    """As :func:`check_shard`, of a set that was written before pictures were compressed.
+    """As :func:`check_shard`, of a set that was written before images were compressed.
 
     Raises:
-        BadArtifact: with the first reason found.
+        ArtifactFormatError: with the first reason found.
     """
     return _checked(source, taken, {**_CHECKS, ".png": _earlier_png})
 
 
 def check_kept_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
-    """As :func:`check_shard`, of a set that was admitted or made here, now or before pictures were compressed.
+    """As :func:`check_shard`, of a set that was admitted or made here, now or before images were compressed.
 
-    For reading only: what comes in has one form. :func:`read_kept_png` reads the pictures.
+    For reading only: what comes in has one form. :func:`read_kept_png` reads the images.
 
     Raises:
-        BadArtifact: with the first reason found.
+        ArtifactFormatError: with the first reason found.
     """
     return _checked(source, taken, {**_CHECKS, ".png": _kept_png})
 
 
 def read_kept_png(source: Source) -> NDArray[np.uint8]:
-    """A picture of today's form, or of the form before it.
+    """An image of today's form, or of the form before it.
 
     Raises:
-        BadArtifact: it is of neither.
+        ArtifactFormatError: it is of neither.
     """
     try:
         return read_png(source)
-    except BadArtifact:
+    except ArtifactFormatError:
         return read_earlier_png(source)
 
 
 def _like(known: _Found | None, found: _Found) -> _Found:
     if known not in (None, found):
-        raise BadArtifact("the samples must have one form, shape and geometry")
+        raise ArtifactFormatError("the samples must have one form, shape and geometry")
     return found
 
 
 def _checked(source: Source, taken: Callable[[Window], None] | None, checks: Mapping[str, _Check]) -> Contents:
     if source.size > MAX_SHARD:
-        raise BadArtifact("a shard is at most 256 MiB")
+        raise ArtifactFormatError("a shard is at most 256 MiB")
     labels: list[str] = []
     suffix, at, unpacked, known = "", 0, 0, None
     while (head := source.read(at, _BLOCK)) != bytes(_BLOCK):
         index = len(labels)
         if index == MAX_SAMPLES:
-            raise BadArtifact(f"a set has at most {MAX_SAMPLES} samples")
+            raise ArtifactFormatError(f"a set has at most {MAX_SAMPLES} samples")
         suffix = suffix or head[5:9].decode("ascii", "replace")
         if suffix not in checks:
-            raise BadArtifact(_odd(head))
+            raise ArtifactFormatError(_odd(head))
         sample, at = _enter(source, at, head, f"{index:05d}{suffix}")
         known = _like(known, checks[suffix](sample, index))
         label, at = _enter(source, at, source.read(at, _BLOCK), f"{index:05d}.txt")
         labels.append(_label(label))
         unpacked += _taken(plain_size(known[1]) if suffix == ".png" else sample.size) + _taken(label.size)
         if unpacked + _RECORD > MAX_SHARD:
-            raise BadArtifact(_TOO_LARGE)
+            raise ArtifactFormatError(_TOO_LARGE)
         if taken is not None:
             taken(sample)
     if known is None:
-        raise BadArtifact("a set has one sample or more")
+        raise ArtifactFormatError("a set has one sample or more")
     if source.size != _end(at) or any(source.read(at, source.size - at)):
-        raise BadArtifact("something follows the end of the archive, or the padding is not exact")
+        raise ArtifactFormatError("something follows the end of the archive, or the padding is not exact")
     return Contents(known[0], len(labels), known[1], tuple(labels))
 
 
@@ -286,12 +287,12 @@ def _enter(source: Source, at: int, head: bytes, name: str) -> tuple[Window, int
     digits = head[124:136]
     size = int(digits[:11], 8) if _OCTAL.fullmatch(digits) else -1
     if size < 0 or head != _header(name, size):
-        raise BadArtifact(_odd(head))
+        raise ArtifactFormatError(_odd(head))
     start, padding = at + _BLOCK, -size % _BLOCK
     if start + size + padding > source.size:
-        raise BadArtifact("a member is longer than the archive")
+        raise ArtifactFormatError("a member is longer than the archive")
     if any(source.read(start + size, padding)):
-        raise BadArtifact("the padding of a member is not zero")
+        raise ArtifactFormatError("the padding of a member is not zero")
     return Window(source, start, size), start + size + padding
 
 
@@ -312,7 +313,7 @@ def _odd(head: bytes) -> str:
 def _label(source: Source) -> str:
     raw = source.read(0, source.size) if source.size <= MAX_LABEL else b"\0"
     if not _LABEL.fullmatch(raw):
-        raise BadArtifact(f"a label is at most {MAX_LABEL} plain characters")
+        raise ArtifactFormatError(f"a label is at most {MAX_LABEL} plain characters")
     return raw.decode()
 
 
@@ -320,13 +321,13 @@ def read_images(source: Source) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     """All images of a shard of PNG, (n, h, w) grey or (n, h, w, 3) RGB, and their labels, now or earlier made.
 
     Raises:
-        BadArtifact: see :func:`check_kept_shard`; or other samples.
+        ArtifactFormatError: see :func:`check_kept_shard`; or other samples.
     """
     images: list[NDArray[np.uint8]] = []
 
     def take(sample: Window) -> None:
         if sample.read(0, 4) != b"\x89PNG":
-            raise BadArtifact("the set holds other samples than 8-bit images")
+            raise ArtifactFormatError("the set holds other samples than 8-bit images")
         images.append(read_kept_png(sample))
 
     contents = check_kept_shard(source, take)

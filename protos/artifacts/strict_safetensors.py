@@ -1,11 +1,15 @@
 """The strict safetensors profile: a file of tensors whose every byte but the values is known before it is read.
 
-An approved :class:`Architecture` fixes names, types and shapes, and what the file says of itself
-(:mod:`protos.told`), and with them the header byte for byte, as safetensors' own writer makes it (metadata, then
-tensors by falling alignment and by name; padded to 8 bytes). A file is accepted when its header is that one, its
-length is the one that follows, and every real number in it is finite. So ``save(load(x)) == x`` holds without a
-second parser's opinion: duplicate keys, other metadata, renamed or additional tensors, holes, overlaps and trailing
-bytes have no place to be. What is parsed of a wrong header serves the reason.
+An approved :class:`Architecture` fixes names, types, shapes and the metadata, and so the header byte for byte, as
+safetensors' own writer makes it (metadata, then tensors by falling alignment and by name; padded to 8 bytes). A file
+is accepted if its header is exactly that one, its length follows from it, and every real number is finite. So
+``save(load(x)) == x`` holds without a second parser: duplicate keys, other metadata, renamed or additional tensors,
+holes, overlaps and trailing bytes are impossible. A wrong header is parsed only to give the reason.
+
+Safetensors allows texts of any length next to the tensors. In a file that leaves a site there is one text: the
+canonical JSON of ``kind``, ``config`` and empty ``notes``. It belongs to the approved architecture and is compared
+byte for byte, so it contains nothing that the operator has not read. The release's signed statement says how it was
+made.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.blocks import BadArtifact, Held, Source, blocks
-from protos.told import KEY, canonical, check_told
+from protos.artifacts.byte_source import ArtifactFormatError, BytesSource, Source, blocks
+from protos.common.errors import ArtifactError
 
 # In the order of the format's own type list, which its writer uses for alignment; bytes for each element.
 WIDTHS: Final = {
@@ -63,12 +67,51 @@ MAX_RANK: Final = 8
 MAX_TENSORS: Final = 20_000
 
 
+KEY: Final = "lazaret"  # of the one text, in the header's ``__metadata__``
+MOST: Final = 16_384  # characters: a person is to read it
+_KIND: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+
+
+def canonical(told: object) -> str:
+    """The text of a JSON value: sorted keys, no spaces, ASCII.
+
+    Raises:
+        ArtifactFormatError: it is no JSON, or a number in it is not finite.
+    """
+    try:
+        return json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ArtifactFormatError("what the file says of itself is not JSON") from None
+
+
+def check_told(text: str) -> None:
+    """Refuse everything but a kind, a configuration and empty notes, in the one form.
+
+    Raises:
+        ArtifactFormatError: with the first reason found.
+    """
+    if type(text) is not str or len(text) > MOST:
+        raise ArtifactFormatError(f"what a file says of itself has at most {MOST} characters")
+    try:
+        told: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ArtifactFormatError("what the file says of itself is not JSON") from None
+    if not isinstance(told, dict) or set(told) != {"kind", "config", "notes"} or canonical(told) != text:
+        raise ArtifactFormatError("a file says of itself its kind, its config and empty notes, in canonical JSON")
+    if type(told["kind"]) is not str or not _KIND.fullmatch(told["kind"]) or not isinstance(told["config"], dict):
+        raise ArtifactFormatError("a kind is a short word of lower-case letters, and a config an object")
+    if told["notes"] != {}:
+        raise ArtifactFormatError(
+            "a network that leaves a site has no notes: how it was made stands in its statement"
+        )
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Tensor:
     """Name, type (a key of :data:`WIDTHS`) and shape of one tensor; never empty.
 
     Raises:
-        BadArtifact: any of them is out of bounds.
+        ArtifactFormatError: any of them is out of bounds.
     """
 
     name: str
@@ -78,11 +121,11 @@ class Tensor:
     def __post_init__(self) -> None:
         """Only what safetensors can write, with names that JSON need not escape."""
         if type(self.name) is not str or not _NAME.fullmatch(self.name) or self.name == "__metadata__":
-            raise BadArtifact("a tensor's name is 1 to 200 of letters, digits and _.:/-")
+            raise ArtifactFormatError("a tensor's name is 1 to 200 of letters, digits and _.:/-")
         if type(self.dtype) is not str or self.dtype not in WIDTHS:
-            raise BadArtifact(f"a tensor's type is one of {', '.join(WIDTHS)}")
+            raise ArtifactFormatError(f"a tensor's type is one of {', '.join(WIDTHS)}")
         if len(self.shape) > MAX_RANK or not all(type(n) is int and 1 <= n <= MAX_BYTES for n in self.shape):
-            raise BadArtifact("a tensor's shape is at most 8 numbers of 1 or more")
+            raise ArtifactFormatError("a tensor's shape is at most 8 numbers of 1 or more")
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +138,8 @@ class Architecture:
     """What a model's file must hold: these tensors and nothing else, sorted by name.
 
     Raises:
-        BadArtifact: no tensor, too many, two of one name, or too large; or what it says of itself has another form.
+        ArtifactFormatError: no tensor, too many, two of one name, or too large; or what it says of itself has another
+        form.
     """
 
     tensors: tuple[Tensor, ...]
@@ -105,9 +149,9 @@ class Architecture:
         """Check what the tensors are together."""
         names = [t.name for t in self.tensors]
         if not names or len(names) > MAX_TENSORS or names != sorted(set(names)):
-            raise BadArtifact("an architecture has 1 to 20000 tensors, sorted by name, each once")
+            raise ArtifactFormatError("an architecture has 1 to 20000 tensors, sorted by name, each once")
         if not self.nbytes <= MAX_BYTES:
-            raise BadArtifact("an architecture has at most 2^40 bytes")
+            raise ArtifactFormatError("an architecture has at most 2^40 bytes")
         if self.told:
             check_told(self.told)
 
@@ -121,7 +165,7 @@ class Architecture:
         """The architecture that a file's header shows; whether it is in its one form is :func:`check_weights`'.
 
         Raises:
-            BadArtifact: the header is not one of plain tensors, or has other metadata.
+            ArtifactFormatError: the header is not one of plain tensors, or has other metadata.
         """
         head = _head(source)[8:]
         try:
@@ -129,11 +173,11 @@ class Architecture:
             metadata = listed.pop("__metadata__", None)
             shaped = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in listed.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise BadArtifact("the header is not one of plain tensors") from None
+            raise ArtifactFormatError("the header is not one of plain tensors") from None
         if metadata is None:
             return Architecture.of(shaped)
         if not isinstance(metadata, dict) or set(metadata) != {KEY}:
-            raise BadArtifact(f"of metadata the header may carry the one text {KEY!r}")
+            raise ArtifactFormatError(f"of metadata the header may carry the one text {KEY!r}")
         check_told(metadata[KEY])
         return Architecture.of(shaped, metadata[KEY])
 
@@ -142,16 +186,16 @@ class Architecture:
         """From :meth:`encode`'s JSON, in that form alone.
 
         Raises:
-            BadArtifact: anything else.
+            ArtifactFormatError: anything else.
         """
         try:
             value = json.loads(raw)
             shaped = {name: (dtype, tuple(shape)) for name, (dtype, shape) in value["tensors"].items()}
             found = Architecture.of(shaped, canonical(value["told"]) if "told" in value else "")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise BadArtifact("not an architecture") from None
+            raise ArtifactFormatError("not an architecture") from None
         if found.encode() != (raw.encode() if isinstance(raw, str) else raw):
-            raise BadArtifact("the architecture is not in its canonical form")
+            raise ArtifactFormatError("the architecture is not in its canonical form")
         return found
 
     def encode(self) -> bytes:
@@ -198,14 +242,14 @@ def check_weights(source: Source, architecture: Architecture) -> None:
     """Refuse everything but finite values for this architecture, in the one form; 4 MiB are held at once.
 
     Raises:
-        BadArtifact: with the first reason found.
+        ArtifactFormatError: with the first reason found.
     """
     expected = architecture.header()
     if _head(source) != expected:
-        raise BadArtifact(_difference(_head(source)[8:], architecture))
+        raise ArtifactFormatError(_difference(_head(source)[8:], architecture))
     surplus = source.size - len(expected) - architecture.nbytes
     if surplus:
-        raise BadArtifact("bytes follow the last tensor" if surplus > 0 else "the file ends early")
+        raise ArtifactFormatError("bytes follow the last tensor" if surplus > 0 else "the file ends early")
     for tensor, at in architecture.placed():
         start = len(expected) + at
         for block in blocks(source, start, start + tensor.nbytes):
@@ -216,7 +260,7 @@ def check_vector(source: Source, size: int | None = None) -> int:
     """Refuse everything but one finite float32 vector named ``flat``; returns its length p.
 
     Raises:
-        BadArtifact: with the first reason found; also when ``size`` is given and p is another.
+        ArtifactFormatError: with the first reason found; also when ``size`` is given and p is another.
     """
     return _check_single(source, "flat", ("F32",), size)[1]
 
@@ -227,7 +271,7 @@ def check_ring(source: Source, size: int | None = None) -> tuple[str, int]:
     A masked update (Bonawitz et al. 2017) is uniform over the ring, so that every value is admitted.
 
     Raises:
-        BadArtifact: with the first reason found; also when ``size`` is given and the length is another.
+        ArtifactFormatError: with the first reason found; also when ``size`` is given and the length is another.
     """
     return _check_single(source, "ring", ("U32", "U64"), size)
 
@@ -236,17 +280,17 @@ def pack_weights(tensors: Mapping[str, NDArray[Any]]) -> bytes:
     """Arrays by name as a file of their architecture; types as in :data:`WIDTHS`, without BF16.
 
     Raises:
-        BadArtifact: a name, a type or a shape is out of bounds, or a value is not finite.
+        ArtifactFormatError: a name, a type or a shape is out of bounds, or a value is not finite.
     """
     shaped: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, array in tensors.items():
         if array.dtype.newbyteorder("<") not in _DTYPES:
-            raise BadArtifact("no such type of tensor")
+            raise ArtifactFormatError("no such type of tensor")
         shaped[name] = (_DTYPES[array.dtype.newbyteorder("<")], array.shape)
     architecture = Architecture.of(shaped)
     parts = [np.ascontiguousarray(tensors[t.name], _NUMPY[t.dtype]).tobytes() for t, _ in architecture.placed()]
     raw = b"".join([architecture.header(), *parts])
-    check_weights(Held(raw), architecture)
+    check_weights(BytesSource(raw), architecture)
     return raw
 
 
@@ -254,9 +298,9 @@ def unpack_weights(raw: bytes, architecture: Architecture) -> dict[str, NDArray[
     """The arrays of :func:`pack_weights`, read-only views of ``raw``; BF16 as its uint16 bit patterns.
 
     Raises:
-        BadArtifact: see :func:`check_weights`.
+        ArtifactFormatError: see :func:`check_weights`.
     """
-    check_weights(Held(raw), architecture)
+    check_weights(BytesSource(raw), architecture)
     start = len(architecture.header())
     return {
         t.name: np.frombuffer(raw, _NUMPY.get(t.dtype, "<u2"), math.prod(t.shape), start + at).reshape(t.shape)
@@ -268,10 +312,10 @@ def pack_ring(vector: NDArray[np.uint32] | NDArray[np.uint64]) -> bytes:
     """A (p,) vector of uint32 or uint64 as the one tensor ``ring``.
 
     Raises:
-        BadArtifact: another type or shape, or p = 0.
+        ArtifactFormatError: another type or shape, or p = 0.
     """
     if vector.ndim != 1 or vector.dtype not in (np.uint32, np.uint64):
-        raise BadArtifact("a ring vector is one axis of uint32 or uint64")
+        raise ArtifactFormatError("a ring vector is one axis of uint32 or uint64")
     return pack_weights({"ring": vector})
 
 
@@ -279,9 +323,9 @@ def unpack_ring(raw: bytes) -> NDArray[np.uint32] | NDArray[np.uint64]:
     """The (p,) vector of :func:`pack_ring`, a read-only view of ``raw``.
 
     Raises:
-        BadArtifact: see :func:`check_ring`.
+        ArtifactFormatError: see :func:`check_ring`.
     """
-    dtype, size = check_ring(Held(raw))
+    dtype, size = check_ring(BytesSource(raw))
     return unpack_weights(raw, vector_architecture(size, "ring", dtype))["ring"]
 
 
@@ -293,16 +337,18 @@ def _check_single(source: Source, name: str, dtypes: tuple[str, ...], size: int 
         if rest or not 1 <= length <= MAX_BYTES // 8 or vector_architecture(length, name, dtype).header() != head:
             continue
         if size is not None and length != size:
-            raise BadArtifact(f"the vector must have {size} values, not {length}")
+            raise ArtifactFormatError(f"the vector must have {size} values, not {length}")
         check_weights(source, vector_architecture(length, name, dtype))
         return dtype, length
-    raise BadArtifact(f"the file must hold one vector named {name} of type {' or '.join(dtypes)}, and no more")
+    raise ArtifactFormatError(
+        f"the file must hold one vector named {name} of type {' or '.join(dtypes)}, and no more"
+    )
 
 
 def _head(source: Source) -> bytes:
     length = int.from_bytes(source.read(0, 8), "little")
     if not 2 <= length <= MAX_HEADER:
-        raise BadArtifact("the header's length is out of bounds")
+        raise ArtifactFormatError("the header's length is out of bounds")
     return source.read(0, 8 + length)
 
 
@@ -318,17 +364,17 @@ def _check_values(block: bytes, dtype: str) -> None:
     else:
         return
     if not sound:
-        raise BadArtifact("a value is not finite" if dtype != "BOOL" else "a truth value is neither 0 nor 1")
+        raise ArtifactFormatError("a value is not finite" if dtype != "BOOL" else "a truth value is neither 0 nor 1")
 
 
-class _Twice(ValueError):
+class _TwiceError(ArtifactError, ValueError):
     """A JSON object has one key twice."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _Twice
+        raise _TwiceError
     return found
 
 
@@ -336,7 +382,7 @@ def _difference(text: bytes, architecture: Architecture) -> str:
     """Why a header is not this architecture's. Names come from the architecture, never from the file."""
     try:
         found = json.loads(text, object_pairs_hook=_once)
-    except _Twice:
+    except _TwiceError:
         return "the header has a key twice"
     except (ValueError, RecursionError):
         return "the header is not JSON"

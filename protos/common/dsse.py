@@ -12,21 +12,24 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from protos.common.canonical_json import canonical
+from protos.common.errors import ArtifactError
+
 MAX_BYTES: Final = 1 << 19
 
 
-class BadEnvelope(ValueError):
+class EnvelopeError(ArtifactError, ValueError):
     """Malformed, of another type, or not validly signed by a trusted key."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """What was inside, and who sealed it."""
+class VerifiedEnvelope:
+    """The payload, and its verified signer."""
 
     payload: bytes
     signer: str  # the name under which the key is trusted
@@ -53,7 +56,7 @@ def seal(payload: bytes, payload_type: str, key: Ed25519PrivateKey) -> bytes:
         "keyid": key_id(key.public_key().public_bytes_raw()),
         "sig": base64.b64encode(key.sign(pae(payload_type, payload))).decode(),
     }
-    return _canonical(
+    return canonical(
         {
             "payload": base64.b64encode(payload).decode(),
             "payloadType": payload_type,
@@ -62,7 +65,70 @@ def seal(payload: bytes, payload_type: str, key: Ed25519PrivateKey) -> bytes:
     )
 
 
-def open_sealed(envelope: bytes, payload_type: str, trusted: Mapping[str, bytes]) -> Opened:
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """An envelope in its one form, whose signature is not verified yet."""
+
+    payload: bytes
+    payload_type: str
+    key_id: str  # the key that it names
+    signature: bytes
+
+    def verify(self, public: bytes) -> None:
+        """Check that this very key signed it, and that it names this key.
+
+        Args:
+            public: an Ed25519 key, 32 raw bytes.
+        Raises:
+            EnvelopeError: it names another key, or the signature is another one's.
+        """
+        if self.key_id != key_id(public):
+            raise EnvelopeError("the envelope is signed by another key, or names another one")
+        try:
+            Ed25519PublicKey.from_public_bytes(public).verify(self.signature, pae(self.payload_type, self.payload))
+        except (InvalidSignature, ValueError):
+            raise EnvelopeError("the signature does not verify") from None
+
+
+def read_envelope(envelope: bytes, payload_type: str, max_bytes: int = MAX_BYTES) -> Envelope:
+    """Read the one form of an envelope: canonical JSON, one signature, base64 without unused bits, nothing beside it.
+
+    So one signed statement has one envelope, and no room for a message.
+
+    Args:
+        envelope: the bytes as they came.
+        payload_type: the one type accepted.
+        max_bytes: more is refused unread.
+    Raises:
+        EnvelopeError: for anything else.
+    """
+    if len(envelope) > max_bytes:
+        raise EnvelopeError("too large")
+    try:
+        document = json.loads(envelope)
+        same = isinstance(document, dict) and canonical(document) == envelope
+    except (ValueError, RecursionError):
+        same = False
+    if not same:
+        raise EnvelopeError("not canonical JSON")
+    try:
+        (signature,) = document["signatures"]
+        found = Envelope(
+            strict_base64(document["payload"]),
+            document["payloadType"],
+            signature["keyid"],
+            strict_base64(signature["sig"]),
+        )
+        if len(document) != 3 or len(signature) != 2:
+            raise ValueError("more than was signed")
+    except (KeyError, TypeError, ValueError):
+        raise EnvelopeError("not a DSSE envelope with one signature") from None
+    if found.payload_type != payload_type:
+        raise EnvelopeError("the envelope holds another type of payload")
+    return found
+
+
+def open_sealed(envelope: bytes, payload_type: str, trusted: Mapping[str, bytes]) -> VerifiedEnvelope:
     """Verify, and only then hand out the payload.
 
     Args:
@@ -70,50 +136,23 @@ def open_sealed(envelope: bytes, payload_type: str, trusted: Mapping[str, bytes]
         payload_type: the one type accepted.
         trusted: signer's name -> Ed25519 public key, raw.
     Raises:
-        BadEnvelope: for anything but a canonical envelope with one valid signature by a trusted key.
+        EnvelopeError: for anything but a canonical envelope with one valid signature by a trusted key.
     """
-    document = _parse(envelope)
-    try:
-        payload = _unbase64(document["payload"])
-        (signature,) = document["signatures"]
-        wanted, raw = signature["keyid"], _unbase64(signature["sig"])
-        kind = document["payloadType"]
-        if len(document) != 3 or len(signature) != 2:
-            raise ValueError("more than was signed")
-    except (KeyError, TypeError, ValueError):
-        raise BadEnvelope("not a DSSE envelope with one signature") from None
-    if kind != payload_type:
-        raise BadEnvelope("the envelope holds another type of payload")
-    signers = [name for name, public in trusted.items() if key_id(public) == wanted]
+    found = read_envelope(envelope, payload_type)
+    signers = [name for name, public in trusted.items() if key_id(public) == found.key_id]
     if len(signers) != 1:
-        raise BadEnvelope("no trusted key has that name")
-    try:
-        Ed25519PublicKey.from_public_bytes(trusted[signers[0]]).verify(raw, pae(kind, payload))
-    except InvalidSignature:
-        raise BadEnvelope("the signature does not verify") from None
-    return Opened(payload, signers[0])
+        raise EnvelopeError("no trusted key has that name")
+    found.verify(trusted[signers[0]])
+    return VerifiedEnvelope(found.payload, signers[0])
 
 
-def _unbase64(text: str) -> bytes:
-    """Standard base64 in its one form: the last character's unused bits are zero."""
+def strict_base64(text: str) -> bytes:
+    """Standard base64 in its one form: the last character's unused bits are zero.
+
+    Raises:
+        ValueError: it is not.
+    """
     raw = base64.b64decode(text, validate=True)
     if base64.b64encode(raw).decode() != text:
         raise ValueError("base64 with unused bits set")
     return raw
-
-
-def _canonical(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _parse(envelope: bytes) -> dict[str, Any]:
-    if len(envelope) > MAX_BYTES:
-        raise BadEnvelope("too large")
-    try:
-        document = json.loads(envelope)
-        same = isinstance(document, dict) and _canonical(document) == envelope
-    except (ValueError, RecursionError):
-        same = False
-    if not same:
-        raise BadEnvelope("not canonical JSON")
-    return document  # type: ignore[no-any-return]

@@ -1,11 +1,11 @@
-"""Sealing an artifact to a reader who is not the coordinator: it keeps and weighs what it cannot read.
+"""Encrypt an artifact to a reader other than the coordinator, which stores and reviews it but cannot read it.
 
-HPKE (RFC 9180) in base mode wraps a fresh key, with the hybrid of ML-KEM-768 and X25519, so that what is recorded
-today stays closed to a quantum computer of tomorrow. The body is AES-256-GCM for each MiB in the STREAM construction
-(Hoang, Reyhanitabar, Rogaway & Vizar 2015, section 5): a nonce is prefix, index and a flag on the last piece, so that
-pieces cannot be left out, moved or brought from another file. Base mode does not say who sealed: the DSSE statement
-does, which is signed over the SHA-256 of the *sealed* bytes. age (pyrage) was looked at: it would be one more
-dependency for the same construction, without ML-KEM in its releases.
+HPKE (RFC 9180) in base mode wraps a fresh key, with the hybrid of ML-KEM-768 and X25519, so that a future quantum
+computer cannot decrypt what is recorded today. The body is AES-256-GCM for each MiB in the STREAM construction
+(Hoang, Reyhanitabar, Rogaway & Vizar 2015, section 5): a nonce is prefix, index and a flag on the last piece, so
+pieces cannot be left out, moved or taken from another file. Base mode does not authenticate the sender; the DSSE
+statement does, which is signed over the SHA-256 of the *encrypted* bytes. Rejected: age (pyrage), one more dependency
+for the same construction, without ML-KEM in its releases.
 
     "LZREADER" | SHA-256 of the reader's public key | 2 bytes n | n bytes of HPKE | 7 bytes nonce prefix | pieces
     piece      AES-256-GCM of up to 1 MiB, 16 bytes longer than it; all but the last are full
@@ -36,8 +36,10 @@ from cryptography.hazmat.primitives.hpke import (
     Suite,
 )
 
-from protos.chunks import CHUNK, Artifact
-from protos.identity import read_private, write_private
+from protos.artifacts.chunks import CHUNK, Artifact
+from protos.common.durable_files import replace_file
+from protos.common.errors import ArtifactError
+from protos.identity.certificates import read_private, write_private
 
 PUBLIC_BYTES: Final = 1184 + 32  # ML-KEM-768, X25519
 PRIVATE_BYTES: Final = 64 + 32  # the seed of FIPS 203, X25519
@@ -53,11 +55,11 @@ _PRIVATE_LABEL: Final = b"lazaret-reader-private-1"
 _PUBLIC_LABEL: Final = b"lazaret-reader-1"
 
 
-class BadSealed(ValueError):
+class SealedFileError(ArtifactError, ValueError):
     """Not a sealed artifact, for another reader, or changed since it was sealed."""
 
 
-class BadReaderKey(ValueError):
+class ReaderKeyError(ArtifactError, ValueError):
     """Not a reader's key."""
 
 
@@ -92,8 +94,8 @@ def read_reader_private(path: Path) -> bytes:
     """The private key in a file of :func:`write_reader`.
 
     Raises:
-        BadReaderKey: it is not one.
-        BadKeyFile: missing, or open to others.
+        ReaderKeyError: it is not one.
+        KeyFileError: missing, or open to others.
     """
     return _from_text(_PRIVATE_LABEL, read_private(path), PRIVATE_BYTES)
 
@@ -102,7 +104,7 @@ def read_reader_public(path: Path) -> bytes:
     """The public key in a file of :func:`write_reader`.
 
     Raises:
-        BadReaderKey: it is not one.
+        ReaderKeyError: it is not one.
         OSError: it cannot be read.
     """
     raw = _from_text(_PUBLIC_LABEL, path.read_bytes(), PUBLIC_BYTES)
@@ -121,24 +123,24 @@ def _from_text(label: bytes, text: bytes, size: int) -> bytes:
     except ValueError:
         raw = b""
     if found != label or len(raw) != size:
-        raise BadReaderKey(f"the file holds no {label.decode()} key")
+        raise ReaderKeyError(f"the file holds no {label.decode()} key")
     return raw
 
 
 def _public(raw: bytes) -> MLKEM768X25519PublicKey:
     if len(raw) != PUBLIC_BYTES:
-        raise BadReaderKey("a reader's public key has another length")
+        raise ReaderKeyError("a reader's public key has another length")
     try:
         kem = MLKEM768PublicKey.from_public_bytes(raw[:-32])
     except ValueError:
-        raise BadReaderKey("not an ML-KEM-768 public key") from None
+        raise ReaderKeyError("not an ML-KEM-768 public key") from None
     return MLKEM768X25519PublicKey(kem, X25519PublicKey.from_public_bytes(raw[-32:]))
 
 
 def _private(raw: bytes) -> tuple[MLKEM768X25519PrivateKey, bytes]:
     """The key, and its public half."""
     if len(raw) != PRIVATE_BYTES:
-        raise BadReaderKey("a reader's private key has another length")
+        raise ReaderKeyError("a reader's private key has another length")
     kem, curve = MLKEM768PrivateKey.from_seed_bytes(raw[:-32]), X25519PrivateKey.from_private_bytes(raw[-32:])
     public = kem.public_key().public_bytes_raw() + curve.public_key().public_bytes_raw()
     return MLKEM768X25519PrivateKey(kem, curve), public
@@ -158,7 +160,7 @@ def seal_to(reader_public: bytes, artifact: Artifact, out: Path, random: Callabl
         out: the sealed artifact; what a statement signs is the SHA-256 of this file.
         random: n random bytes; the content key and the nonce prefix come from it, HPKE has its own source.
     Raises:
-        BadReaderKey: not a public key.
+        ReaderKeyError: not a public key.
         OSError: reading or writing failed.
     """
     key, prefix = random(32), random(_PREFIX)
@@ -171,7 +173,7 @@ def seal_to(reader_public: bytes, artifact: Artifact, out: Path, random: Callabl
         for index, data, last in _read_ahead(artifact, CHUNK):
             yield cipher.encrypt(_nonce(prefix, index, last), data, bound)
 
-    _write_whole(out, body())
+    replace_file(out, body(), 0o600)
 
 
 def open_sealed_artifact(reader_private: bytes, path: Path, out: Path) -> None:
@@ -180,8 +182,8 @@ def open_sealed_artifact(reader_private: bytes, path: Path, out: Path) -> None:
     Compare the SHA-256 of ``path`` with the signed statement first: HPKE's base mode does not say who sealed.
 
     Raises:
-        BadSealed: of another form, for another reader, cut short, reordered or changed in any bit; no ``out``.
-        BadReaderKey: not a private key.
+        SealedFileError: of another form, for another reader, cut short, reordered or changed in any bit; no ``out``.
+        ReaderKeyError: not a private key.
         OSError: reading or writing failed.
     """
     private, public = _private(reader_private)
@@ -193,16 +195,16 @@ def open_sealed_artifact(reader_private: bytes, path: Path, out: Path) -> None:
                 try:
                     plain = cipher.decrypt(_nonce(prefix, index, last), data, bound)
                 except InvalidTag:
-                    raise BadSealed(f"piece {index} is not the one that was sealed here") from None
+                    raise SealedFileError(f"piece {index} is not the one that was sealed here") from None
                 if index and not plain:
-                    raise BadSealed("not in its one form")
+                    raise SealedFileError("not in its one form")
                 yield plain
 
-        _write_whole(out, body())
+        replace_file(out, body(), 0o600)
 
 
 def check_form(path: Path, reader: str) -> None:
-    """What can be seen of a sealed artifact without a key: its head names this reader, and whole pieces follow.
+    """Check an encrypted artifact without a key: its head names this reader, and complete pieces follow.
 
     That the pieces are ciphertext, and that the reader can open them, nobody else can see: random or even plain bytes
     behind such a head pass. Reads the head alone.
@@ -211,48 +213,48 @@ def check_form(path: Path, reader: str) -> None:
         path: the artifact.
         reader: the :func:`fingerprint` that it is said to be sealed to.
     Raises:
-        BadSealed: it has not that form.
+        SealedFileError: it has not that form.
         OSError: it cannot be read.
     """
     with path.open("rb") as stream:
         start = stream.read(_HEAD.size)
     magic, named, wrapped = _HEAD.unpack(start) if len(start) == _HEAD.size else (b"", b"", 0)
     if magic != _MAGIC:
-        raise BadSealed("not a sealed artifact")
+        raise SealedFileError("not a sealed artifact")
     if named.hex() != reader:
-        raise BadSealed("sealed to another reader")
+        raise SealedFileError("encrypted to another recipient")
     if wrapped != _WRAPPED:
-        raise BadSealed("its key is of another length")
+        raise SealedFileError("its key is of another length")
     whole, rest = divmod(path.stat().st_size - _HEAD.size - _WRAPPED - _PREFIX, CHUNK + _TAG)
     if whole < 0 or not (rest >= _TAG or (whole and not rest)) or (whole and rest == _TAG):
-        raise BadSealed("not whole pieces")
+        raise SealedFileError("not whole pieces")
 
 
 def _open_head(stream: BinaryIO, private: MLKEM768X25519PrivateKey, public: bytes) -> tuple[AESGCM, bytes, bytes]:
     """What opens the pieces: their cipher, the nonces' prefix, and what each is bound to."""
     start = stream.read(_HEAD.size)
     if len(start) != _HEAD.size:
-        raise BadSealed("not a sealed artifact")
+        raise SealedFileError("not a sealed artifact")
     magic, reader, size = _HEAD.unpack(start)
     if magic != _MAGIC:
-        raise BadSealed("not a sealed artifact")
+        raise SealedFileError("not a sealed artifact")
     if reader != hashlib.sha256(public).digest():
-        raise BadSealed("sealed to another reader")
+        raise SealedFileError("encrypted to another recipient")
     rest = stream.read(size + _PREFIX)
     if len(rest) != size + _PREFIX:
-        raise BadSealed("cut short")
+        raise SealedFileError("cut short")
     try:
         key = _SUITE.decrypt(rest[:size], private, _INFO + reader)
     except (InvalidTag, ValueError):
-        raise BadSealed("its key does not open") from None
+        raise SealedFileError("its key does not open") from None
     if len(key) != 32:
-        raise BadSealed("its key is of another length")
+        raise SealedFileError("its key is of another length")
     return AESGCM(key), rest[size:], hashlib.sha256(start + rest).digest()
 
 
 def _nonce(prefix: bytes, index: int, last: bool) -> bytes:
     if index > _LAST:
-        raise BadSealed("too many pieces")
+        raise SealedFileError("too many pieces")
     return prefix + index.to_bytes(4, "big") + bytes([last])
 
 
@@ -272,23 +274,3 @@ def _read_ahead(source: Artifact | BinaryIO, size: int) -> Iterator[tuple[int, b
             if not following:
                 return
             index, data = index + 1, following
-
-
-def _write_whole(out: Path, body: Iterator[bytes]) -> None:
-    """All of it, on the disk, under the name; or nothing."""
-    part = out.with_name(f".{out.name}.part")
-    part.unlink(missing_ok=True)
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            for data in body:
-                stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, out)
-    finally:
-        part.unlink(missing_ok=True)
-    handle = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,6 +22,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
+from protos.common.errors import ArtifactError
+
 LEAST: Final = 14  # characters of a passphrase
 MOST_BYTES: Final = 1 << 24
 _MAGIC: Final = b"LZKEYS1\n"
@@ -29,7 +31,7 @@ _SALT, _NONCE = 16, 12
 _PATH: Final = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,80}/){0,3}[A-Za-z0-9][A-Za-z0-9._-]{0,80}")
 
 
-class BadBox(ValueError):
+class KeyArchiveError(ArtifactError, ValueError):
     """The passphrase is another one or too short, or the box was changed."""
 
 
@@ -40,7 +42,7 @@ def ask_passphrase(given: Path | None, *, twice: bool) -> str:
         given: the file; None: it is asked for.
         twice: typed at a terminal, it is asked for again.
     Raises:
-        BadBox: the two that were typed differ.
+        KeyArchiveError: the two that were typed differ.
     """
     if given is not None:
         return given.read_text().rstrip("\r\n")
@@ -48,7 +50,7 @@ def ask_passphrase(given: Path | None, *, twice: bool) -> str:
         return sys.stdin.readline().rstrip("\r\n")
     first = getpass.getpass("passphrase: ")
     if twice and getpass.getpass("again: ") != first:
-        raise BadBox("the two passphrases differ")
+        raise KeyArchiveError("the two passphrases differ")
     return first
 
 
@@ -60,12 +62,12 @@ def seal_files(files: Mapping[str, bytes], passphrase: str) -> bytes:
     """Files by their relative names, sealed.
 
     Raises:
-        BadBox: the passphrase has fewer than 14 characters, or all the same.
+        KeyArchiveError: the passphrase has fewer than 14 characters, or all the same.
     """
     if not len(passphrase) >= LEAST or len(set(passphrase)) < 5:
-        raise BadBox(f"the passphrase must have at least {LEAST} characters: five words, for example")
+        raise KeyArchiveError(f"the passphrase must have at least {LEAST} characters: five words, for example")
     if not all(_PATH.fullmatch(name) for name in files):
-        raise BadBox("a file in the key directory has an unfit name; take it out first")
+        raise KeyArchiveError("a file in the key directory has an invalid name: remove it first")
     salt, nonce = os.urandom(_SALT), os.urandom(_NONCE)
     plain = json.dumps({name: base64.b64encode(body).decode() for name, body in sorted(files.items())}).encode()
     return _MAGIC + salt + nonce + AESGCM(_key(passphrase, salt)).encrypt(nonce, plain, _MAGIC)
@@ -75,19 +77,19 @@ def open_files(box: bytes, passphrase: str) -> dict[str, bytes]:
     """The files.
 
     Raises:
-        BadBox: another passphrase, or the box was changed.
+        KeyArchiveError: another passphrase, or the box was changed.
     """
     if not box.startswith(_MAGIC) or not len(box) <= MOST_BYTES:
-        raise BadBox("that is no box of keys")
+        raise KeyArchiveError("this is not a key archive")
     at = len(_MAGIC)
     salt, nonce = box[at : at + _SALT], box[at + _SALT : at + _SALT + _NONCE]
     try:
         plain = AESGCM(_key(passphrase, salt)).decrypt(nonce, box[at + _SALT + _NONCE :], _MAGIC)
     except (InvalidTag, ValueError):
-        raise BadBox("the passphrase is another one, or the box of keys was changed") from None
+        raise KeyArchiveError("the passphrase is wrong, or the key archive was changed") from None
     files = {name: base64.b64decode(body) for name, body in json.loads(plain).items()}
     if not all(_PATH.fullmatch(name) and ".." not in name for name in files):
-        raise BadBox("a file in the box of keys has an unfit name")
+        raise KeyArchiveError("a file in the key archive has an invalid name")
     return files
 
 
@@ -95,21 +97,21 @@ def files_of(folder: Path) -> dict[str, bytes]:
     """The plain files below a key directory, or a copy of one on a medium, by their names relative to it.
 
     Raises:
-        BadBox: it is no directory, or holds a link or too much.
+        KeyArchiveError: it is no directory, or holds a link or too much.
     """
     if not folder.is_dir():
-        raise BadBox(f"{folder.name} is no folder of keys")
+        raise KeyArchiveError(f"{folder.name} is not a folder of keys")
     found: dict[str, bytes] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            raise BadBox(f"{folder.name} holds a symbolic link; take it out first")
+            raise KeyArchiveError(f"{folder.name} contains a symbolic link: remove it first")
         if path.is_file() and path.suffix != ".part":
             found[path.relative_to(folder).as_posix()] = path.read_bytes()
             if not sum(map(len, found.values())) <= MOST_BYTES // 2:
-                raise BadBox(f"{folder.name} holds more than keys")
+                raise KeyArchiveError(f"{folder.name} contains files that are not keys")
     return found
 
 
-def mark(body: bytes) -> str:
+def key_mark(body: bytes) -> str:
     """What tells one key file from another without telling the key: HKDF-SHA256, 32 hexadecimal digits."""
     return HKDF(SHA256(), 16, None, b"lazaret/backup/mark").derive(body).hex()

@@ -1,4 +1,4 @@
-"""``lazaret-reader``: for the one to whom a release is encrypted. Make a key pair; open what was sealed to it.
+"""``lazaret-reader``: make a key pair, and decrypt releases that are encrypted to it.
 
 lazaret-reader make FOLDER NAME          NAME.key stays here, NAME.pub goes to the hospitals
 lazaret-reader open KEY SEALED OUT       after comparing the SHA-256 of SEALED with the signed statement
@@ -13,8 +13,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from protos.hpke import BadReaderKey, BadSealed, open_sealed_artifact, read_reader_private, write_reader
-from protos.keyfile import BadKeyFile
+from protos.encryption.hpke import (
+    ReaderKeyError,
+    SealedFileError,
+    open_sealed_artifact,
+    read_reader_private,
+    write_reader,
+)
+from protos.identity.key_files import KeyFileError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     make = commands.add_parser("make", help="make a key pair")
     make.add_argument("folder", type=Path, help="0700")
     make.add_argument("name")
-    opening = commands.add_parser("open", help="open an artifact that was sealed to a key")
+    opening = commands.add_parser("open", help="decrypt an artifact that was encrypted to a key")
     for name in ("key", "sealed", "out"):
         opening.add_argument(name, type=Path)
     arguments = parser.parse_args(argv)
@@ -36,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             open_sealed_artifact(read_reader_private(arguments.key), arguments.sealed, arguments.out)
             with arguments.sealed.open("rb") as raw:
-                said = f"opened; SHA-256 of what was sealed: {hashlib.file_digest(raw, 'sha256').hexdigest()}"
-    except (BadReaderKey, BadSealed, BadKeyFile) as error:
+                said = f"decrypted; SHA-256 of the content: {hashlib.file_digest(raw, 'sha256').hexdigest()}"
+    except (ReaderKeyError, SealedFileError, KeyFileError) as error:
         sys.stderr.write(f"refused: {error}\n")
         return 1
     except OSError as error:

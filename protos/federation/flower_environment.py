@@ -3,8 +3,8 @@
 Flower reads these variables while its modules are being imported, and by default it then reports
 start and stop events to its vendor, asks for updates and writes a random identity below the user's
 home. A hospital's agent must not open a connection that nobody configured. So both ``__main__``
-files call `hush` first and import everything that leads to Flower *after* it: that is why those
-imports stand below a statement and carry a lint exception. The adapters call `require` and refuse
+files call `configure_environment` first and import everything that leads to Flower *after* it: that is why those
+imports stand below a statement and carry a lint exception. The adapters call `require_configured` and refuse
 to run in a process where this was forgotten.
 """
 
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+
+from protos.common.errors import InvariantError
 
 # Flower 1.41 honours the first only when it is exactly "1" and the next two only at exactly "1".
 SETTINGS: Final[Mapping[str, str]] = {
@@ -27,33 +29,37 @@ SETTINGS: Final[Mapping[str, str]] = {
 _HOME: Final = "FLWR_HOME"
 
 
-class NotQuiet(RuntimeError):
+class FlowerEnvironmentError(InvariantError, RuntimeError):
     """Flower is or would be imported with settings under which it may talk to the outside."""
 
 
-def hush(home: Path) -> None:
+def configure_environment(home: Path) -> None:
     """Set Flower's environment for this process and its children; give it ``home`` (made, mode 0700).
 
     Calling it again is harmless.
 
     Raises:
-        NotQuiet: Flower was already imported with other settings, which can no longer be undone.
+        FlowerEnvironmentError: Flower was already imported with other settings, which can no longer be undone.
     """
     loud = any(os.environ.get(name) != value for name, value in SETTINGS.items())
     if loud and "flwr" in sys.modules:
-        raise NotQuiet("call protos.quiet.hush before anything imports flwr")
+        raise FlowerEnvironmentError(
+            "call protos.federation.flower_environment.configure_environment before anything imports flwr"
+        )
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ.update({**SETTINGS, _HOME: str(home.absolute())})
 
 
-def require() -> None:
-    """Refuse to go on unless `hush` was called in this process or its parent.
+def require_configured() -> None:
+    """Refuse to go on unless `configure_environment` was called in this process or its parent.
 
     Raises:
-        NotQuiet: naming the variables that are not set as they must be.
+        FlowerEnvironmentError: naming the variables that are not set as they must be.
     """
     loose = [name for name, value in SETTINGS.items() if os.environ.get(name) != value]
     if not os.environ.get(_HOME):
         loose.append(_HOME)
     if loose:
-        raise NotQuiet(f"call protos.quiet.hush first; not as required: {', '.join(loose)}")
+        raise FlowerEnvironmentError(
+            f"call {__name__}.configure_environment first; not as required: {', '.join(loose)}"
+        )

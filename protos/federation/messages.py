@@ -7,7 +7,8 @@ Agent and coordinator never import each other; both import this. A run has three
     reply: one ConfigRecord ``answer`` {envelope: bytes}, or an Error; at the price, the site's sealed reservation
 ``query.secure``, coordinator to site: ``order`` {run, round, config, step: str} and one ArrayRecord
 ``payload`` {data: (n,) uint8}
-    reply: one ArrayRecord ``payload`` {data: (m,) uint8}, or an Error. What the bytes mean is protos/secagg.py's
+    reply: one ArrayRecord ``payload`` {data: (m,) uint8}, or an Error. What the bytes mean is
+    protos/secagg/member.py's
 ``train``, coordinator to site: the same ``order`` and one ArrayRecord ``parameters`` {flat: (n,) float32}
     reply: the same ``answer`` and one ArrayRecord ``parameters`` {flat: (n,) float32}, or an Error
 

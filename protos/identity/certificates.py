@@ -1,4 +1,4 @@
-"""Who is who on the wire: SPIFFE names, the certificates that bear them, and the fingerprints that people compare.
+"""Identities on the wire: SPIFFE names, their certificates, and the fingerprints that people compare.
 
 Keys are born where they are used and never travel; a certificate carries exactly one URI name. The root signs once a
 year, off line; the intermediate, bound by a name constraint to this trust domain, signs leaves that live a day.
@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+from pathlib import Path
 from typing import Final
 
 from cryptography import x509
@@ -22,9 +23,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protos.keyfile import BadKeyFile, pem, read_private, signing_key, write_private
+from protos.common.errors import ArtifactError
+from protos.identity.key_files import KeyFileError, pem, read_private, signing_key, write_private
 
-__all__ = ["BadKeyFile", "pem", "read_private", "signing_key", "write_private"]  # who needs a name needs its key
+__all__ = ["KeyFileError", "pem", "read_private", "signing_key", "write_private"]  # who needs a name needs its key
 DOMAIN: Final = "lazaret"
 COORDINATOR: Final = f"spiffe://{DOMAIN}/coordinator"
 OPERATOR: Final = f"spiffe://{DOMAIN}/person/operator"
@@ -48,8 +50,21 @@ _CURVES: Final = ("secp256r1", "secp384r1")
 CA = tuple[bytes, bytes]  # private key PEM, certificate PEM
 
 
-class BadCertificate(ValueError):
-    """A certificate, a chain or a signing request is not what it has to be; the text says in which way."""
+def end_of(path: Path) -> dt.datetime | None:
+    """When the first certificate of a PEM file ends, UTC; None where there is none, or none that can be read."""
+    try:
+        return leaf_of(path.read_bytes()).not_valid_after_utc
+    except (OSError, CertificateError):
+        return None
+
+
+def days_left(end: dt.datetime, now: dt.datetime) -> float:
+    """Days until then; negative afterwards."""
+    return (end - now) / dt.timedelta(days=1)
+
+
+class CertificateError(ArtifactError, ValueError):
+    """A certificate, a chain or a signing request is invalid; the text says why."""
 
 
 def agent_name(site: str) -> str:
@@ -84,7 +99,7 @@ def root_fingerprint(crt_pem: bytes) -> str:
     """The fingerprint of a whole certificate (its DER), so that nothing in it can be exchanged.
 
     Raises:
-        BadCertificate: it cannot be read.
+        CertificateError: it cannot be read.
     """
     return fingerprint(_certificate(crt_pem).public_bytes(Encoding.DER))
 
@@ -108,18 +123,18 @@ def requested_key(csr_pem: bytes, name: str) -> ec.EllipticCurvePublicKey:
     """The key that a signing request proves possession of.
 
     Raises:
-        BadCertificate: it is malformed, not signed by an EC key of its own, or not for ``name`` alone.
+        CertificateError: it is malformed, not signed by an EC key of its own, or not for ``name`` alone.
     """
     try:
         csr = x509.load_pem_x509_csr(csr_pem)
         public, valid = csr.public_key(), csr.is_signature_valid
         asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except _UNREADABLE:
-        raise BadCertificate("the signing request cannot be read") from None
+        raise CertificateError("the signing request cannot be read") from None
     if not valid or not isinstance(public, ec.EllipticCurvePublicKey) or public.curve.name not in _CURVES:
-        raise BadCertificate("the signing request does not prove possession of a P-256 or P-384 key")
+        raise CertificateError("the signing request does not prove possession of a P-256 or P-384 key")
     if [(type(n), n.value) for n in asked] != [(x509.UniformResourceIdentifier, name)]:
-        raise BadCertificate(f"the signing request is not for {name} alone")
+        raise CertificateError(f"the signing request is not for {name} alone")
     return public
 
 
@@ -138,7 +153,7 @@ def make_intermediate(root: CA, now: dt.datetime) -> CA:
     gRPC's, and by OpenSSL.
 
     Raises:
-        BadCertificate: the root cannot be used, or has ended.
+        CertificateError: the root cannot be used, or has ended.
     """
     root_key, root_crt = _signer(root, now)
     key = ec.generate_private_key(ec.SECP384R1())
@@ -170,7 +185,8 @@ def issue(
         hosts: DNS names and addresses, for a server.
         life: how long it is valid.
     Raises:
-        BadCertificate: the request is malformed, not self-signed, or for another name; or the intermediate has ended.
+        CertificateError: the request is malformed, not self-signed, or for another name; or the intermediate has
+        ended.
     """
     return certify(requested_key(csr_pem, name), name, ca, now, hosts, life)
 
@@ -186,7 +202,7 @@ def certify(
     """The chain for a key whose possession is proved already: valid from five minutes ago, never longer than its CA.
 
     Raises:
-        BadCertificate: the intermediate cannot be used, or has ended.
+        CertificateError: the intermediate cannot be used, or has ended.
     """
     ca_key, ca_crt = _signer(ca, now)
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(name), *map(_host, hosts)]
@@ -208,7 +224,7 @@ def leaf_of(chain_pem: bytes) -> x509.Certificate:
     """The first certificate of a chain.
 
     Raises:
-        BadCertificate: there is none.
+        CertificateError: there is none.
     """
     return _certificates(chain_pem)[0]
 
@@ -232,26 +248,26 @@ def checked_chain(
         public: the key it must be for.
         now: UTC.
     Raises:
-        BadCertificate: it is anything else; the text says what.
+        CertificateError: it is anything else; the text says what.
     """
     found, root = _certificates(chain_pem), _certificate(root_pem)
     if len(found) != 2:
-        raise BadCertificate("a chain is a leaf and the intermediate that issued it")
+        raise CertificateError("a chain is a leaf and the intermediate that issued it")
     leaf, intermediate = found
     try:
         for below, above in ((leaf, intermediate), (intermediate, root), (root, root)):
             below.verify_directly_issued_by(above)
         lengths = [_path_length(c) for c in (leaf, intermediate, root)]
     except (*_UNREADABLE, InvalidSignature):
-        raise BadCertificate("the chain does not lead to the root") from None
+        raise CertificateError("the chain does not lead to the root") from None
     if lengths[0] is not None or lengths[1] != 0 or lengths[2] is None:
-        raise BadCertificate("the chain is not leaf, intermediate and root")
+        raise CertificateError("the chain is not leaf, intermediate and root")
     if not all(c.not_valid_before_utc <= now <= c.not_valid_after_utc for c in (leaf, intermediate, root)):
-        raise BadCertificate("a certificate of the chain is not valid now; is the clock right?")
+        raise CertificateError("a certificate of the chain is not valid now: check the clock")
     if uri_of(leaf) != name:
-        raise BadCertificate(f"the certificate is not for {name} alone")
+        raise CertificateError(f"the certificate is not for {name} alone")
     if leaf.public_key() != public:
-        raise BadCertificate("the certificate is for another key")
+        raise CertificateError("the certificate is for another key")
     return leaf
 
 
@@ -259,15 +275,15 @@ def uri_of(leaf: x509.Certificate) -> str:
     """The one URI name that a certificate bears.
 
     Raises:
-        BadCertificate: none, or several.
+        CertificateError: none, or several.
     """
     try:
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except _UNREADABLE:
-        raise BadCertificate("the certificate bears no name") from None
+        raise CertificateError("the certificate has no name") from None
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) != 1:
-        raise BadCertificate("the certificate must bear exactly one URI name")
+        raise CertificateError("the certificate must bear exactly one URI name")
     return uris[0]
 
 
@@ -284,14 +300,14 @@ def _certificates(chain_pem: bytes) -> list[x509.Certificate]:
         for certificate in found:
             certificate.extensions  # noqa: B018 - parsed late, and only here may it fail
     except _UNREADABLE:
-        raise BadCertificate("a certificate cannot be read") from None
+        raise CertificateError("a certificate cannot be read") from None
     return found
 
 
 def _certificate(crt_pem: bytes) -> x509.Certificate:
     found = _certificates(crt_pem)
     if len(found) != 1:
-        raise BadCertificate("one certificate is wanted, and no chain")
+        raise CertificateError("one certificate is wanted, and no chain")
     return found[0]
 
 
@@ -300,12 +316,12 @@ def _signer(ca: CA, now: dt.datetime) -> tuple[ec.EllipticCurvePrivateKey, x509.
     try:
         key = load_pem_private_key(ca[0], None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise BadCertificate("the authority's key cannot be read") from None
+        raise CertificateError("the authority's key cannot be read") from None
     certificate = _certificate(ca[1])
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise BadCertificate("the authority's key and certificate do not belong together")
+        raise CertificateError("the authority's key and certificate do not belong together")
     if not certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc:
-        raise BadCertificate("the authority's certificate is not valid now: renew it with the root's key")
+        raise CertificateError("the authority's certificate is not valid now: renew it with the root's key")
     return key, certificate
 
 

@@ -19,12 +19,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from protos.common.errors import ArtifactError
+
 TOKEN_BYTES: Final = 16
 _SUM_BYTES: Final = 4
 _ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256, SP 800-186, 3.2.1.3
 
 
-class BadToken(ValueError):
+class TokenError(ArtifactError, ValueError):
     """Not a join token; the text holds nothing of it."""
 
 
@@ -36,7 +38,7 @@ def new_token(entropy: Callable[[int], bytes]) -> str:
     """
     raw = entropy(TOKEN_BYTES)
     if len(raw) != TOKEN_BYTES:
-        raise BadToken("the source of randomness gave another number of bytes")
+        raise TokenError("the source of randomness gave another number of bytes")
     text = base64.b32encode(raw + _sum(raw)).decode()  # 160 bits: no padding
     return "-".join(text[i : i + 4] for i in range(0, len(text), 4))
 
@@ -45,7 +47,7 @@ def read_token(text: str) -> bytes:
     """The token's 128 bits; the last 32 of what is typed are a checksum, so that a slip is found here.
 
     Raises:
-        BadToken: mistyped.
+        TokenError: mistyped.
     """
     typed = re.sub(r"[\s-]", "", text).upper()
     try:
@@ -54,7 +56,7 @@ def read_token(text: str) -> bytes:
         raw = b""
     token, total = raw[:TOKEN_BYTES], raw[TOKEN_BYTES:]
     if len(raw) != TOKEN_BYTES + _SUM_BYTES or not hmac.compare_digest(total, _sum(token)):
-        raise BadToken("the token is mistyped: it is eight groups of four, of A to Z and 2 to 7")
+        raise TokenError("the token is mistyped: it is eight groups of four, of A to Z and 2 to 7")
     return token
 
 
@@ -62,10 +64,10 @@ def token_key(token: bytes) -> ec.EllipticCurvePrivateKey:
     """The P-256 key of a token: HKDF-SHA256 (RFC 5869), then rejection sampling (FIPS 186-5, A.2.2).
 
     Raises:
-        BadToken: not 16 bytes.
+        TokenError: not 16 bytes.
     """
     if len(token) != TOKEN_BYTES:
-        raise BadToken("a token is 16 bytes")
+        raise TokenError("a token is 16 bytes")
     draws = (
         HKDF(algorithm=SHA256(), length=32, salt=None, info=b"lazaret join key/1/%d" % i).derive(token)
         for i in itertools.count()

@@ -1,27 +1,32 @@
-"""A backup: a folder with a signed list of what is in it. Whole or not there; no key in it, but in a sealed box.
+"""A backup: a folder with a signed list of its files. It appears completely or not at all; keys only in an encrypted
+box.
 
-``manifest.json`` is a DSSE envelope by the key that signs for this side (the site's, or the ledger's). It names the
-SHA-256 of ``files.json``, the list of all files with theirs. So a backup that was changed, mixed from two, or cut is
-refused before anything of it is used. Keys are listed by name and by a mark that does not tell them; they lie in
-``keys.box``, sealed to a passphrase, only when somebody asked for that.
+``manifest.json`` is a DSSE envelope signed with this side's key (the site's, or the ledger's). It names the SHA-256
+of ``files.json``, the list of all files with their digests. So a backup that was changed, truncated or mixed from two
+is refused before any of it is used. Keys are listed by name and by a mark that does not reveal them. The keys
+themselves are included only on request, in ``keys.box``, encrypted with a passphrase.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from protos.envelope import BadEnvelope, open_sealed, seal
+from protos.common.dsse import EnvelopeError, open_sealed, seal
+from protos.common.durable_files import flush_directory, write_new
+from protos.common.errors import StorageError
+from protos.encryption.key_archive import KeyArchiveError, ask_passphrase, files_of, open_files
 
 FORM: Final = 1
 PAYLOAD_TYPE: Final = "application/vnd.lazaret.backup+json"
@@ -34,13 +39,13 @@ _CLEAR: Final = re.compile(r"(?i)(?:passw(?:or)?d|secret)[\"']?\s*=\s*\S|[a-z]:/
 _NAME: Final = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,120}/){0,6}[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
-class BadBackup(ValueError):
+class BackupError(StorageError, ValueError):
     """The backup cannot be made or used; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a backup holds, and of whom."""
+    """A backup's contents, and its owner."""
 
     origin: str  # the name of its ledger in checkpoints
     made: int  # seconds since 1970
@@ -57,43 +62,43 @@ class Manifest:
         """Read one whose signature was checked, and its list of files.
 
         Raises:
-            BadBackup: made by a newer program, unreadable, or not that list.
+            BackupError: made by a newer program, unreadable, or not that list.
         """
         try:
             table = json.loads(raw)
             if table["form"] != FORM:
-                raise BadBackup(f"the backup has form {table['form']}, and this program knows form {FORM}")
+                raise BackupError(f"the backup has form {table['form']}, and this program knows form {FORM}")
             files = {str(n): (str(f[0]), int(f[1])) for n, f in json.loads(listing).items()}
             made = cls(**table, files=files)
-        except BadBackup:
+        except BackupError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise BadBackup(f"{MANIFEST} cannot be read") from None
+            raise BackupError(f"{MANIFEST} cannot be read") from None
         if hashlib.sha256(listing).hexdigest() != made.listed:
-            raise BadBackup(f"{LIST} was changed since the backup was made")
+            raise BackupError(f"{LIST} was changed since the backup was made")
         if not all(_NAME.fullmatch(name) for name in files):
-            raise BadBackup("the list names a file that lies elsewhere")
+            raise BackupError("the list names a file outside the backup")
         return made
 
 
-class Writer:
+class BackupWriter:
     """A backup in the making: everything goes to ``NAME.part``, which gets its name when all is there and durable."""
 
     def __init__(self, folder: Path) -> None:
         """Begin.
 
         Raises:
-            BadBackup: there is something of that name.
+            BackupError: there is something of that name.
             OSError: it cannot be written there.
         """
         self.folder, self.part = folder, folder.with_name(folder.name + _PART)
         if folder.exists() or folder.is_symlink():
-            raise BadBackup(f"{folder.name} exists: a backup is written to a new folder")
+            raise BackupError(f"{folder.name} exists: name a new folder for the backup")
         shutil.rmtree(self.part, ignore_errors=True)  # of one that was interrupted
         self.part.mkdir(mode=0o700)
         self._files: dict[str, tuple[str, int]] = {}
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> BackupWriter:
         """Use as a context: left by an exception, nothing stays."""
         return self
 
@@ -104,7 +109,7 @@ class Writer:
     def path(self, name: str) -> Path:
         """Where a file of that name is written by somebody else; then :meth:`took` it."""
         if not _NAME.fullmatch(name):
-            raise BadBackup("a file has a name that a backup cannot hold; rename it")
+            raise BackupError("a file has a name that a backup cannot hold; rename it")
         path = self.part / name
         _folders(path.parent)
         return path
@@ -116,10 +121,7 @@ class Writer:
 
     def add(self, name: str, body: bytes) -> None:
         """A file of these bytes."""
-        with _private(self.path(name)) as out:
-            out.write(body)
-            out.flush()
-            os.fsync(out.fileno())
+        write_new(self.path(name), body, 0o600)
         self.took(name)
 
     def copy(self, name: str, source: Path) -> bool:
@@ -130,7 +132,7 @@ class Writer:
             return False
         with os.fdopen(handle, "rb") as stream:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise BadBackup(f"{source.name} is no plain file; take it out first")
+                raise BackupError(f"{source.name} is not a regular file: remove it first")
             with _private(self.path(name)) as out:
                 shutil.copyfileobj(stream, out, 1 << 20)
                 out.flush()
@@ -155,14 +157,11 @@ class Writer:
         del table["files"]
         sealed = seal(json.dumps(table, sort_keys=True).encode(), PAYLOAD_TYPE, key)
         for name, body in ((LIST, listing), (MANIFEST, sealed)):
-            with _private(self.part / name) as out:
-                out.write(body)
-                out.flush()
-                os.fsync(out.fileno())
+            write_new(self.part / name, body, 0o600)
         for place in [self.part, *(p for p in self.part.rglob("*") if p.is_dir())]:
-            _synced(place)
+            flush_directory(place)
         self.part.rename(self.folder)
-        _synced(self.folder.parent)
+        flush_directory(self.folder.parent)
 
 
 def _folders(path: Path) -> None:
@@ -188,14 +187,6 @@ def _below(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _synced(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def read(folder: Path, public: bytes) -> Manifest:
     """The list of a backup, signed by that key, with everything in the folder found to be as listed.
 
@@ -203,28 +194,28 @@ def read(folder: Path, public: bytes) -> Manifest:
         folder: the backup.
         public: Ed25519, raw: of the side that made it.
     Raises:
-        BadBackup: no backup, of somebody else, changed, not whole, or with a link in it.
+        BackupError: no backup, of somebody else, changed, not whole, or with a link in it.
     """
     try:
         raw, listing = (folder / MANIFEST).read_bytes(), (folder / LIST).read_bytes()
     except OSError:
-        raise BadBackup(f"{folder.name} is no backup: {MANIFEST} is missing; was it interrupted?") from None
+        raise BackupError(f"{folder.name} is not a complete backup: {MANIFEST} is missing") from None
     if not len(listing) <= _MOST_LISTED:
-        raise BadBackup(f"{LIST} is too large")
+        raise BackupError(f"{LIST} is too large")
     try:
         manifest = Manifest.of(open_sealed(raw, PAYLOAD_TYPE, {"self": public}).payload, listing)
-    except BadEnvelope:
-        raise BadBackup("the backup was changed, or it is not signed by these keys") from None
+    except EnvelopeError:
+        raise BackupError("the backup was changed, or it is not signed by these keys") from None
     found = list(folder.rglob("*"))
     if links := [path.relative_to(folder).as_posix() for path in found if path.is_symlink()]:
-        raise BadBackup(f"the folder holds a link, and a backup has none: {_some(links)}")
+        raise BackupError(f"the folder contains a link, and a backup has none: {_some(links)}")
     there = {path.relative_to(folder).as_posix() for path in found if not path.is_dir()}
     listed = {MANIFEST, LIST, *manifest.files}
     if there != listed:
-        raise BadBackup(f"the folder holds other files than its list: {_some(there ^ listed)}")
+        raise BackupError(f"the files in the folder differ from its list: {_some(there ^ listed)}")
     wrong = [name for name, known in manifest.files.items() if _digest(folder / name) != known]
     if wrong:
-        raise BadBackup(f"changed since the backup was made: {_some(wrong)}")
+        raise BackupError(f"changed since the backup was made: {_some(wrong)}")
     return manifest
 
 
@@ -245,7 +236,7 @@ def tells_password(text: str) -> bool:
     return _CLEAR.search(text) is not None
 
 
-def take(folder: Path, manifest: Manifest, into: Path, without: Any = frozenset()) -> None:
+def copy_files(folder: Path, manifest: Manifest, into: Path, without: Any = frozenset()) -> None:
     """Copy a backup's files into a directory, 0600 in 0700, but for the box of keys and what is left out.
 
     Args:
@@ -254,7 +245,7 @@ def take(folder: Path, manifest: Manifest, into: Path, without: Any = frozenset(
         into: a directory.
         without: names to leave out.
     Raises:
-        BadBackup: a file is not the one that was checked.
+        BackupError: a file is not the one that was checked.
     """
     for name, known in manifest.files.items():
         if name == BOX or name in without:
@@ -266,4 +257,32 @@ def take(folder: Path, manifest: Manifest, into: Path, without: Any = frozenset(
             out.flush()
             os.fsync(out.fileno())
         if _digest(target) != known:
-            raise BadBackup(f"changed while it was read: {name}")
+            raise BackupError(f"changed while it was read: {name}")
+
+
+def new_passphrase(arguments: argparse.Namespace) -> str:
+    """To which ``backup --with-keys`` seals the keys; "" without that option.
+
+    Raises:
+        KeyArchiveError: there is none.
+    """
+    passphrase = ask_passphrase(arguments.passphrase_file, twice=True) if arguments.with_keys else ""
+    if arguments.with_keys and not passphrase:
+        raise KeyArchiveError("the keys need a passphrase to encrypt them: give one")
+    return passphrase
+
+
+def private_keys(
+    arguments: argparse.Namespace, private_of: Callable[[Mapping[str, bytes]], dict[str, bytes]]
+) -> dict[str, bytes]:
+    """The private files of the key directory for ``restore``: from ``--keys``, or from the backup's own box.
+
+    Raises:
+        KeyArchiveError, BackupError: there are none, or the passphrase is another one.
+    """
+    if arguments.keys:
+        return private_of(files_of(arguments.keys))
+    box = arguments.folder / BOX
+    if not box.is_file():
+        raise BackupError("this backup contains no keys: give --keys and the folder of a copy of keys/")
+    return open_files(box.read_bytes(), ask_passphrase(arguments.passphrase_file, twice=False))

@@ -1,7 +1,7 @@
-"""What a doctor says: one line for each check, passed, failed with what to do, or worth a note. Both sides use it.
+"""Output of a doctor: one line for each check, passed, failed with the remedy, or a note. Both sides use it.
 
-A check is a function that returns findings; whatever it raises is a failure with the kind of fault alone. What cannot
-be told is never a pass: it is a failure where something depends on it, else a note.
+A check is a function that returns findings; any exception is a failure that names only the kind of error. A check
+that cannot decide never passes: it fails if something depends on it, and otherwise gives a note.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORDS: Final = {"pass": "ok   ", "note": "note ", "fail": "FAIL "}
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line. The texts are for the operator: no patient, no path, no secret is in them."""
 
     name: str
@@ -36,38 +36,38 @@ class Finding:
 
     @property
     def wrong(self) -> str | None:
-        """What is wrong and what to do, in one text; None where nothing is."""
+        """The problem and the remedy, in one text; None if there is no problem."""
         if self.state != "fail":
             return None
         return f"{self.said} [fix: {self.fix}]" if self.fix else self.said
 
 
-def passed(name: str, said: str = "") -> Finding:
+def passed(name: str, said: str = "") -> CheckResult:
     """In order."""
-    return Finding(name, "pass", said)
+    return CheckResult(name, "pass", said)
 
 
-def noted(name: str, said: str) -> Finding:
+def note(name: str, said: str) -> CheckResult:
     """No fault, and worth knowing."""
-    return Finding(name, "note", said)
+    return CheckResult(name, "note", said)
 
 
-def failed(name: str, said: str, fix: str = "") -> Finding:
+def failed(name: str, said: str, fix: str = "") -> CheckResult:
     """Not in order."""
-    return Finding(name, "fail", said, fix)
+    return CheckResult(name, "fail", said, fix)
 
 
-Check = Callable[[], Iterable[Finding]]
+Check = Callable[[], Iterable[CheckResult]]
 
 
-def examine(checks: Sequence[tuple[str, Check]], expected: tuple[type[BaseException], ...]) -> list[Finding]:
+def examine(checks: Sequence[tuple[str, Check]], expected: tuple[type[BaseException], ...]) -> list[CheckResult]:
     """All findings of all checks, in their order; no check keeps another from being made.
 
     Args:
         checks: name and check. The name is that of the failure when the check itself fails.
         expected: exceptions whose texts are sentences for the operator, which say what to do.
     """
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     for name, check in checks:
         try:
             found += check()
@@ -75,17 +75,17 @@ def examine(checks: Sequence[tuple[str, Check]], expected: tuple[type[BaseExcept
             found.append(failed(name, str(error) or type(error).__name__))
         except Exception as error:  # noqa: BLE001 - its text may quote anything
             said = f"the check itself failed ({type(error).__name__})"
-            found.append(failed(name, said, "run `doctor` as the user of the service; if it stays, report it"))
+            found.append(failed(name, said, "run `doctor` as the user of the service; if it fails again, report it"))
     return found
 
 
-def healthy(findings: Iterable[Finding]) -> bool:
+def healthy(findings: Iterable[CheckResult]) -> bool:
     """Did nothing fail?"""
     return not any(finding.state == "fail" for finding in findings)
 
 
-def as_json(findings: Iterable[Finding]) -> str:
-    """One object: name -> null where it passed, or what is wrong and what to do; and ``notes``: name -> what to know.
+def as_json(findings: Iterable[CheckResult]) -> str:
+    """One object: name -> null if passed, else the problem and the remedy; and ``notes``: name -> note.
 
     What is noted is no pass: it is under ``notes`` alone. Of two findings of one name the failure is shown.
     """
@@ -99,7 +99,7 @@ def as_json(findings: Iterable[Finding]) -> str:
     return json.dumps(found | {NOTES: notes}, indent=2)
 
 
-def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def as_lines(findings: Sequence[CheckResult]) -> Iterator[str]:
     """For a terminal: a line for each, what to do below it, and the sum at the end."""
     for finding in findings:
         told = f": {finding.said}" if finding.said else ""
@@ -114,7 +114,7 @@ def as_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[int, int], None]]:
-    """What hears how many of a ledger's entries are folded, and of how many: told to somebody at a terminal alone.
+    """A progress callback for folding a ledger (entries done, entries in all). It prints only on a terminal.
 
     A million entries take tens of seconds.
     """
@@ -126,7 +126,28 @@ def progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, of: status.update(f"folding the ledger: {done} of {of} entries")
 
 
-def of_days(name: str, left: float, soon: float, fix: str) -> Finding:
+def works(name: str, act: Callable[[], object]) -> Iterator[CheckResult]:
+    """Passed where ``act`` raises nothing; what it raises is for :func:`examine`."""
+    act()
+    yield passed(name)
+
+
+def answered(found: Sequence[CheckResult], json: bool) -> int:
+    """Print the findings, for people or as one object.
+
+    Returns:
+        The exit status: 1 where something failed.
+    """
+    if json:
+        sys.stdout.write(as_json(found) + "\n")
+    else:
+        terminal = Console(highlight=False)
+        for line in as_lines(found):
+            terminal.print(line, markup=False, soft_wrap=True)
+    return 0 if healthy(found) else 1
+
+
+def of_days(name: str, left: float, soon: float, fix: str) -> CheckResult:
     """A certificate's days that are left. NaN fails, as everything that cannot be told.
 
     Args:
@@ -136,7 +157,7 @@ def of_days(name: str, left: float, soon: float, fix: str) -> Finding:
         fix: how to renew it.
     """
     if not left > 0:
-        return failed(name, "it has ended" if not math.isnan(left) else "its end cannot be told", fix)
+        return failed(name, "it has expired" if not math.isnan(left) else "its end is unknown", fix)
     if not left > soon:
         return failed(name, f"it ends in {left:.1f} days", fix)
-    return passed(name, f"good for {left:.0f} more days" if left >= 2 else f"good for {24 * left:.0f} more hours")
+    return passed(name, f"valid for {left:.0f} more days" if left >= 2 else f"valid for {24 * left:.0f} more hours")

@@ -1,18 +1,17 @@
 """Confine a process that reads hostile bytes: Landlock, a seccomp filter, no capabilities, limits.
 
-A process imports what it needs, is handed its descriptors, calls :func:`confine`, and only then reads what a stranger
-sent. Landlock (landlock(7), by its ABI 1 to 7) closes every file but those of the interpreter and, for receivers, one
-spool folder; from ABI 4 on it closes TCP, from 6 on signals and abstract sockets. It stops neither UDP nor Unix
-sockets by path, so the filter (seccomp(2)) admits no ``socket``, no ``connect``, and of ``socketpair`` only streams:
-a pair of datagrams sends to any path (unix(7)). The filter lists what is allowed: a call that nobody thought of, or
-that a newer kernel brings, fails. Calls of another architecture and of the x32 ABI kill.
+A process imports what it needs, receives its descriptors, calls :func:`confine`, and only then reads untrusted input.
+Landlock (landlock(7), by its ABI 1 to 7) denies all files except those of the interpreter and, for receivers, one
+spool folder; from ABI 4 on it denies TCP, from 6 on signals and abstract sockets. It stops neither UDP nor Unix
+sockets by path. So the filter (seccomp(2)) admits no ``socket``, no ``connect``, and of ``socketpair`` only streams,
+since a pair of datagram sockets can send to any path (unix(7)). The filter is an allow-list: unlisted calls, also
+those of newer kernels, fail. Calls of another architecture and of the x32 ABI kill the process.
 
 Numbers of calls are of x86-64 and of aarch64. The latter were compared with the kernel's headers and never run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -29,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from protos.blocks import Opened
+from protos.artifacts.byte_source import FileSource
+from protos.common.errors import WorkerError
 
 AVAILABLE: Final = "available"  # every layer that the kernel has
 REQUIRED: Final = "required"  # every layer; a kernel without one is refused
@@ -114,8 +114,8 @@ RECEIVING: Final = (
 )  # fmt: skip
 
 
-class ConfinementError(Exception):
-    """This process could not be confined, and must not read. The text says why, and what to do."""
+class ConfinementError(WorkerError):
+    """This process could not be confined, and must not read. The text gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class ArgumentFilter:
     """An argument of a call, under a mask, must be one of these values. Of 64 bits where the mask is."""
 
     argument: int
@@ -199,6 +199,27 @@ def confine(
             'boot a kernel that has it (lsm=landlock,...), or set "available"'
         )
     return tuple(bound)
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel end this process, SIGKILL, when the thread that started it ends, however that comes.
+
+    Call it before :func:`confine`, whose filter closes prctl(2) for this. It is for a process that may be too busy to
+    see its pipe end, and whose starting thread outlives it: the reader of DICOM and the inspection of artifacts. The
+    link, a run's process and the receivers are watched by a thread of their own that waits at the pipe; a listener's
+    worker outlives the thread that started it anew, to finish what it has in hand.
+
+    Args:
+        parent: the number of the process that started this one, as it said itself.
+    Raises:
+        ConfinementError: it has ended already, or the kernel refuses.
+    """
+    try:
+        _prctl(ctypes.CDLL(None, use_errno=True), _PR_SET_PDEATHSIG, signal.SIGKILL)
+    except OSError:
+        raise ConfinementError("the kernel does not tell of the parent's end") from None
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        raise ConfinementError("the process that started this one has ended")
 
 
 def drop_rights() -> tuple[str, ...]:
@@ -279,22 +300,26 @@ def _refused(call: str) -> Exception:
 # ------------------------------------------------------------------ the filter of system calls
 
 
-def _conditions() -> dict[str, tuple[Only, ...]]:
+def _conditions() -> dict[str, tuple[ArgumentFilter, ...]]:
     """Calls that are allowed with these arguments only. ``openat`` only reads where there is no spool."""
     writing = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | _TMPFILE
     commands = (fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC)
     return {
-        "openat": (Only(2, writing, (os.O_RDONLY,)),),
-        "fcntl": (Only(1, _WORD, commands),),
-        "ioctl": (Only(1, _WORD, _IOCTLS),),
-        "clone": (Only(0, _CLONE_THREAD, (_CLONE_THREAD,)),),  # a thread, and no process
-        "prlimit64": (Only(0, _WORD, (0,)),),  # its own
-        "prctl": (Only(0, _WORD, (_PR_SET_NAME, _PR_GET_NAME)),),
-        "tgkill": (Only(0, _WORD, (os.getpid(),)),),  # abort(3)
+        "openat": (ArgumentFilter(2, writing, (os.O_RDONLY,)),),
+        "fcntl": (ArgumentFilter(1, _WORD, commands),),
+        "ioctl": (ArgumentFilter(1, _WORD, _IOCTLS),),
+        "clone": (ArgumentFilter(0, _CLONE_THREAD, (_CLONE_THREAD,)),),  # a thread, and no process
+        "prlimit64": (ArgumentFilter(0, _WORD, (0,)),),  # its own
+        "prctl": (ArgumentFilter(0, _WORD, (_PR_SET_NAME, _PR_GET_NAME)),),
+        "tgkill": (ArgumentFilter(0, _WORD, (os.getpid(),)),),  # abort(3)
         # streams, which go to the other end alone: datagrams and SOCK_RAW go to the path that ``sendmsg`` names
-        "socketpair": (Only(0, _WORD, (socket.AF_UNIX,)), Only(1, _SOCK_TYPE, (socket.SOCK_STREAM,))),
-        "sendto": (Only(3, _MSG_FASTOPEN, (0,)), Only(4, (1 << 64) - 1, (0,))),  # to whom it is connected already
-        "sendmsg": (Only(2, _MSG_FASTOPEN, (0,)),),
+        "socketpair": (
+            ArgumentFilter(0, _WORD, (socket.AF_UNIX,)),
+            ArgumentFilter(1, _SOCK_TYPE, (socket.SOCK_STREAM,)),
+        ),
+        # no address: to the other end of the connection alone
+        "sendto": (ArgumentFilter(3, _MSG_FASTOPEN, (0,)), ArgumentFilter(4, (1 << 64) - 1, (0,))),
+        "sendmsg": (ArgumentFilter(2, _MSG_FASTOPEN, (0,)),),
     }
 
 
@@ -341,7 +366,7 @@ def filter_program(column: int, audit: int, calls: Sequence[str]) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
-def _only(only: Only) -> list[tuple[int, int, int, int]]:
+def _only(only: ArgumentFilter) -> list[tuple[int, int, int, int]]:
     """Fail with EPERM unless the argument is right; else go on behind. Each half of 64 bits for itself."""
     steps: list[tuple[int, int, int, int]] = []
     for half in (0, 32):
@@ -357,18 +382,19 @@ def _only(only: Only) -> list[tuple[int, int, int, int]]:
 # ------------------------------------------------------------------ a process for one open file
 
 
-def serve(work: Callable[[Opened, dict[str, Any]], dict[str, Any]]) -> None:
+def serve(work: Callable[[FileSource, dict[str, Any]], dict[str, Any]]) -> None:
     """The life of a process that looks at one open file: a request on standard input, the work, one line of answer.
 
-    The request is a JSON object with ``descriptor`` (the open file), ``memory`` (bytes), ``cpu`` (seconds) and
-    whatever else the work reads. The answer is the work's, or ``limit``: "memory", or "confinement" when a layer
-    could not be set; with ``bound``: which layers of the confinement are in force. One line of JSON.
+    The request is a JSON object with ``descriptor`` (the open file), ``memory`` (bytes), ``cpu`` (seconds),
+    ``parent`` (who started it) and whatever else the work reads. The answer is the work's, or ``limit``: "memory", or
+    "confinement" when a layer could not be set; with ``bound``: which layers of the confinement are in force. One
+    line of JSON.
     """
     request = json.loads(sys.stdin.buffer.read())
-    source = Opened.of(int(request["descriptor"]))
+    source = FileSource.of(int(request["descriptor"]))
     bound: tuple[str, ...] = ()
     try:
-        bound = confine_to_descriptors(int(request["memory"]), int(request["cpu"]))
+        bound = confine_to_descriptors(int(request["memory"]), int(request["cpu"]), int(request["parent"]))
         answer = work(source, request)
     except MemoryError:
         answer = {"limit": "memory"}
@@ -380,10 +406,11 @@ def serve(work: Callable[[Opened, dict[str, Any]], dict[str, Any]]) -> None:
     os._exit(0)  # nothing of the interpreter's own clean-up may run into the limits
 
 
-def confine_to_descriptors(memory_bytes: int, cpu_seconds: int) -> tuple[str, ...]:
+def confine_to_descriptors(memory_bytes: int, cpu_seconds: int, parent: int) -> tuple[str, ...]:
     """Leave this process arithmetic on what is open: no file, no socket, no process, bounded memory and time.
 
     Limits and rights bind everywhere. Where the kernel permits it, the process also leaves for namespaces of its own.
+    It ends with ``parent``, the process that started it.
 
     Returns:
         The layers that are in force.
@@ -392,8 +419,7 @@ def confine_to_descriptors(memory_bytes: int, cpu_seconds: int) -> tuple[str, ..
     """
     libc = ctypes.CDLL(None, use_errno=True)
     bound = ["namespaces"] if libc.unshare(_CLONE_NEW) == 0 else []
-    with contextlib.suppress(OSError):
-        _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)  # the coordinator's end is this process's end
+    end_with(parent)
     limits = {
         resource.RLIMIT_AS: (memory_bytes, memory_bytes),
         resource.RLIMIT_FSIZE: (0, 0),

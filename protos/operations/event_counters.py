@@ -1,4 +1,4 @@
-"""How often each event was logged since the process began: what the metrics say of PACS, link and faults.
+"""Counts of each logged event since the process began: the metrics of PACS, link and faults.
 
 Whatever is worth a line in the log is counted here as the line is written, so that no road needs counters of its own.
 """
@@ -15,7 +15,7 @@ _MOST: Final = 1000  # different ones; beyond, they are counted together: a log 
 OTHER: Final = "other"
 
 
-class Heard(NamedTuple):
+class CountedEvent(NamedTuple):
     """Which event, how grave, and where, if it says so."""
 
     event: str
@@ -23,23 +23,23 @@ class Heard(NamedTuple):
     where: str
 
 
-class Tally:
+class EventCounters:
     """Counts of events; any thread may add."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """Nothing yet. ``clock``: seconds since 1970."""
         self._clock, self._lock = clock, threading.Lock()
-        self._counts: Counter[Heard] = Counter()
+        self._counts: Counter[CountedEvent] = Counter()
         self._lost: Counter[str] = Counter()
         self._last: dict[tuple[str, str], tuple[float, str]] = {}
 
-    def hear(self, event: Mapping[str, Any], level: str) -> None:
+    def count(self, event: Mapping[str, Any], level: str) -> None:
         """An event is about to be logged, with keys that may be."""
         name, where = str(event.get("event", "")), str(event.get("where", ""))
         with self._lock:
-            heard = Heard(name, level, where)
+            heard = CountedEvent(name, level, where)
             if heard not in self._counts and len(self._counts) >= _MOST:
-                heard = Heard(OTHER, level, "")
+                heard = CountedEvent(OTHER, level, "")
             self._counts[heard] += 1
             if (name, where) in self._last or len(self._last) < _MOST:
                 self._last[name, where] = (self._clock(), str(event.get("state", "")))
@@ -49,7 +49,7 @@ class Tally:
         with self._lock:
             self._lost[what] += count
 
-    def counts(self) -> dict[Heard, int]:
+    def counts(self) -> dict[CountedEvent, int]:
         """How often each was logged."""
         with self._lock:
             return dict(self._counts)
@@ -65,4 +65,4 @@ class Tally:
             return self._last.get((event, where))
 
 
-PROCESS: Final = Tally()  # of this process's log
+PROCESS: Final = EventCounters()  # of this process's log

@@ -1,9 +1,9 @@
 """Make HTTP calls for a confined process that has no socket of its own.
 
-The process speaks HTTP through :class:`RelayedTransport`, which sends each request over a pair of sockets that it was
-handed. :class:`Relay`, in the process that started it, makes the call with a client of its own, to the one address
-that client knows, adds what proves who calls, and sends the answer back. So the confined process needs no network and
-no key, and reaches one server whatever it tries.
+The process speaks HTTP through :class:`RelayedTransport`, which sends each request over an inherited pair of sockets.
+:class:`Relay`, in the parent process, makes the call with its own client, which has one fixed address, adds the
+credentials, and returns the response. So the confined process needs no network and no key, and can reach only that
+one server.
 
 A message is a number, which the answer repeats, the lengths of a JSON object and of a body, and both.
 """
@@ -23,6 +23,8 @@ from typing import Any, Final
 
 import httpx
 
+from protos.common.errors import UnreachableError
+
 _FRONT: Final = struct.Struct(">IIQ")  # number, bytes of the JSON object, of the body
 _MAX_HEAD: Final = 1 << 16  # bytes
 _AT_ONCE: Final = 8  # calls; further ones wait in the pipe
@@ -32,8 +34,8 @@ _OWN: Final = frozenset({"host", "connection", "content-length", "transfer-encod
 _DECODED: Final = frozenset({"content-length", "content-encoding", "transfer-encoding"})
 
 
-class RelayError(ValueError):
-    """What came over the pipe is no call that may be made."""
+class RelayError(UnreachableError, ValueError):
+    """The request from the pipe is not a permitted call."""
 
 
 def _send(end: socket.socket, number: int, head: Mapping[str, Any], body: bytes) -> None:

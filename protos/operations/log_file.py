@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-class Lossy:
-    """A file that only grows. What the disk has no room for is not logged: a log changes nothing of what is done.
+class BestEffortFile:
+    """An append-only file. If the disk is full, lines are dropped: logging never affects the work.
 
     Several processes may append to it. Whoever finds it full renames it (NAME.1 is the newest of the old ones), and
     every other process goes on in the fresh one: the name is looked at before each line.

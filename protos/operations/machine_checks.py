@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import apsw
 
-from protos import quiet
-from protos.doctor import Finding, failed, noted, passed
+from protos.federation import flower_environment
+from protos.operations.checks import CheckResult, failed, note, passed
 from protos.operations.confinement import DEMANDED, REQUIRED
 
 _SQLITE: Final = (3, 51, 3)  # older ones may lose a commit when a write-ahead log is reset
-_FLOWER: Final = "1.41.0"  # whose switches protos.quiet knows
+_FLOWER: Final = "1.41.0"  # whose switches protos.federation.flower_environment knows
 _TIME_ERROR: Final = 5  # of adjtimex(2): the clock is not synchronised
 _GIB: Final = 2**30
 _MODULE: Final = Path("/proc/driver/nvidia/version")
@@ -31,7 +31,7 @@ _PATIENCE_S: Final = 60.0
 _UNCONFINED: Final = {"landlock": "files of this service's user", "seccomp": "network, programs and processes"}
 
 
-def clock() -> Iterator[Finding]:
+def clock() -> Iterator[CheckResult]:
     """Does the kernel say that somebody keeps the clock right (NTP, PTP)? adjtimex(2); in containers too."""
     name = "the clock is kept right"
     try:
@@ -40,12 +40,14 @@ def clock() -> Iterator[Finding]:
     except (OSError, AttributeError):
         state = -1
     if 0 <= state < _TIME_ERROR:
-        yield passed(name, "the system says that it is synchronised")
+        yield passed(name, "the system reports that it is synchronised")
     else:
-        yield noted(name, "the system cannot say that it is synchronised: see that NTP (chrony, timesyncd) runs")
+        yield note(
+            name, "the system does not report that it is synchronised: check that NTP (chrony, timesyncd) runs"
+        )
 
 
-def disk(folder: Path, watermark: int, names: str) -> Iterator[Finding]:
+def disk(folder: Path, watermark: int, names: str) -> Iterator[CheckResult]:
     """Is there more room than the watermark, and twice of it?
 
     Args:
@@ -55,16 +57,16 @@ def disk(folder: Path, watermark: int, names: str) -> Iterator[Finding]:
     """
     free = shutil.disk_usage(folder).free
     said = f"{free / _GIB:.1f} GiB are free; below {watermark / _GIB:.1f} GiB {names}"
-    fix = "free some of the disk, or give it more: nothing is deleted by itself"
+    fix = "free some space, or enlarge the disk: nothing is deleted automatically"
     if not free > watermark:
         yield failed("room on the disk", said, fix)
     elif not free > 2 * watermark:
-        yield noted("room on the disk", f"{said}: soon")
+        yield note("room on the disk", f"{said}: soon")
     else:
         yield passed("room on the disk", said)
 
 
-def sqlite() -> Iterator[Finding]:
+def sqlite() -> Iterator[CheckResult]:
     """Is SQLite new enough for the ledger?"""
     found = apsw.sqlite_lib_version()
     if tuple(int(part) for part in found.split(".")[:3]) >= _SQLITE:
@@ -74,13 +76,13 @@ def sqlite() -> Iterator[Finding]:
         yield failed("SQLite", f"{found} may lose a commit; {least} does not", "install apsw>=3.51.3 from the bundle")
 
 
-def confinement(demand: str) -> Iterator[Finding]:
+def confinement(demand: str) -> Iterator[CheckResult]:
     """Which layers confine the readers here? A process confines itself as they do, and tries what is forbidden.
 
     Args:
         demand: of :data:`protos.operations.confinement.DEMANDS`.
     """
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-P", "-B", "-m", "protos.operations.confinement", demand],
@@ -93,7 +95,7 @@ def confinement(demand: str) -> Iterator[Finding]:
         )
         told = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
-        yield failed(CONFINED, "the process that tries it does not answer", "run `doctor` as the service's user")
+        yield failed(CONFINED, "the test process does not answer", "run `doctor` as the service's user")
         return
     if "fault" in told:
         yield failed(CONFINED, told["fault"])
@@ -103,13 +105,13 @@ def confinement(demand: str) -> Iterator[Finding]:
         yield failed(CONFINED, f"it reaches {', '.join(told['reached'])} although every layer is set: report it")
     elif missing:
         open_to = " and ".join(_UNCONFINED[layer] for layer in missing)
-        said = f"this kernel has no {' and no '.join(missing)}: whoever takes a reader over reaches {open_to}"
-        yield noted(CONFINED, f'{said}; `confinement = "{REQUIRED}"` in site.toml refuses to run without')
+        said = f"this kernel has no {' and no '.join(missing)}: an attacker who takes a parser over reaches {open_to}"
+        yield note(CONFINED, f'{said}; `confinement = "{REQUIRED}"` in site.toml refuses to run without')
     else:
         yield passed(CONFINED, ", ".join(told["bound"]))
 
 
-def telemetry() -> Iterator[Finding]:
+def telemetry() -> Iterator[CheckResult]:
     """Is Flower the version whose switches are known? `serve` sets them before it is imported."""
     name = "telemetry is off"
     try:
@@ -117,18 +119,18 @@ def telemetry() -> Iterator[Finding]:
     except PackageNotFoundError:
         yield passed(name, "Flower is not installed")
         return
-    loud = sorted(key for key, value in quiet.SETTINGS.items() if os.environ.get(key, value) != value)
+    loud = sorted(key for key, value in flower_environment.SETTINGS.items() if os.environ.get(key, value) != value)
     if found != _FLOWER:
         said = f"Flower {found} is installed, and only the switches of {_FLOWER} are known"
         yield failed(name, said, f"install flwr=={_FLOWER}, as the bundle does")
     elif loud:
         said = f"the environment sets {', '.join(loud)}; the service overrides it"
-        yield noted(name, said)
+        yield note(name, said)
     else:
-        yield passed(name, "no reports, no look for updates, no installs at run time")
+        yield passed(name, "no reports, no update checks, no installs at run time")
 
 
-def descriptors(least: int) -> Iterator[Finding]:
+def descriptors(least: int) -> Iterator[CheckResult]:
     """May so many files and connections be open at once?"""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if most == resource.RLIM_INFINITY or most >= least:
@@ -137,15 +139,17 @@ def descriptors(least: int) -> Iterator[Finding]:
         yield failed("open files", f"at most {most}; each connection is one", f"LimitNOFILE={least} in the unit")
 
 
-def private(folder: Path, names: Iterable[str] = ()) -> Iterator[Finding]:
+def private(folder: Path, names: Iterable[str] = ()) -> Iterator[CheckResult]:
     """Can nobody else read the home directory, nor its key files? All that are open are named at once."""
     wrong = [] if _closed(folder) else ["the home directory itself"]
     here = [folder / name for name in names]
     here += [path for path in (folder / "keys").rglob("*") if path.suffix in (".key", ".pem", ".p12")]
     wrong += sorted({path.name for path in here if path.exists() and not _closed(path)})
     if wrong:
-        fix = "chmod 700 the directories and 600 the files, as their owner, and find out who could read them"
-        yield failed("nobody else can read it", f"open to others, or another user's: {', '.join(wrong)}", fix)
+        fix = "as their owner, chmod 700 the directories and 600 the files, and find out who could read them"
+        yield failed(
+            "nobody else can read it", f"readable by others, or owned by another user: {', '.join(wrong)}", fix
+        )
     else:
         yield passed("nobody else can read it")
 
@@ -155,7 +159,7 @@ def _closed(path: Path) -> bool:
     return not found.st_mode & 0o077 and found.st_uid == os.geteuid()
 
 
-def graphics(name_of_library: str = "libnvidia-ml.so.1", module: Path = _MODULE) -> Iterator[Finding]:
+def graphics(name_of_library: str = "libnvidia-ml.so.1", module: Path = _MODULE) -> Iterator[CheckResult]:
     """The graphics processors, by NVIDIA's own management library: no torch is imported for it.
 
     Args:
@@ -172,7 +176,7 @@ def graphics(name_of_library: str = "libnvidia-ml.so.1", module: Path = _MODULE)
                 name, said, "install the driver's libraries of the same version (in a container: its toolkit)"
             )
         else:
-            yield noted(name, "none: networks are trained and drawn from on the processor, which takes longer")
+            yield note(name, "none: networks run on the processor, which takes longer")
         return
     if library.nvmlInit_v2() != 0:
         fix = "restart after a driver update; see that the service's user may open /dev/nvidia*"
@@ -184,7 +188,7 @@ def graphics(name_of_library: str = "libnvidia-ml.so.1", module: Path = _MODULE)
         library.nvmlShutdown()
 
 
-def _described(name: str, library: Any) -> Finding:
+def _described(name: str, library: Any) -> CheckResult:
     text, count, devices = ctypes.create_string_buffer(96), ctypes.c_uint(), []
     library.nvmlSystemGetDriverVersion(text, 96)
     driver = text.value.decode("ascii", "replace")
@@ -202,5 +206,5 @@ def _described(name: str, library: Any) -> Finding:
         built = version("torch").partition("+")[2]
     if built == "cpu":
         said = f"{'; '.join(devices)}, and torch is built without CUDA"
-        return noted(name, f"{said}: install the bundle's CUDA wheels to use it")
+        return note(name, f"{said}: install the bundle's CUDA wheels to use it")
     return passed(name, f"{'; '.join(devices)}; driver {driver}")

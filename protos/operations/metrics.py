@@ -1,34 +1,38 @@
-"""Metrics in Prometheus' text form: a catalogue of what may be told, and a page that is made when somebody asks.
+"""Metrics in Prometheus' text format: a catalogue of allowed metrics, and a page that is computed for each request.
 
-Nothing is counted for its own sake: each page reads the books, the folders and the log's tally as they are. Only what
-the catalogue names is told, with the labels that it names, so that no path, address or patient can slip in; of the
-process itself its memory, processor time and open files, which name nothing.
+Each page reads the ledger, the folders and the log's counters as they are. Only metrics and labels of the catalogue
+are exported, so no path, address or patient can slip in. Of the process itself, memory, processor time and open files
+are exported.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 
-from protos.tally import Tally
+from protos.common.errors import InvariantError
+from protos.operations.event_counters import EventCounters
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 MOST: Final = 10_000  # samples of one page
 _NAME: Final = re.compile(r"lazaret(_[a-z0-9]+)+")
 _LABEL: Final = re.compile(r"[a-z][a-z_]{0,30}")
 _LONGEST: Final = 128  # characters of a label's value
+_LEAST: Final = 64 << 20  # bytes without which the next commit may fail
 
 
-class NotInCatalogue(RuntimeError):
+class MetricError(InvariantError, RuntimeError):
     """A metric or a label that the catalogue does not name; nothing is told of it."""
 
 
@@ -55,16 +59,14 @@ class Metric:
 
 
 FAULTS: Final = Metric(
-    "lazaret_source_faults", "1: this part of the page could not be made, and is missing.", ("source",)
+    "lazaret_source_faults", "1: this part of the page is missing because of an error.", ("source",)
 )
-BUILD: Final = Metric(
-    "lazaret_build_info", "Always 1; the version that runs, and which side it is.", ("version", "side")
-)
+BUILD: Final = Metric("lazaret_build_info", "Always 1; the running version and the side.", ("version", "side"))
 
 
 @dataclass(slots=True)
 class Samples:
-    """What one source tells."""
+    """The samples of one source."""
 
     catalogue: Mapping[str, Metric]
     told: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
@@ -73,12 +75,12 @@ class Samples:
         """One value.
 
         Raises:
-            NotInCatalogue: the name or its labels are not in the catalogue.
+            MetricError: the name or its labels are not in the catalogue.
             ValueError: it is no number: what cannot be told is left out by whoever asks.
         """
         metric = self.catalogue.get(name)
         if metric is None or set(labels) != set(metric.labels):
-            raise NotInCatalogue(name)
+            raise MetricError(name)
         if math.isnan(value):
             raise ValueError(f"{name} is no number")
         self.told[name, tuple(_label(labels[label]) for label in metric.labels)] = value
@@ -87,11 +89,16 @@ class Samples:
 Source = Callable[[Samples], None]
 OF_LOG: Final = (
     Metric("lazaret_log_events_total", "Events of the log since the start.", ("event", "level"), "counter"),
-    Metric("lazaret_log_lost_total", "Lines that the disk or the collector did not take.", ("to",), "counter"),
+    Metric(
+        "lazaret_log_lost_total",
+        "Log lines that could not be written to the disk or the collector.",
+        ("to",),
+        "counter",
+    ),
 )
 
 
-def logged(tally: Tally, told: Samples) -> None:
+def logged(tally: EventCounters, told: Samples) -> None:
     """What the log counted: a source, for :data:`OF_LOG`."""
     counts = Counter[tuple[str, str]]()
     for heard, count in tally.counts().items():
@@ -102,7 +109,29 @@ def logged(tally: Tally, told: Samples) -> None:
         told.put("lazaret_log_lost_total", tally.lost(to), to=to)
 
 
-class Page:
+def put_refusals(counts: Mapping[tuple[str, str], int], told: Samples) -> None:
+    """Of (stage, rule), how often: the commonest, and all others together."""
+    for name, count in capped({f"{stage}\n{rule}": count for (stage, rule), count in counts.items()}).items():
+        stage, _, rule = name.partition("\n")
+        told.put("lazaret_refusals_total", count, stage=stage, rule=rule)
+
+
+def put_disk(home: Path, watermark: Callable[[int], int], told: Samples) -> None:
+    """The file system of the home directory; ``watermark`` gives that of a file system of so many bytes."""
+    disk = os.statvfs(home)
+    size = disk.f_blocks * disk.f_frsize
+    told.put("lazaret_disk_free_bytes", disk.f_bavail * disk.f_frsize)
+    told.put("lazaret_disk_size_bytes", size)
+    told.put("lazaret_disk_watermark_bytes", watermark(size))
+
+
+def disk_full(home: Path) -> bool:
+    """Would the next commit perhaps find no room?"""
+    disk = os.statvfs(home)
+    return not disk.f_bavail * disk.f_frsize > _LEAST
+
+
+class MetricsPage:
     """All metrics of one side, as a callable that makes the page."""
 
     def __init__(self, side: str, version: str, catalogue: Sequence[Metric], sources: Mapping[str, Source]) -> None:

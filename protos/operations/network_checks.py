@@ -19,29 +19,30 @@ from typing import Final
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from protos.doctor import Finding, failed, noted, passed
-from protos.identity import COORDINATOR, BadCertificate, uri_of
+from protos.common.errors import UnreachableError
+from protos.identity.certificates import COORDINATOR, CertificateError, uri_of
+from protos.operations.checks import CheckResult, failed, note, passed
 
 SECONDS: Final = 10.0
 _HEAD: Final = 16_384  # bytes of a proxy's answer
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] ([0-9]{3})[ \r]")
 NAME, WAY, INSPECTED = "the name resolves", "the way out is open", "nobody reads along (TLS inspection)"
-_EXEMPT: Final = "have the proxy's owner exempt this host from TLS inspection: it breaks the proof of who is who"
+_EXEMPT: Final = "ask the proxy's owner to exempt this host from TLS inspection, which breaks the authentication"
 _PROXY_SAID: Final = {
     407: (
-        "the proxy wants a user name",
-        "have the proxy let this machine through without one, to this host and port",
+        "the proxy needs a user name",
+        "ask the proxy's owner to permit this machine without one, to this host and port",
     ),
-    403: ("the proxy forbids it", "have the proxy's owner allow CONNECT to this host and port"),
-    405: ("the proxy knows no CONNECT", "see that `proxy` names the forward proxy, and its port"),
+    403: ("the proxy forbids it", "ask the proxy's owner to allow CONNECT to this host and port"),
+    405: ("the proxy does not support CONNECT", "check that `proxy` names the forward proxy and its port"),
     502: ("the proxy cannot reach the coordinator", "ask the proxy's owner whether it resolves and reaches the host"),
     503: ("the proxy cannot reach the coordinator", "ask the proxy's owner whether it resolves and reaches the host"),
     504: ("the proxy got no answer", "ask the proxy's owner whether it resolves and reaches the host"),
 }
 
 
-class Blocked(Exception):
-    """A step does not work: what is wrong, and what to do."""
+class CheckFailedError(UnreachableError):
+    """A step fails: the problem, and the remedy."""
 
     def __init__(self, said: str, fix: str) -> None:
         """Both for the operator."""
@@ -50,7 +51,7 @@ class Blocked(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Endpoint:
     """From here to the coordinator."""
 
     target: str  # host:port
@@ -63,15 +64,15 @@ class Way:
         return self.proxy or self.target
 
 
-def parted(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     """Host and port of host:port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def resolves(way: Way) -> Iterator[Finding]:
+def resolves(way: Endpoint) -> Iterator[CheckResult]:
     """Is the name known that is dialled from here? Behind a proxy the coordinator's name is the proxy's business."""
-    host = parted(way.first)[0]
+    host = split_address(way.first)[0]
     try:
         found = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError:
@@ -82,31 +83,31 @@ def resolves(way: Way) -> Iterator[Finding]:
     yield passed(NAME, f"{whose}{host}: {', '.join(found[:4])}")
 
 
-def is_open(way: Way) -> Iterator[Finding]:
+def is_open(way: Endpoint) -> Iterator[CheckResult]:
     """Can a connection be had, through the proxy where there is one?"""
     try:
-        opened(way)[0].close()
-    except Blocked as blocked:
+        connect(way)[0].close()
+    except CheckFailedError as blocked:
         yield failed(WAY, blocked.said, blocked.fix)
         return
     yield passed(WAY, f"{way.target} by CONNECT through {way.proxy}" if way.proxy else f"{way.target}, straight")
 
 
-def opened(way: Way) -> tuple[socket.socket, float | None]:
+def connect(way: Endpoint) -> tuple[socket.socket, float | None]:
     """A connection to the coordinator, and the time that the proxy told on the way (seconds since 1970), if it did.
 
     Raises:
-        Blocked: what is wrong and what to do.
+        CheckFailedError: what is wrong and what to do.
     """
-    host, port = parted(way.first)
+    host, port = split_address(way.first)
     try:
         connection = socket.create_connection((host, port), timeout=SECONDS)
     except TimeoutError:
         fix = f"have the firewall's owner allow TCP from this machine to {way.first}"
-        raise Blocked(f"{way.first} does not answer: a firewall drops it", fix) from None
+        raise CheckFailedError(f"{way.first} does not answer: a firewall drops the packets", fix) from None
     except OSError as error:
-        fix = f"see that {way.first} is right and is reached from this machine"
-        raise Blocked(f"{way.first} cannot be reached: {error.strerror or 'no such name'}", fix) from None
+        fix = f"check that {way.first} is right and can be reached from this machine"
+        raise CheckFailedError(f"{way.first} cannot be reached: {error.strerror or 'no such name'}", fix) from None
     if not way.proxy:
         return connection, None
     try:
@@ -120,7 +121,7 @@ def _connect(connection: socket.socket, target: str) -> float | None:
     """CONNECT (RFC 9110, section 9.3.6); the time in the proxy's answer.
 
     Raises:
-        Blocked: it opens no tunnel.
+        CheckFailedError: it opens no tunnel.
     """
     answer = b""
     try:
@@ -134,11 +135,13 @@ def _connect(connection: socket.socket, target: str) -> float | None:
         answer = b""
     status = _STATUS.match(answer)
     if status is None:
-        raise Blocked("what is called a proxy does not answer as one", "see that `proxy` names the forward proxy")
+        raise CheckFailedError(
+            "the host in `proxy` does not answer as a proxy", "check that `proxy` names the forward proxy"
+        )
     code = int(status[1])
     if code != 200:
         usual = (f"the proxy answers {code}", "ask the proxy's owner why")
-        raise Blocked(*_PROXY_SAID.get(code, usual))
+        raise CheckFailedError(*_PROXY_SAID.get(code, usual))
     date = re.search(rb"\r\ndate: *([^\r]{1,64})\r", answer, re.IGNORECASE)
     return seconds_of(date[1].decode("ascii", "replace")) if date else None
 
@@ -150,47 +153,47 @@ def seconds_of(date: str) -> float | None:
     return None
 
 
-def uninspected(way: Way) -> Iterator[Finding]:
+def tls_is_direct(way: Endpoint) -> Iterator[CheckResult]:
     """Is it the coordinator's own certificate that comes here, from the federation's root and no other?
 
     Before enrolment there is no root to pin: then the certificate's own words are all there is, which prove nothing.
     """
     try:
-        opened(way)[0].close()
-    except Blocked:
-        yield noted(INSPECTED, "cannot be told while the way out is closed")
+        connect(way)[0].close()
+    except CheckFailedError:
+        yield note(INSPECTED, "unknown while the outbound connection is closed")
         return
     try:
         if way.root is not None:
             yield _pinned(way, way.root)
             return
-        leaf = shown(way)
-    except Blocked as blocked:
+        leaf = peer_certificate(way)
+    except CheckFailedError as blocked:
         yield failed(INSPECTED, blocked.said, blocked.fix)
         return
     if _coordinators(leaf):
-        yield noted(INSPECTED, "what comes says that it is a coordinator's; it is proved after enrolment")
+        yield note(INSPECTED, "the certificate says that it is a coordinator's; this is verified after enrolment")
     else:
-        yield failed(INSPECTED, f"the certificate that comes is signed by {_signer(leaf)}", _EXEMPT)
+        yield failed(INSPECTED, f"the received certificate is signed by {_signer(leaf)}", _EXEMPT)
 
 
-def _pinned(way: Way, root: Path) -> Finding:
+def _pinned(way: Endpoint, root: Path) -> CheckResult:
     context = ssl.create_default_context(cafile=root)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
-    host = parted(way.target)[0]
-    connection = opened(way)[0]
+    host = split_address(way.target)[0]
+    connection = connect(way)[0]
     try:
         with context.wrap_socket(connection, server_hostname=host) as secured:
             if secured.selected_alpn_protocol() != "h2":
-                said = "the chain is right, and HTTP/2 is not offered: something between strips it"
-                return failed(INSPECTED, said, "have the proxy pass TLS through untouched (TCP passthrough)")
+                said = "the chain is right, but HTTP/2 is not offered: a device in between removes it"
+                return failed(INSPECTED, said, "let the proxy pass TLS through unchanged (TCP passthrough)")
             return passed(INSPECTED, f"the chain ends in the federation's own root; {secured.version()}")
     except ssl.SSLCertVerificationError as error:
         return _unverified(way, error.verify_code, error.verify_message)
     except OSError:
         connection.close()
-        said = "no TLS connection comes about: something between breaks it off, or no coordinator is there"
+        said = "no TLS connection: a device in between breaks it off, or there is no coordinator"
         return failed(INSPECTED, said, _EXEMPT)
 
 
@@ -198,42 +201,43 @@ def _pinned(way: Way, root: Path) -> Finding:
 _EARLY, _ENDED, _NAMES = 9, 10, (62, 64)
 
 
-def _unverified(way: Way, code: int, why: str) -> Finding:
+def _unverified(way: Endpoint, code: int, why: str) -> CheckResult:
     if code in (_EARLY, _ENDED):
         said = f"the coordinator's certificate is {'not valid yet' if code == _EARLY else 'over'}, by this clock"
         return failed(INSPECTED, said, "set this machine's clock by NTP; if it is right, tell the coordinator")
-    leaf = shown(way)
+    leaf = peer_certificate(way)
     if code in _NAMES and _coordinators(leaf):
-        said = "it is the coordinator, under another name than it is dialled by"
-        return failed(INSPECTED, said, "dial the name that the coordinator gave, or have it set `address`")
+        said = "it is the coordinator, but under another name than the one in the settings"
+        return failed(INSPECTED, said, "use the name that the coordinator gave, or ask its operator to set `address`")
     if _coordinators(leaf):
-        said = "the certificate is of another federation, or the root here is an old one"
-        return failed(INSPECTED, said, "compare the root's fingerprint with the coordinator by telephone")
+        said = "the certificate is from another federation, or the root here is outdated"
+        return failed(INSPECTED, said, "compare the root's fingerprint with the coordinator by phone")
     return failed(INSPECTED, f"the certificate that comes is signed by {_signer(leaf)} ({why})", _EXEMPT)
 
 
-def shown(way: Way) -> x509.Certificate:
-    """The certificate that comes, whoever signed it: to say who reads along. Nothing is sent over this connection.
+def peer_certificate(way: Endpoint) -> x509.Certificate:
+    """The certificate that arrives, whoever signed it, to find out who intercepts the connection. Nothing is sent
+    over it.
 
     Raises:
-        Blocked: none comes.
+        CheckFailedError: none comes.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    connection = opened(way)[0]
+    connection = connect(way)[0]
     try:
-        with context.wrap_socket(connection, server_hostname=parted(way.target)[0]) as secured:
+        with context.wrap_socket(connection, server_hostname=split_address(way.target)[0]) as secured:
             return x509.load_der_x509_certificate(secured.getpeercert(binary_form=True) or b"")
     except (OSError, ValueError):
         connection.close()
-        raise Blocked("no TLS connection comes about", _EXEMPT) from None
+        raise CheckFailedError("no TLS connection", _EXEMPT) from None
 
 
 def _coordinators(leaf: x509.Certificate) -> bool:
     try:
         return uri_of(leaf) == COORDINATOR
-    except BadCertificate:
+    except CertificateError:
         return False
 
 
@@ -246,7 +250,7 @@ def _signer(leaf: x509.Certificate) -> str:
     return "somebody who gives no name"
 
 
-def skew(name: str, ours: float, theirs: float | None, whose: str, most: float = 60.0) -> Finding:
+def skew(name: str, ours: float, theirs: float | None, whose: str, most: float = 60.0) -> CheckResult:
     """How far the clocks are apart, in seconds.
 
     Args:
@@ -257,9 +261,11 @@ def skew(name: str, ours: float, theirs: float | None, whose: str, most: float =
         most: seconds beyond which it fails; certificates are good five minutes before their beginning.
     """
     if theirs is None:
-        return noted(name, f"{whose} told no time, so the clocks cannot be compared")
+        return note(name, f"{whose} reported no time, so the clocks cannot be compared")
     apart = ours - theirs
     if not abs(apart) <= most:
         said = f"{abs(apart):.0f} s {'before' if apart > 0 else 'behind'} {whose}"
-        return failed(name, said, "set this machine's clock by NTP (chrony, timesyncd), or have the other side do it")
+        return failed(
+            name, said, "set this machine's clock by NTP (chrony, timesyncd), or ask the other side to do it"
+        )
     return passed(name, f"{abs(apart):.1f} s from {whose}")

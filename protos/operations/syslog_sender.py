@@ -1,8 +1,8 @@
 """The log on its way to the hospital's own collector: syslog (RFC 5424) over TLS (RFC 5425).
 
-A copy, and never more: the file beside the process is the log. Whoever logs does not wait. What finds the queue full
-is dropped and counted, and the collector is told how much it misses. Syslog acknowledges nothing: what the system had
-taken when a connection broke may be lost too.
+This is a copy; the file on disk is the log. Logging never waits for the sender. Lines that find the queue full are
+dropped and counted, and the collector receives the count. Syslog has no acknowledgements: lines that the system had
+buffered when a connection broke may be lost too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-PORT: Final = 6514  # RFC 5425, section 4.1
+from protos.common.errors import ConfigError
+
 SEVERITIES: Final = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}  # RFC 5424, section 6.2.1
 MOST: Final = 4096  # lines that wait; each is two kilobytes or less
 _SECONDS: Final = 10.0  # to connect, and for one line
@@ -32,7 +33,7 @@ _NOT_NAME: Final = re.compile(r"[^\x21-\x7e]")
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
-class BadCollector(ValueError):
+class CollectorConfigError(ConfigError, ValueError):
     """The settings of the collector make no sense; the text says which."""
 
 
@@ -43,7 +44,7 @@ class Collector:
     to: str  # host:port
     ca: Path | None = None  # PEM of who certifies the collector; None: the system's own list
     certificate: Path | None = None  # PEM, ours, where the collector asks for one
-    key: Path | None = None
+    key: Path | None = None  # of the certificate, PEM
     facility: int = 13  # log audit; RFC 5424, section 6.2.1
     hostname: str = ""  # how this machine is called there; "": as it calls itself
 
@@ -51,11 +52,11 @@ class Collector:
         """An address, a facility, and a certificate with its key or neither."""
         match = _HOST.fullmatch(self.to)
         if match is None or not 0 < int(match[2]) < 65_536:
-            raise BadCollector("to must be host:port")
+            raise CollectorConfigError("syslog.to must be host:port")
         if not 0 <= self.facility <= 23:
-            raise BadCollector("facility lies in 0 to 23")
+            raise CollectorConfigError("syslog.facility lies in 0 to 23")
         if (self.certificate is None) is not (self.key is None):
-            raise BadCollector("give certificate and key, or neither")
+            raise CollectorConfigError("syslog: give certificate and key, or neither")
 
     @property
     def address(self) -> tuple[str, int]:

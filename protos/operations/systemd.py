@@ -1,4 +1,4 @@
-"""What systemd is told (sd_notify(3)): ready, stopping, and, while the service is well, that it lives.
+"""Notify systemd (sd_notify(3)): ready, stopping, and, while the service is healthy, the watchdog.
 
 Type=notify and WatchdogSec= in the unit. A datagram to the socket that NOTIFY_SOCKET names, and no library. The
 variable is taken out of the environment, so that no child process speaks for this one.

@@ -2,21 +2,21 @@
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical Secure Aggregation for
 Privacy-Preserving Machine Learning" (CCS 2017), Figure 4 with the parts for an active server: signed keys and the
-consistency check. Five exchanges (`protos.secagg_wire.Step`), bytes in and bytes out; `protos.secagg_hub` is the
-other side. With ``u`` this site, ``x`` its vector and all sums modulo 2^bits, the coordinator gets
+consistency check. Five exchanges (`protos.secagg.messages.Step`), bytes in and bytes out; `protos.secagg.server` is
+the other side. With ``u`` this site, ``x`` its vector and all sums modulo 2^bits, the coordinator gets
 
     y_u = x_u + PRG(b_u) + sum over v < u of PRG(s_uv) - sum over v > u of PRG(s_uv)
 
 and from ``threshold`` sites a share of *either* ``b_v`` (v survived) *or* v's mask key (it did not), never both.
 
-What it promises against a coordinator that does what it likes together with ``corrupt`` sites: they learn at most
-the sum of the other survivors, who are at least ``min_survivors - corrupt >= honest`` many. It does not help against
-a roster of sites that the coordinator made up (see `Acquaintance`), what the sum itself tells, sums of several rounds
-with different survivors, and a site that lies about its own vector. Any member can spoil a round.
+Guarantee against a malicious coordinator that colludes with ``corrupt`` sites: they learn at most the sum of the
+other survivors, of whom there are at least ``min_survivors - corrupt >= honest``. Not covered: a roster of sites that
+the coordinator invented (see `KnownPartners`), what the sum itself reveals, sums of several rounds with different
+survivors, and a site that lies about its own vector. Any member can spoil a round.
 
-One duty stays with the caller, since nothing here is durable: at most one `Member` for each run and round, *ever*,
-recorded before `advertise`, whatever the session's other fields say. Two sums over the same vectors with different
-survivors are a difference of two sums: one site's vector.
+The caller has one duty, since nothing here is durable: at most one `Member` for each run and round, *ever*, recorded
+before `advertise`, whatever the session's other fields are. Two sums over the same vectors with different survivors
+reveal one site's vector by their difference.
 
 Flower's SecAgg+ was measured and rejected (32-bit seeds, unsigned keys, and its clients answer a server that lists a
 site both as dead and alive). The protocol here is ours; every primitive but Shamir's is ``cryptography``'s.
@@ -35,22 +35,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
-from protos.secagg_session import Acquaintance, Session
-from protos.secagg_wire import (
+from protos.secagg.messages import (
     ADVERT_BYTES,
     FRAME,
     KEY_SHARE,
     PARCEL_BYTES,
     SEED_SHARE,
     Advert,
-    BadMessage,
     Dealer,
-    Refused,
-    Roll,
+    SecAggError,
+    SecAggMessageError,
     Step,
+    SurvivorList,
     commit,
     commit_shares,
-    cut,
     open_message,
     pack_reveal,
     pair_seed,
@@ -59,8 +57,10 @@ from protos.secagg_wire import (
     read_roll,
     self_seed,
     sign,
+    split_messages,
 )
-from protos.shamir import Entropy, split
+from protos.secagg.session import KnownPartners, Session
+from protos.secagg.shamir import Entropy, split
 
 
 @dataclass(slots=True, repr=False)
@@ -75,18 +75,18 @@ class _Secrets:
     dealer: Dealer | None = None
     shares: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # of others' seeds and keys
     sharers: frozenset[int] = frozenset()  # U2
-    roll: Roll | None = None
+    roll: SurvivorList | None = None
 
 
 class Member:
     """One site in one secure sum. Each step is done once, in order; any refusal ends it and forgets all secrets.
 
-    Nothing of it is to be stored: a site whose process died has dropped out. An adapter that may be asked again for
-    an answer that got lost keeps the answer, not the member.
+    None of it may be stored: a site whose process died has dropped out. An adapter that may have to repeat a lost
+    answer stores the answer, not the member.
     """
 
     def __init__(
-        self, session: Session, site: str, sign_key: Ed25519PrivateKey, known: Acquaintance, entropy: Entropy
+        self, session: Session, site: str, sign_key: Ed25519PrivateKey, known: KnownPartners, entropy: Entropy
     ) -> None:
         """Take part in ``session`` as ``site``.
 
@@ -98,10 +98,10 @@ class Member:
             entropy: cryptographic, never repeatable outside tests; 96 bytes, then 48 bytes for each of the
                 2 (threshold - 1) coefficients, those of the seed first.
         Raises:
-            Refused: the roster does not have this site with this key, or too few that it knows.
+            SecAggError: the roster does not have this site with this key, or too few that it knows.
         """
         if session.roster.get(site) != sign_key.public_key().public_bytes_raw():
-            raise Refused("the roster does not name this site with its own key")
+            raise SecAggError("the roster does not name this site with its own key")
         self._session, self._key, self._known = session, sign_key, known
         self._own = session.sites.index(site)
         self._entropy = entropy
@@ -118,11 +118,11 @@ class Member:
         """Round 0: fresh keys, signed. The request is empty.
 
         Raises:
-            Refused: asked before, or with something in the request.
+            SecAggError: asked before, or with something in the request.
         """
         with self._doing(Step.ADVERTISE) as own:
             if request:
-                raise BadMessage("nothing is said before the keys")
+                raise SecAggMessageError("nothing is said before the keys")
             return own.advert
 
     def _draw(self, entropy: Entropy) -> _Secrets:
@@ -138,18 +138,18 @@ class Member:
         """Round 1: all advertisements in; shares of this site's seed and mask key out, sealed for each other member.
 
         Raises:
-            Refused: a key is forged, repeated, of another session; this site's own is missing or was changed; or
+            SecAggError: a key is forged, repeated, of another session; this site's own is missing or was changed; or
                 too few members, or too few known ones, are left.
         """
         with self._doing(Step.SHARE) as own:
-            found = [read_advert(self._session, raw) for raw in cut(self._session, request, ADVERT_BYTES)]
+            found = [read_advert(self._session, raw) for raw in split_messages(self._session, request, ADVERT_BYTES)]
             own.adverts = {advert.sender: advert for advert in found}
             _ascending([advert.sender for advert in found])
             if own.adverts.get(self._own) != read_advert(self._session, own.advert):
-                raise Refused("this site's own advertisement is missing or was changed")
+                raise SecAggError("this site's own advertisement is missing or was changed")
             publics = [public for advert in found for public in (advert.share_key, advert.mask_key)]
             if len(set(publics)) != len(publics):
-                raise Refused("two advertised keys are the same")
+                raise SecAggError("two advertised keys are the same")
             self._enough(frozenset(own.adverts))
             own.dealer = Dealer(self._session, self._own, own.share_key, hashlib.sha256(request).digest())
             return self._deal(own, own.dealer)
@@ -176,8 +176,8 @@ class Member:
             lattice: (length,) int64 from `Ring.quantise`, plus the noise that is drawn on the lattice, within the
                 bound.
         Raises:
-            Refused: parcels were changed, doubled, misdirected, or are too few.
-            NotEncodable: the vector does not fit the ring.
+            SecAggError: parcels were changed, doubled, misdirected, or are too few.
+            NotEncodableError: the vector does not fit the ring.
         """
         with self._doing(Step.MASK) as own:
             ring = self._session.params.ring
@@ -191,12 +191,12 @@ class Member:
 
     def _accept(self, own: _Secrets, request: bytes) -> None:
         assert own.dealer is not None
-        raws = cut(self._session, request, PARCEL_BYTES)
+        raws = split_messages(self._session, request, PARCEL_BYTES)
         parcels = [read_parcel(self._session, raw, own.dealer.adverts) for raw in raws]
         _ascending([parcel.dealer for parcel in parcels])
         for parcel in parcels:
             if parcel.holder != self._own or parcel.dealer not in own.adverts:
-                raise Refused("a parcel is for another site, or from one that did not advertise")
+                raise SecAggError("a parcel is for another site, or from one that did not advertise")
             shares = own.dealer.open(parcel, own.adverts[parcel.dealer])
             if shares is not None:
                 own.shares[parcel.dealer] = shares
@@ -207,17 +207,17 @@ class Member:
         """Round 3, the consistency check: the roll in; this site's signature under it out.
 
         Raises:
-            Refused: a site is listed both alive and dead, or in neither list; this site is not alive; or the
+            SecAggError: a site is listed both alive and dead, or in neither list; this site is not alive; or the
                 survivors, or the known ones among them, are too few.
         """
         with self._doing(Step.AGREE) as own:
             roll = read_roll(self._session, request)
             if roll.alive & roll.dead:
-                raise Refused("a site is listed both dead and alive: whoever asks this wants to unmask it")
+                raise SecAggError("a site is listed both dead and alive: whoever asks this wants to unmask it")
             if roll.alive | roll.dead != own.sharers:
-                raise Refused("the roll is not of the sites that shared their keys")
+                raise SecAggError("the roll is not of the sites that shared their keys")
             if self._own not in roll.alive:
-                raise Refused("this site has sent its vector and is not listed alive")
+                raise SecAggError("this site has sent its vector and is not listed alive")
             self._enough(roll.alive)
             own.roll = roll
             return sign(self._session, Step.AGREE, self._own, roll.encode(self._session), self._key)
@@ -226,22 +226,22 @@ class Member:
         """Round 4: the survivors' signatures in; one share for each site out: of its seed or of its mask key.
 
         Raises:
-            Refused: fewer than ``threshold`` survivors have signed the very roll that this site has signed.
+            SecAggError: fewer than ``threshold`` survivors have signed the very roll that this site has signed.
         """
         with self._doing(Step.REVEAL) as own:
             roll = own.roll
             assert roll is not None
             signers = []
-            for raw in cut(self._session, request, FRAME + Roll.size(self._session)):
-                signer, body = open_message(self._session, Step.AGREE, raw, Roll.size(self._session))
+            for raw in split_messages(self._session, request, FRAME + SurvivorList.size(self._session)):
+                signer, body = open_message(self._session, Step.AGREE, raw, SurvivorList.size(self._session))
                 if body != roll.encode(self._session):
-                    raise Refused("the sites were shown different rolls")
+                    raise SecAggError("the sites were shown different rolls")
                 signers.append(signer)
             _ascending(signers)
             if not set(signers) <= roll.alive:
-                raise Refused("a site signed the roll that is not on it")
+                raise SecAggError("a site signed the roll that is not on it")
             if not len(signers) >= self._session.params.quorum.threshold:
-                raise Refused("too few survivors have signed the roll")
+                raise SecAggError("too few survivors have signed the roll")
             shares = {
                 i: (SEED_SHARE, seed) if i in roll.alive else (KEY_SHARE, key)
                 for i, (seed, key) in own.shares.items()
@@ -252,10 +252,10 @@ class Member:
         """The step by its name, for an adapter: bytes in, bytes out. Only `Step.MASK` takes a vector.
 
         Raises:
-            Refused: as the steps do; or a vector is missing or not wanted.
+            SecAggError: as the steps do; or a vector is missing or not wanted.
         """
         if (step is Step.MASK) is (lattice is None):
-            raise Refused("a vector belongs to the mask step, and to it alone")
+            raise SecAggError("a vector belongs to the mask step, and to it alone")
         if lattice is not None:
             return self.mask(request, lattice)
         steps = {
@@ -271,7 +271,7 @@ class Member:
         """Let ``step`` happen once and in its place; whatever goes wrong, no secret outlives it."""
         try:
             if self._next is not step or self._secrets is None:
-                raise Refused(f"asked to {step.name.lower()} out of turn")
+                raise SecAggError(f"asked to {step.name.lower()} out of turn")
             yield self._secrets
         except BaseException:
             self._forget()
@@ -286,14 +286,16 @@ class Member:
 
     def _enough(self, members: frozenset[int]) -> None:
         if not len(members) >= self._session.params.quorum.min_survivors:
-            raise Refused(f"{len(members)} sites are left, {self._session.params.quorum.min_survivors} are needed")
+            raise SecAggError(
+                f"{len(members)} sites are left, {self._session.params.quorum.min_survivors} are needed"
+            )
         self._meet(members)
 
     def _meet(self, members: frozenset[int]) -> None:
         if short := self._known.missing(self._session, self._own, members):
-            raise Refused(f"of the sites left, {short} more must be ones that this site knows")
+            raise SecAggError(f"of the sites left, {short} more must be ones that this site knows")
 
 
 def _ascending(senders: list[int]) -> None:
     if any(a >= b for a, b in itertools.pairwise(senders)):
-        raise BadMessage("senders are not ascending, or one comes twice")
+        raise SecAggMessageError("senders are not ascending, or one comes twice")

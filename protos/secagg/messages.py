@@ -33,9 +33,10 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from protos.envelope import pae
-from protos.secagg_session import Session
-from protos.shamir import SHARE_BYTES, is_share
+from protos.common.dsse import pae
+from protos.common.errors import PeerError
+from protos.secagg.session import Session
+from protos.secagg.shamir import SHARE_BYTES, is_share
 
 PAYLOAD_TYPE: Final = "application/vnd.lazaret.secagg.v1"
 MAGIC: Final = b"LSA1"
@@ -59,11 +60,11 @@ class Step(IntEnum):
     REVEAL = 5
 
 
-class Refused(ValueError):
+class SecAggError(PeerError, ValueError):
     """A member or the coordinator goes no further: the reason, and no secret, is in the text."""
 
 
-class BadMessage(Refused):
+class SecAggMessageError(SecAggError):
     """Malformed, oversized, of another session, step or sender, or not validly signed."""
 
 
@@ -77,18 +78,18 @@ def open_message(session: Session, kind: int, raw: bytes | memoryview, body_byte
     """Check size, frame and signature; then (sender, body).
 
     Raises:
-        BadMessage: for anything but this kind of message of this session.
+        SecAggMessageError: for anything but this kind of message of this session.
     """
     if len(raw) != FRAME + body_bytes:
-        raise BadMessage(f"a message of kind {kind} has {FRAME + body_bytes} bytes")
+        raise SecAggMessageError(f"a message of kind {kind} has {FRAME + body_bytes} bytes")
     view = memoryview(raw)
     magic, found, digest, sender = _HEAD.unpack(view[: _HEAD.size])
     if magic != MAGIC or found != kind:
-        raise BadMessage("a message of another kind or version")
+        raise SecAggMessageError("a message of another kind or version")
     if digest != session.digest:
-        raise BadMessage("of another session: run, round, parameters, roster or start vector differ")
+        raise SecAggMessageError("of another session: run, round, parameters, roster or start vector differ")
     if not sender < len(session.sites):
-        raise BadMessage("the sender is not in the roster")
+        raise SecAggMessageError("the sender is not in the roster")
     signed, signature = view[:-SIGNATURE_BYTES], bytes(view[-SIGNATURE_BYTES:])
     public = session.roster[session.sites[sender]]
     try:
@@ -96,18 +97,18 @@ def open_message(session: Session, kind: int, raw: bytes | memoryview, body_byte
             signature, pae(PAYLOAD_TYPE, hashlib.sha256(signed).digest())
         )
     except (InvalidSignature, ValueError):
-        raise BadMessage(f"not signed by the enrolled key of {session.sites[sender]}") from None
+        raise SecAggMessageError(f"not signed by the enrolled key of {session.sites[sender]}") from None
     return sender, view[_HEAD.size : -SIGNATURE_BYTES]
 
 
-def cut(session: Session, raw: bytes, size: int) -> list[bytes]:
+def split_messages(session: Session, raw: bytes, size: int) -> list[bytes]:
     """The messages of ``size`` bytes that the coordinator sent end to end.
 
     Raises:
-        BadMessage: no whole number of them, or more than there are sites.
+        SecAggMessageError: no whole number of them, or more than there are sites.
     """
     if len(raw) % size or len(raw) > size * len(session.sites):
-        raise BadMessage("not a whole number of messages, or too many")
+        raise SecAggMessageError("not a whole number of messages, or too many")
     return [raw[start : start + size] for start in range(0, len(raw), size)]
 
 
@@ -124,8 +125,8 @@ def _set_bytes(session: Session) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Roll:
-    """Who survived until the masked vectors were in, and who did not."""
+class SurvivorList:
+    """The survivors when the masked vectors were in, and the dropouts."""
 
     alive: frozenset[int]
     dead: frozenset[int]
@@ -140,20 +141,20 @@ class Roll:
         return 2 * _set_bytes(session)
 
 
-def read_roll(session: Session, raw: bytes | memoryview) -> Roll:
+def read_roll(session: Session, raw: bytes | memoryview) -> SurvivorList:
     """Read two bitmaps; nothing is said yet about whether they make sense.
 
     Raises:
-        BadMessage: of another size, or with bits for sites that do not exist.
+        SecAggMessageError: of another size, or with bits for sites that do not exist.
     """
     half = _set_bytes(session)
     if len(raw) != 2 * half:
-        raise BadMessage("a roll is two bitmaps")
+        raise SecAggMessageError("a roll is two bitmaps")
     sets = [int.from_bytes(raw[start : start + half], "little") for start in (0, half)]
     if any(bits >> len(session.sites) for bits in sets):
-        raise BadMessage("a roll names sites that are not in the roster")
+        raise SecAggMessageError("a roll names sites that are not in the roster")
     alive, dead = (frozenset(i for i in range(len(session.sites)) if bits >> i & 1) for bits in sets)
-    return Roll(alive, dead)
+    return SurvivorList(alive, dead)
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def read_advert(session: Session, raw: bytes) -> Advert:
     """Check and read an advertisement.
 
     Raises:
-        BadMessage: malformed, badly signed, or with a key of small order.
+        SecAggMessageError: malformed, badly signed, or with a key of small order.
     """
     sender, body = open_message(session, Step.ADVERTISE, raw, 96)
     share_key, mask_key, commitment = (bytes(body[start : start + 32]) for start in (0, 32, 64))
@@ -190,7 +191,7 @@ def _exchange(mine: X25519PrivateKey, theirs: bytes) -> bytes:
     try:
         return mine.exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError:
-        raise BadMessage("a public key of small order") from None
+        raise SecAggMessageError("a public key of small order") from None
 
 
 def derive(session: Session, label: bytes, numbers: tuple[int, ...], secret: bytes) -> bytes:
@@ -226,7 +227,7 @@ def commit_shares(session: Session, dealer: int, holder: int, shares: tuple[byte
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class SealedShares:
     """Two shares from ``dealer`` to ``holder``, sealed."""
 
     dealer: int
@@ -264,7 +265,7 @@ class Dealer:
         body = self.adverts + struct.pack("<H", holder) + first + second + sealed
         return sign(self.session, PARCEL, self.own, body, key)
 
-    def open(self, parcel: Parcel, by: Advert) -> tuple[bytes, bytes] | None:
+    def open(self, parcel: SealedShares, by: Advert) -> tuple[bytes, bytes] | None:
         """The two shares, or None where the dealer (who signed this) sealed something else than it committed to."""
         cipher = _parcel_key(self.session, self.secret, by.share_key, parcel.dealer, parcel.holder)
         data = _parcel_data(self.session, self.adverts, parcel.dealer, parcel.holder)
@@ -279,19 +280,19 @@ class Dealer:
         return shares if wanted == parcel.commitments else None
 
 
-def read_parcel(session: Session, raw: bytes | memoryview, adverts: bytes) -> Parcel:
+def read_parcel(session: Session, raw: bytes | memoryview, adverts: bytes) -> SealedShares:
     """Check a parcel's frame, signature and the set of advertisements that it answers.
 
     Raises:
-        BadMessage: malformed, badly signed, or made for other advertisements.
+        SecAggMessageError: malformed, badly signed, or made for other advertisements.
     """
     dealer, body = open_message(session, PARCEL, raw, _PARCEL_BODY)
     (holder,) = struct.unpack("<H", body[32:34])
     if body[:32] != adverts:
-        raise BadMessage("a parcel was made for other advertisements than these")
+        raise SecAggMessageError("a parcel was made for other advertisements than these")
     if not (holder < len(session.sites) and holder != dealer):
-        raise BadMessage("a parcel has no such addressee")
-    return Parcel(dealer, holder, (bytes(body[34:66]), bytes(body[66:98])), bytes(body[98:]))
+        raise SecAggMessageError("a parcel has no such addressee")
+    return SealedShares(dealer, holder, (bytes(body[34:66]), bytes(body[66:98])), bytes(body[98:]))
 
 
 # -- reveals ---------------------------------------------------------------------------------------------------------
@@ -304,11 +305,11 @@ def pack_reveal(session: Session, shares: dict[int, tuple[int, bytes]]) -> bytes
     return b"".join(bytes([kind]) + share for kind, share in rows)
 
 
-def read_reveal(session: Session, raw: bytes, roll: Roll) -> tuple[int, dict[int, bytes]]:
+def read_reveal(session: Session, raw: bytes, roll: SurvivorList) -> tuple[int, dict[int, bytes]]:
     """Check a reveal against the roll: (sender, member's number -> share).
 
     Raises:
-        BadMessage: malformed, badly signed, or with a share of a kind that the roll does not ask for.
+        SecAggMessageError: malformed, badly signed, or with a share of a kind that the roll does not ask for.
     """
     row = 1 + SHARE_BYTES
     sender, body = open_message(session, Step.REVEAL, raw, row * len(session.sites))
@@ -319,6 +320,6 @@ def read_reveal(session: Session, raw: bytes, roll: Roll) -> tuple[int, dict[int
             continue
         asked = SEED_SHARE if i in roll.alive else KEY_SHARE if i in roll.dead else NO_SHARE
         if kind == NO_SHARE or kind != asked or not is_share(share):
-            raise BadMessage("a reveal holds what nobody asked for")
+            raise SecAggMessageError("a reveal holds what nobody asked for")
         shares[i] = share
     return sender, shares

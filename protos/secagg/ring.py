@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
+from protos.common.errors import RefusedError
+
 MAX_LENGTH: Final = 1 << 28
 MAX_SCALE: Final = 40
 _EXACT: Final = 1 << 53  # integers up to here are float64 numbers
@@ -26,7 +28,7 @@ _ZEROS: Final = bytes(_PIECE)
 Words = NDArray[np.unsignedinteger[Any]]
 
 
-class NotEncodable(ValueError):
+class NotEncodableError(RefusedError, ValueError):
     """The vector has another shape or type, is not finite, or leaves the bound."""
 
 
@@ -79,12 +81,12 @@ class Ring:
         """Clip and round (length,) float32 or float64 to lattice units, int64.
 
         Raises:
-            NotEncodable: another type or shape, or a NaN or an infinity.
+            NotEncodableError: another type or shape, or a NaN or an infinity.
         """
         if not isinstance(vector, np.ndarray) or vector.dtype not in (np.float32, np.float64):
-            raise NotEncodable("a vector is of float32 or float64")
+            raise NotEncodableError("a vector is of float32 or float64")
         if vector.shape != (self.length,) or not bool(np.isfinite(vector).all()):
-            raise NotEncodable(f"a vector has shape ({self.length},) and is finite")
+            raise NotEncodableError(f"a vector has shape ({self.length},) and is finite")
         clipped = np.clip(vector.astype(np.float64), -self.bound, self.bound)
         return np.rint(np.ldexp(clipped, self.scale)).astype(np.int64)  # a power of two: the product is exact
 
@@ -92,12 +94,12 @@ class Ring:
         """Lattice units (length,) int64 into the ring.
 
         Raises:
-            NotEncodable: another type or shape, or beyond the bound: such a sum could wrap.
+            NotEncodableError: another type or shape, or beyond the bound: such a sum could wrap.
         """
         if not isinstance(lattice, np.ndarray) or lattice.dtype != np.int64 or lattice.shape != (self.length,):
-            raise NotEncodable(f"lattice units are ({self.length},) int64")
+            raise NotEncodableError(f"lattice units are ({self.length},) int64")
         if not (-self.peak <= int(lattice.min()) and int(lattice.max()) <= self.peak):
-            raise NotEncodable("a coordinate leaves the bound")
+            raise NotEncodableError("a coordinate leaves the bound")
         return lattice.astype(self.dtype)
 
     def lower(self, total: Words) -> NDArray[np.int64]:
@@ -113,10 +115,10 @@ class Ring:
         """The ring element that ``size`` bytes hold, without a copy.
 
         Raises:
-            NotEncodable: of another size.
+            NotEncodableError: of another size.
         """
         if len(raw) != self.size:
-            raise NotEncodable("of another size")
+            raise NotEncodableError("of another size")
         return np.frombuffer(raw, self.dtype)
 
     def add_mask(self, total: Words, seed: bytes, sign: int) -> None:

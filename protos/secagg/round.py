@@ -1,8 +1,8 @@
 """What both ends of a round with secure aggregation build from the same facts: the session, the framing, the ring.
 
-`protos.secagg` is the protocol; here is what Lazaret puts into it. Every fact that members must have alike (start
-parameters, strategy, mechanism and its configuration) goes into the session's context, so that a coordinator that
-shows different sites different models gets nothing it can unmask (Pasquini et al. 2022).
+`protos.secagg.member` is the protocol; here is what Lazaret puts into it. Every fact that members must have alike
+(start parameters, strategy, mechanism and its configuration) goes into the session's context, so that a coordinator
+that shows different sites different models gets nothing it can unmask (Pasquini et al. 2022).
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.secagg_ring import Ring, Words
-from protos.secagg_session import Params, Quorum, Session, start_context
-from protos.secagg_wire import Step, open_message
+from protos.common.canonical_json import canonical
+from protos.common.errors import PeerError
+from protos.secagg.messages import Step, open_message
+from protos.secagg.ring import Ring, Words
+from protos.secagg.session import Params, Quorum, Session, start_context
 
 CORRUPT: Final = 1  # sites that may work with the coordinator against the others
 MOST_SETUP: Final = 1 << 16
 _LENGTH: Final = struct.Struct(">Q")
 
 
-class BadSetup(ValueError):
+class SecAggSetupError(PeerError, ValueError):
     """What a round begins with is not in its one form."""
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RoundParams:
     """One round of one run, and its public configuration."""
 
     run: str
@@ -42,8 +44,8 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What a site is told before it advertises its keys."""
+class RoundSetup:
+    """The parameters that a site gets before it advertises its keys."""
 
     roster: Mapping[str, bytes]  # site -> Ed25519 key, raw
     strategy: str
@@ -52,25 +54,25 @@ class Setup:
     def encode(self) -> bytes:
         """The one byte form: the length of a canonical JSON text, the text, the start parameters."""
         keys = {site: base64.b64encode(key).decode() for site, key in sorted(self.roster.items())}
-        text = json.dumps({"roster": keys, "strategy": self.strategy}, sort_keys=True, separators=(",", ":")).encode()
+        text = canonical({"roster": keys, "strategy": self.strategy})
         return frame(text, self.start)
 
     @staticmethod
-    def decode(raw: bytes) -> Setup:
+    def decode(raw: bytes) -> RoundSetup:
         """The setup of :meth:`encode`.
 
         Raises:
-            BadSetup: anything else.
+            SecAggSetupError: anything else.
         """
         text, start = unframe(raw)
         try:
             table: Any = json.loads(text) if len(text) <= MOST_SETUP else None
             roster = {str(s): base64.b64decode(k, validate=True) for s, k in table["roster"].items()}
-            setup = Setup(roster, str(table["strategy"]), start)
+            setup = RoundSetup(roster, str(table["strategy"]), start)
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error, RecursionError):
-            raise BadSetup("the setup is not one") from None
+            raise SecAggSetupError("the setup is not one") from None
         if setup.encode() != raw:
-            raise BadSetup("the setup is not in its one form")
+            raise SecAggSetupError("the setup is not in its one form")
         return setup
 
 
@@ -83,13 +85,13 @@ def unframe(raw: bytes) -> tuple[bytes, bytes]:
     """The two byte strings of :func:`frame`.
 
     Raises:
-        BadSetup: not two.
+        SecAggSetupError: not two.
     """
     if not len(raw) >= _LENGTH.size:
-        raise BadSetup("too short")
+        raise SecAggSetupError("too short")
     (length,) = _LENGTH.unpack_from(raw)
     if not length <= len(raw) - _LENGTH.size:
-        raise BadSetup("too short")
+        raise SecAggSetupError("too short")
     at = _LENGTH.size + length
     return bytes(raw[_LENGTH.size : at]), bytes(raw[at:])
 
@@ -99,7 +101,7 @@ def ring_of(config: Mapping[str, Any], parameters: int) -> Ring:
     return Ring(parameters, config["ring_bits"], config["value_bound"], config["scale"])
 
 
-def session(terms: Terms, start: NDArray[np.float32], roster: Mapping[str, bytes], quorum: Quorum) -> Session:
+def session(terms: RoundParams, start: NDArray[np.float32], roster: Mapping[str, bytes], quorum: Quorum) -> Session:
     """The session as one side sees it: equal on both sides, or nothing can be unmasked.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Secure aggregation, the coordinator's side: collects, names who dropped out, and takes the masks off the sum.
+"""Secure aggregation, the coordinator's side: collects messages, names dropouts, and unmasks the sum.
 
-The protocol is in `protos.secagg`. A member that sends anything malformed is dropped, alone; the first valid message
-of a step stands. Two wrongs cannot be blamed on one side from here and only cost shares: a share that does not match
-its commitment is set aside, and a round in which too few are left ends with `Refused`.
+The protocol is in `protos.secagg.member`. A member that sends anything malformed is dropped, alone; the first valid
+message of a step stands. Two wrongs cannot be blamed on one side from here and only cost shares: a share that does
+not match its commitment is set aside, and a round in which too few are left ends with `Refused`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
-from protos.secagg import Member
-from protos.secagg_session import Session
-from protos.secagg_wire import (
+from protos.secagg.member import Member
+from protos.secagg.messages import (
     FRAME,
     PARCEL_BYTES,
     Advert,
-    BadMessage,
-    Refused,
-    Roll,
+    SecAggError,
+    SecAggMessageError,
     Step,
+    SurvivorList,
     commit,
     open_message,
     pair_seed,
@@ -35,19 +34,20 @@ from protos.secagg_wire import (
     read_roll,
     self_seed,
 )
-from protos.shamir import BadShares, join
+from protos.secagg.session import Session
+from protos.secagg.shamir import SharesError, join
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Total:
-    """What a round came to."""
+    """The result of a round."""
 
     lattice: NDArray[np.int64]  # (length,), the exact sum of the survivors' lattice vectors
     survivors: tuple[str, ...]
     dropped: Mapping[str, str]  # site -> why; one that fell silent after its vector is a survivor all the same
 
 
-class Hub:
+class Server:
     """The coordinator of one secure sum.
 
     For each `Step`: send `requests`, hand every answer to `receive`, then `advance`; after the last one, `aggregate`.
@@ -68,7 +68,7 @@ class Hub:
         self._parcels: dict[int, dict[int, bytes]] = {}  # dealer -> holder -> parcel
         self._commitments: dict[int, dict[int, tuple[bytes, bytes]]] = {}  # dealer -> holder -> of seed and key
         self._total = np.zeros(session.params.ring.length, session.params.ring.dtype)
-        self._roll = Roll(frozenset(), frozenset())
+        self._roll = SurvivorList(frozenset(), frozenset())
         self._agreements: dict[int, bytes] = {}
         self._shares: dict[int, dict[int, bytes]] = {}  # of whom -> point -> share
         self._revealed = False
@@ -84,10 +84,10 @@ class Hub:
         """What to send now: site -> bytes, for each site that is still asked.
 
         Raises:
-            Refused: the round is over.
+            SecAggError: the round is over.
         """
         if self.step is None:
-            raise Refused("the round is over")
+            raise SecAggError("the round is over")
         return {self.session.sites[i]: self._request(i, self.step) for i in sorted(self._asked)}
 
     def _request(self, i: int, step: Step) -> bytes:
@@ -106,7 +106,7 @@ class Hub:
             Step.ADVERTISE: 96,
             Step.SHARE: 96 + (max(1, len(self._adverts)) - 1) * PARCEL_BYTES,
             Step.MASK: self.session.params.ring.size,
-            Step.AGREE: Roll.size(self.session),
+            Step.AGREE: SurvivorList.size(self.session),
             Step.REVEAL: 34 * n,
         }
         return FRAME + bodies[step]
@@ -125,9 +125,9 @@ class Hub:
             return "nothing is expected of this site"
         try:
             if len(message) != self.size(self.step):
-                raise BadMessage(f"an answer to {self.step.name.lower()} has {self.size(self.step)} bytes")
+                raise SecAggMessageError(f"an answer to {self.step.name.lower()} has {self.size(self.step)} bytes")
             self._takers[self.step](i, message)
-        except Refused as reason:
+        except SecAggError as reason:
             self._drop(i, str(reason))
             return str(reason)
         self._answered.add(i)
@@ -137,10 +137,10 @@ class Hub:
         """Close the present step; who has not answered is dropped.
 
         Raises:
-            Refused: too few are left; nothing of this round can be unmasked.
+            SecAggError: too few are left; nothing of this round can be unmasked.
         """
         if self.step is None:
-            raise Refused("the round is over")
+            raise SecAggError("the round is over")
         step, asked, quorum = self.step, self._asked, self.session.params.quorum
         for i in sorted(asked - self._answered):
             self._drop(i, f"no answer to {step.name.lower()}")
@@ -148,11 +148,11 @@ class Hub:
         needed = quorum.threshold if step in (Step.AGREE, Step.REVEAL) else quorum.min_survivors
         if not present >= needed:
             self.step = None
-            raise Refused(f"{present} sites have answered to {step.name.lower()}, {needed} are needed")
+            raise SecAggError(f"{present} sites have answered to {step.name.lower()}, {needed} are needed")
         if step is Step.ADVERTISE:
             self._adverts_digest = hashlib.sha256(_joined(self._raw_adverts)).digest()
         if step is Step.MASK:
-            self._roll = Roll(self._asked, self._sharers - self._asked)
+            self._roll = SurvivorList(self._asked, self._sharers - self._asked)
         if step is Step.SHARE:
             self._sharers = self._asked
         self._revealed = step is Step.REVEAL
@@ -162,10 +162,11 @@ class Hub:
         """Take off the self masks of the survivors and the pairwise masks of those who dropped out.
 
         Raises:
-            Refused: not every step is done, or a site's shares are too few or of something else than it advertised.
+            SecAggError: not every step is done, or a site's shares are too few or of something else than it
+            advertised.
         """
         if not self._revealed:
-            raise Refused("the sum is known after the reveals only")
+            raise SecAggError("the sum is known after the reveals only")
         ring, total = self.session.params.ring, self._total.copy()
         for i in sorted(self._roll.alive):
             ring.add_mask(total, self_seed(self.session, i, self._seed_of(i)), -1)
@@ -180,20 +181,20 @@ class Hub:
     def _seed_of(self, i: int) -> bytes:
         seed = self._join(i)
         if commit(self.session, b"b", (i,), seed) != self._adverts[i].commitment:
-            raise Refused(f"{self.session.sites[i]} has shared another seed than it advertised")
+            raise SecAggError(f"{self.session.sites[i]} has shared another seed than it advertised")
         return seed
 
     def _key_of(self, i: int) -> X25519PrivateKey:
         key = X25519PrivateKey.from_private_bytes(self._join(i))
         if key.public_key().public_bytes_raw() != self._adverts[i].mask_key:
-            raise Refused(f"{self.session.sites[i]} has shared another key than it advertised")
+            raise SecAggError(f"{self.session.sites[i]} has shared another key than it advertised")
         return key
 
     def _join(self, i: int) -> bytes:
         try:
             return join(self._shares.get(i, {}), self.session.params.quorum.threshold)
-        except BadShares as reason:
-            raise Refused(f"shares of {self.session.sites[i]}: {reason}") from None
+        except SharesError as reason:
+            raise SecAggError(f"shares of {self.session.sites[i]}: {reason}") from None
 
     def _drop(self, i: int, reason: str) -> None:
         self._asked -= {i}
@@ -204,21 +205,21 @@ class Hub:
         _is_from(i, advert.sender)
         taken = {key for other in self._adverts.values() for key in (other.share_key, other.mask_key)}
         if len({advert.share_key, advert.mask_key} - taken) != 2:
-            raise BadMessage("an advertised key is not fresh")
+            raise SecAggMessageError("an advertised key is not fresh")
         self._adverts[i], self._raw_adverts[i] = advert, message
 
     def _take_shares(self, i: int, message: bytes) -> None:
         sender, body = open_message(self.session, Step.SHARE, message, len(message) - FRAME)
         _is_from(i, sender)
         if body[:32] != self._adverts_digest:
-            raise BadMessage("shares were made for other advertisements")
+            raise SecAggMessageError("shares were made for other advertisements")
         parcels: dict[int, bytes] = {}
         commitments = {i: (bytes(body[32:64]), bytes(body[64:96]))}
         for place, holder in enumerate(sorted(self._adverts.keys() - {i})):
             raw = body[96 + place * PARCEL_BYTES : 96 + (place + 1) * PARCEL_BYTES]
             parcel = read_parcel(self.session, raw, self._adverts_digest)
             if (parcel.dealer, parcel.holder) != (i, holder):
-                raise BadMessage("a parcel is not in its place")
+                raise SecAggMessageError("a parcel is not in its place")
             parcels[holder], commitments[holder] = bytes(raw), parcel.commitments
         self._parcels[i], self._commitments[i] = parcels, commitments
 
@@ -229,10 +230,10 @@ class Hub:
         self._total += ring.read(body)
 
     def _take_agreement(self, i: int, message: bytes) -> None:
-        sender, body = open_message(self.session, Step.AGREE, message, Roll.size(self.session))
+        sender, body = open_message(self.session, Step.AGREE, message, SurvivorList.size(self.session))
         _is_from(i, sender)
         if read_roll(self.session, body) != self._roll:
-            raise BadMessage("another roll was signed")
+            raise SecAggMessageError("another roll was signed")
         self._agreements[i] = message
 
     def _take_reveal(self, i: int, message: bytes) -> None:
@@ -246,7 +247,7 @@ class Hub:
 
 def _is_from(expected: int, sender: int) -> None:
     if sender != expected:
-        raise BadMessage("one site's message from another's channel")
+        raise SecAggMessageError("one site's message from another's channel")
 
 
 def _joined(messages: Mapping[int, bytes]) -> bytes:
@@ -255,7 +256,7 @@ def _joined(messages: Mapping[int, bytes]) -> bytes:
 
 def run_round(
     members: Mapping[str, Member],
-    hub: Hub,
+    hub: Server,
     vectors: Mapping[str, NDArray[np.int64]],
     silent: Mapping[str, Step] = MappingProxyType({}),
 ) -> Total:
@@ -267,7 +268,7 @@ def run_round(
         vectors: site -> lattice units (length,) int64.
         silent: site -> the first step that it no longer answers.
     Raises:
-        Refused: too few sites are left.
+        SecAggError: too few sites are left.
     """
     for step in Step:
         for site, request in hub.requests().items():
@@ -275,7 +276,7 @@ def run_round(
                 continue
             try:
                 answer = members[site].answer(step, request, vectors[site] if step is Step.MASK else None)
-            except Refused:
+            except SecAggError:
                 continue
             hub.receive(site, answer)
         hub.advance()

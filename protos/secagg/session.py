@@ -1,10 +1,10 @@
 """What all members of a secure aggregation must agree on before the first key: quorum, ring, roster, round, start.
 
 A `Session` is never sent. Each side builds its own from what it knows, and its digest is in every signature, key and
-associated datum, so that members who were told different things share nothing: no message of one session opens in
-another. That covers replays of another round or run, another roster, and "model inconsistency" (Pasquini, Francati,
-Ateniese 2022, "Eluding Secure Aggregation in Federated Learning via Model Inconsistency"): ``context`` is the digest
-of the start parameters that *this* site received.
+associated datum. So members with different inputs share nothing: no message of one session opens in another. That
+covers replays of another round or run, another roster, and "model inconsistency" (Pasquini, Francati, Ateniese 2022,
+"Eluding Secure Aggregation in Federated Learning via Model Inconsistency"): ``context`` is the digest of the start
+parameters that *this* site received.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.envelope import key_id
-from protos.secagg_ring import Ring
+from protos.common.dsse import key_id
+from protos.secagg.ring import Ring
 
 MIN_MEMBERS: Final = 3
 MAX_MEMBERS: Final = 256  # work grows with the square; beyond, Bell et al. 2020 (CCS) is the protocol to take
@@ -32,7 +32,7 @@ _PARAMS: Final = struct.Struct("<QBBQHHHHH")
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """Who may be lost, and who may be corrupt, among ``members`` sites.
+    """The limits on dropouts and corrupt sites among ``members`` sites.
 
     ``corrupt`` counts the sites that may work with a malicious coordinator against the others. It is at least 1:
     every site knows its own vector and noise, so each one is an onlooker of the others already.
@@ -194,8 +194,8 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Acquaintance:
-    """The sites that a hospital knows by its own means, and how many of them it wants beside it.
+class KnownPartners:
+    """The sites that a hospital has verified itself, and the number of them that it requires beside it.
 
     A coordinator could fill a roster with sites of its own (a Sybil attack): no cryptography between strangers helps
     against that, so each hospital names keys that it has checked (by telephone, or in the ledger's approved

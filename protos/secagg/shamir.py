@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, Protocol
 
+from protos.common.errors import ArtifactError
+
 PRIME: Final = (1 << 256) + 297
 SECRET_BYTES: Final = 32
 SHARE_BYTES: Final = 33
@@ -25,7 +27,7 @@ class Entropy(Protocol):
         ...
 
 
-class BadShares(ValueError):
+class SharesError(ArtifactError, ValueError):
     """The shares are malformed, too few, or of no 32-byte secret."""
 
 
@@ -74,13 +76,13 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
     A wrong share gives a wrong secret: check what comes out against something public.
 
     Raises:
-        BadShares: fewer than ``threshold`` shares, one that is malformed, or a value above 32 bytes.
+        SharesError: fewer than ``threshold`` shares, one that is malformed, or a value above 32 bytes.
     """
     points = sorted(shares)[:threshold]
     if threshold < 1 or len(points) < threshold:
-        raise BadShares(f"{len(points)} shares, {threshold} are needed")
+        raise SharesError(f"{len(points)} shares, {threshold} are needed")
     if not all(1 <= x < PRIME and is_share(shares[x]) for x in points):
-        raise BadShares("not a share")
+        raise SharesError("not a share")
     secret = 0
     for x in points:
         above = below = 1
@@ -90,5 +92,5 @@ def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + int.from_bytes(shares[x], "big") * above * pow(below, -1, PRIME)) % PRIME
     if secret >> (8 * SECRET_BYTES):
-        raise BadShares("the shares are of no 32-byte secret")
+        raise SharesError("the shares are of no 32-byte secret")
     return secret.to_bytes(SECRET_BYTES, "big")

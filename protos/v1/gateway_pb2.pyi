@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HelloRequest(_message.Message):
-    __slots__ = ("seen", "cosigned", "own")
+    __slots__ = ("seen", "cosigned", "own", "looks")
     SEEN_FIELD_NUMBER: _ClassVar[int]
     COSIGNED_FIELD_NUMBER: _ClassVar[int]
     OWN_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_FIELD_NUMBER: _ClassVar[int]
     seen: int
     cosigned: str
     own: SiteHead
-    def __init__(self, seen: _Optional[int] = ..., cosigned: _Optional[str] = ..., own: _Optional[_Union[SiteHead, _Mapping]] = ...) -> None: ...
+    looks: bool
+    def __init__(self, seen: _Optional[int] = ..., cosigned: _Optional[str] = ..., own: _Optional[_Union[SiteHead, _Mapping]] = ..., looks: _Optional[bool] = ...) -> None: ...
 
 class SiteHead(_message.Message):
     __slots__ = ("checkpoint", "since", "proof", "restored", "restored_at", "restored_proof")

@@ -1,1 +1,1 @@
-"""What both consoles share: who is logged in, what a page may do, how it looks."""
+"""Code of both consoles: logins, permissions of pages, and layout."""

@@ -185,7 +185,7 @@ def _y(value: float, high: float) -> float:
     return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - min(max(value / high, 0.0), 1.0))
 
 
-_LEAST: Final = 1e-300  # below it is nothing that a picture could show
+_LEAST: Final = 1e-300  # below it is nothing that a chart could show
 
 
 def _step(top: float) -> float:

@@ -1,8 +1,8 @@
 """Logins by client certificate: which certificate is whose, as the operator pinned it.
 
 ``HOME/logins/NAME.crt`` holds the certificate of the person NAME: a self-signed one, made on the person's own
-machine, or that of a smart card. No authority is trusted, only these very certificates, so nobody else can issue
-one. The certificate says WHO is there; what that person may do is what the ledger says.
+machine, or that of a smart card. No certificate authority is trusted, only these exact certificates, so nobody else
+can issue one. The certificate proves identity; the ledger decides what that person may do.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from cryptography.hazmat.primitives.serialization.pkcs12 import serialize_key_and_certificates
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protos.keyfile import pem, replace_private
+from protos.common.errors import ConfigError
+from protos.identity.key_files import pem, replace_private
 from protos.web.settings import PERSON
 
 DAYS: Final = 397  # of a certificate that is made here
 _MOST_BYTES: Final = 16_384  # of one certificate's file
 
 
-class BadLogin(ValueError):
+class LoginConfigError(ConfigError, ValueError):
     """A certificate cannot be pinned. The text is for the operator."""
 
 
@@ -42,10 +43,10 @@ def make(name: str, now: dt.datetime, password: str) -> tuple[bytes, bytes, byte
     Returns:
         Private key PEM; certificate PEM, which the operator pins; both as PKCS#12, which a browser imports.
     Raises:
-        BadLogin: no such name.
+        LoginConfigError: no such name.
     """
     if not PERSON.fullmatch(name):
-        raise BadLogin("a person's name is 1 to 64 of a-z, 0-9, - and _")
+        raise LoginConfigError("a person's name is 1 to 64 of a-z, 0-9, - and _")
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Lazaret {name}")])
     crt = (
@@ -66,7 +67,7 @@ def make(name: str, now: dt.datetime, password: str) -> tuple[bytes, bytes, byte
     return pem(key), crt.public_bytes(Encoding.PEM), p12
 
 
-class Logins:
+class PinnedCertificates:
     """The pinned certificates in a folder. What changes there counts at once, without a restart."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,15 +88,15 @@ class Logins:
         Returns:
             Its SHA-256 in hexadecimal, to be compared with what the person reads out.
         Raises:
-            BadLogin: no such name, not one certificate, or one that is another person's.
+            LoginConfigError: no such name, not one certificate, or one that is another person's.
         """
         if not PERSON.fullmatch(name):
-            raise BadLogin("a person's name is 1 to 64 of a-z, 0-9, - and _")
+            raise LoginConfigError("a person's name is 1 to 64 of a-z, 0-9, - and _")
         certificate = _certificate(crt)
         der = certificate.public_bytes(Encoding.DER)
         owner = self.name_of(der)
         if owner not in (None, name):
-            raise BadLogin(f"that certificate is {owner}'s already: everybody has one of their own")
+            raise LoginConfigError(f"that certificate belongs to {owner} already: each person needs their own")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_private(self._folder / f"{name}.crt", certificate.public_bytes(Encoding.PEM))
         return certificate.fingerprint(hashes.SHA256()).hex()
@@ -119,7 +120,7 @@ class Logins:
         """SHA-256 of a certificate, PEM or DER, in hexadecimal.
 
         Raises:
-            BadLogin: it is not one certificate.
+            LoginConfigError: it is not one certificate.
         """
         return _certificate(crt).fingerprint(hashes.SHA256()).hex()
 
@@ -180,7 +181,7 @@ class Logins:
             for name, *_ in files:
                 try:
                     der = _certificate((self._folder / name).read_bytes()).public_bytes(Encoding.DER)
-                except (OSError, BadLogin):
+                except (OSError, LoginConfigError):
                     continue  # it opens nothing
                 taken.append((der, name[:-4]))
             for der, name in taken:  # a certificate that two names claim is nobody's
@@ -195,11 +196,13 @@ class Logins:
 
 def _certificate(raw: bytes) -> x509.Certificate:
     if len(raw) > _MOST_BYTES:
-        raise BadLogin("that is too large for one certificate")
+        raise LoginConfigError("that is too large for one certificate")
     try:
         if raw.lstrip().startswith(b"-----BEGIN"):
             (certificate,) = x509.load_pem_x509_certificates(raw)
             return certificate
         return x509.load_der_x509_certificate(raw)
     except ValueError:
-        raise BadLogin("that is not one certificate, PEM or DER; a private key stays with the person") from None
+        raise LoginConfigError(
+            "that is not one certificate, PEM or DER; a private key stays with the person"
+        ) from None

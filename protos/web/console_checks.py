@@ -1,18 +1,20 @@
-"""What both doctors ask of the console: its file, its certificate, and the secret of the institution's login."""
+"""What both doctors ask of a service: its console with certificate and login secret, its log's collector."""
 
 from __future__ import annotations
 
 import datetime as dt
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 from cryptography import x509
 
-from protos.doctor import Finding, failed, noted, of_days, passed
-from protos.expiry import days_left, end_of
-from protos.keyfile import BadKeyFile, ec_key, read_private
+from protos.identity.certificates import days_left, end_of
+from protos.identity.key_files import KeyFileError, ec_key, read_private
+from protos.operations.checks import CheckResult, failed, note, of_days, passed
+from protos.operations.event_log import read_settings
+from protos.operations.machine_checks import telemetry
 from protos.web.settings import Oidc, read
 
 CERTIFICATE: Final = "the certificate of console"
@@ -20,11 +22,38 @@ KEY: Final = "the key of console"
 SECRET: Final = "the secret of OpenID Connect"  # noqa: S105 - a name
 _SOON: Final = 30.0  # days
 _MADE: Final = "remove keys/console.crt and keys/console.key, and start again: fresh ones are made"
-_PKI: Final = "have the hospital's PKI renew the certificate that console.toml names, and start again"
+_PKI: Final = "ask the hospital's PKI to renew the certificate that console.toml names, and start again"
 _BELONG: Final = "give console.toml a certificate in PEM and the key that was made for it, without a passphrase"
 
 
-def console(home: Path, keys: Path, now: dt.datetime) -> Iterator[Finding]:
+def service(home: Path, keys: Path, now: dt.datetime) -> list[tuple[str, Callable[[], Iterator[CheckResult]]]]:
+    """The checks of what every service of ours has, by name; see :func:`console` for the arguments."""
+    return [
+        ("telemetry is off", telemetry),
+        ("console.toml", lambda: console(home, keys, now)),
+        ("the log's collector answers", lambda: collector(home)),
+    ]
+
+
+def collector(home: Path) -> Iterator[CheckResult]:
+    """``log.toml``, and whether the collector takes a connection; nothing where there is no collector.
+
+    Raises:
+        LogConfigError: the file cannot be read.
+    """
+    found = read_settings(home).syslog
+    if found is None:
+        return
+    name = "the log's collector answers"
+    try:
+        found.connected().close()
+        yield passed(name, found.to)
+    except OSError as error:
+        fix = "see to, ca and the firewall; what is logged stays in the file meanwhile"
+        yield failed(name, f"{found.to}: {error.strerror or type(error).__name__}", fix)
+
+
+def console(home: Path, keys: Path, now: dt.datetime) -> Iterator[CheckResult]:
     """``console.toml`` and what it names; nothing where there is no console. Only looked at: `serve` makes its own.
 
     Args:
@@ -32,7 +61,7 @@ def console(home: Path, keys: Path, now: dt.datetime) -> Iterator[Finding]:
         keys: where the console's own certificate is made, if none is named.
         now: UTC.
     Raises:
-        BadConsole: the file cannot be read, or names what it must not.
+        ConsoleConfigError: the file cannot be read, or names what it must not.
     """
     settings = read(home)
     if settings is None:
@@ -46,20 +75,20 @@ def console(home: Path, keys: Path, now: dt.datetime) -> Iterator[Finding]:
         yield _secret(settings.oidc)
 
 
-def _own(keys: Path, now: dt.datetime) -> Iterator[Finding]:
+def _own(keys: Path, now: dt.datetime) -> Iterator[CheckResult]:
     """The one that `serve` made, and makes anew at a start within its last days."""
     chain, key = keys / "console.crt", keys / "console.key"
     if key.exists():
         try:
             ec_key(key)
-        except BadKeyFile as error:
+        except KeyFileError as error:
             yield failed(KEY, str(error), "make it this user's alone, or remove it and keys/console.crt")
     if chain.exists():
         end = end_of(chain)
         yield of_days(CERTIFICATE, float("nan") if end is None else days_left(end, now), _SOON, _MADE)
 
 
-def _named(chain: Path, key: Path, now: dt.datetime) -> Iterator[Finding]:
+def _named(chain: Path, key: Path, now: dt.datetime) -> Iterator[CheckResult]:
     """The hospital's: is it there, does the key fit, and is it good for a while yet?"""
     try:
         leaf = x509.load_pem_x509_certificates(chain.read_bytes())[0]
@@ -67,7 +96,7 @@ def _named(chain: Path, key: Path, now: dt.datetime) -> Iterator[Finding]:
         yield failed(CERTIFICATE, f"it cannot be read ({error.strerror or type(error).__name__})", _BELONG)
         return
     except ValueError:
-        yield failed(CERTIFICATE, "it is no certificate in PEM", _BELONG)
+        yield failed(CERTIFICATE, "it is not a certificate in PEM", _BELONG)
         return
     if not leaf.not_valid_before_utc <= now:
         begins = f"it begins at {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
@@ -77,33 +106,33 @@ def _named(chain: Path, key: Path, now: dt.datetime) -> Iterator[Finding]:
     yield from _key_of(chain, key)
 
 
-def _key_of(chain: Path, key: Path) -> Iterator[Finding]:
+def _key_of(chain: Path, key: Path) -> Iterator[CheckResult]:
     try:
         open_to_others = key.stat().st_mode & 0o077
         # a key that wants a passphrase is refused: nobody can type it for `serve`
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(str(chain), str(key), password="")
     except ssl.SSLError:
-        yield failed(KEY, "it does not fit the certificate, or is no key that can be used", _BELONG)
+        yield failed(KEY, "it does not fit the certificate, or is not a usable key", _BELONG)
     except OSError as error:
         yield failed(KEY, f"it cannot be read ({error.strerror or type(error).__name__})", _BELONG)
     else:
         if open_to_others & 0o007:
             yield failed(KEY, "everybody on this machine can read it", "chmod 600 it")
         elif open_to_others:
-            yield noted(KEY, "its group can read it")
+            yield note(KEY, "its group can read it")
         else:
             yield passed(KEY)
 
 
-def _secret(settings: Oidc) -> Finding:
+def _secret(settings: Oidc) -> CheckResult:
     """Could a login be begun? The provider itself is not asked."""
     try:
         secret = read_private(settings.client_secret_file).decode().strip()
         ssl.create_default_context(cafile=str(settings.ca) if settings.ca else None)
-    except BadKeyFile as error:
+    except KeyFileError as error:
         return failed(SECRET, f"oidc.client_secret_file: {error}", "put it where console.toml says, in a 0700 folder")
     except UnicodeDecodeError:
-        return failed(SECRET, "oidc.client_secret_file is no text", "write the provider's secret into it anew")
+        return failed(SECRET, "oidc.client_secret_file is not text", "write the provider's secret into it again")
     except OSError:
         return failed(
             SECRET, "oidc.ca cannot be used", "give the PEM file of whoever signs the provider's certificate"

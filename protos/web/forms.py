@@ -15,8 +15,8 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from protos.web.asked import Form, Refusal
-from protos.web.guard import BODY_BYTES
+from protos.web.request import Form, PageError
+from protos.web.security import BODY_BYTES
 
 _MOST_FIELDS: Final = 300
 _MOST_FILES: Final = 8
@@ -26,7 +26,7 @@ async def read_form(request: Request) -> tuple[Form, dict[str, bytes]]:
     """The fields and the files of a form.
 
     Raises:
-        Refusal: it is no form, or one with too much in it.
+        PageError: it is no form, or one with too much in it.
     """
     body = await request.body()  # the guard has bounded it
     return await run_in_threadpool(lambda: asyncio.run(_parsed(request.headers, body)))
@@ -50,9 +50,9 @@ async def _parsed(headers: Headers, body: bytes) -> tuple[Form, dict[str, bytes]
         elif kind == "application/x-www-form-urlencoded":
             data = await FormParser(headers, _stream(body), max_fields=_MOST_FIELDS).parse()
         else:
-            raise Refusal(415, "That is not a form of this console.")
+            raise PageError(415, "That is not a form of this console.")
     except (MultiPartException, ValueError):  # of a header too long, an encoding, a boundary that is none
-        raise Refusal(400, "The form is malformed, or has too much in it.") from None
+        raise PageError(400, "The form is malformed or too large.") from None
     for name, value in data.multi_items():
         if isinstance(value, UploadFile):
             files[name] = await value.read()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-from protos.metrics import CONTENT_TYPE
-from protos.notify import Systemd
-from protos.web.serving import Answer, PlainServing
+from protos.operations.metrics import CONTENT_TYPE
+from protos.operations.systemd import Systemd
+from protos.web.server import Answer, PlainServing
 from protos.web.settings import ConsoleSettings
 
 Wrong = Callable[[], str | None]
@@ -41,7 +41,7 @@ def watched_over(
     Yields:
         The port; 0: none.
     Raises:
-        BadConsole: the port cannot be used.
+        ConsoleConfigError: the port cannot be used.
     """
     with ExitStack() as stack:
         port = 0

@@ -1,8 +1,8 @@
 """Logins by an OpenID provider: authorization code with PKCE, a state and a nonce for each try.
 
-OpenID Connect Core 1.0, section 3.1; RFC 7636 (PKCE, S256); RFC 9207 (the issuer in the answer). The tokens are
-checked here. The provider says who somebody is. A claim's value is mapped to a name of the ledger by
-``console.toml``; nobody else comes in.
+OpenID Connect Core 1.0, section 3.1; RFC 7636 (PKCE, S256); RFC 9207 (the issuer in the answer). Tokens are verified
+here. The provider authenticates the person. ``console.toml`` maps a claim's value to a name of the ledger; anyone
+else is refused.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from joserfc import jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
-from protos.keyfile import BadKeyFile, read_private
-from protos.web.settings import BadConsole, Oidc, is_loopback
+from protos.common.errors import PeerError
+from protos.identity.key_files import KeyFileError, read_private
+from protos.web.settings import ConsoleConfigError, Oidc, is_loopback
 
 ALGORITHMS: Final = ("RS256", "PS256", "ES256", "ES384", "EdDSA", "Ed25519")  # none with a shared secret, nor none
 _ANSWER_BYTES: Final = 1 << 18
@@ -37,7 +38,7 @@ _OLDEST_S: Final = 600.0  # of a token, since it was issued
 _KEYS_S: Final = 3_600.0
 
 
-class NoLogin(Exception):
+class LoginError(PeerError):
     """The provider's answer logs nobody in. The sentence is for the person, the rule for the log."""
 
     def __init__(self, rule: str, sentence: str) -> None:
@@ -69,8 +70,8 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """Where the browser goes, and what it holds until it comes back."""
+class PendingLogin:
+    """A login in progress: the redirect address, and the browser's state until it returns."""
 
     url: str
     binding: str
@@ -87,29 +88,29 @@ class Provider:
             clock: seconds that never go back.
             now: seconds since 1970.
         Raises:
-            BadConsole: the secret or the CA cannot be used.
+            ConsoleConfigError: the secret or the CA cannot be used.
         """
         self._settings, self._clock, self._now = settings, clock, now
         try:
             self._secret = read_private(settings.client_secret_file).decode().strip()
             self._tls = ssl.create_default_context(cafile=str(settings.ca) if settings.ca else None)
-        except BadKeyFile as error:
-            raise BadConsole(f"oidc.client_secret_file: {error}") from None
+        except KeyFileError as error:
+            raise ConsoleConfigError(f"oidc.client_secret_file: {error}") from None
         except (OSError, ssl.SSLError, UnicodeDecodeError):
-            raise BadConsole("oidc.ca or oidc.client_secret_file cannot be used: check the files") from None
+            raise ConsoleConfigError("oidc.ca or oidc.client_secret_file cannot be used: check the files") from None
         self._lock = threading.Lock()
         self._tries: dict[str, _Try] = {}
         self._known: _Known | None = None
         self._keys: tuple[float, KeySet] | None = None
 
-    def start(self, redirect: str, to: str) -> Begun:
+    def start(self, redirect: str, to: str) -> PendingLogin:
         """Begin a login.
 
         Args:
             redirect: where the provider sends the browser back to; registered there.
             to: a page of this console.
         Raises:
-            NoLogin: the provider does not answer.
+            LoginError: the provider does not answer.
         """
         known = self._metadata()
         state, binding, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(4))
@@ -118,7 +119,7 @@ class Provider:
             for old in [key for key, one in self._tries.items() if not now - one.began < _TRY_S]:
                 del self._tries[old]
             if len(self._tries) >= _TRIES:
-                raise NoLogin("tries", "Too many logins are under way: wait a minute.")
+                raise LoginError("tries", "Too many logins are under way: wait a minute.")
             self._tries[state] = _Try(_digest(binding), nonce, verifier, to, now)
         challenge = base64.urlsafe_b64encode(_digest(verifier)).decode().rstrip("=")
         query = {
@@ -131,7 +132,9 @@ class Provider:
             "code_challenge": challenge,
             "code_challenge_method": "S256",
         }
-        return Begun(f"{known.authorization}{'&' if '?' in known.authorization else '?'}{urlencode(query)}", binding)
+        return PendingLogin(
+            f"{known.authorization}{'&' if '?' in known.authorization else '?'}{urlencode(query)}", binding
+        )
 
     def finish(self, answer: Mapping[str, str], binding: str, redirect: str) -> tuple[str, str]:
         """The way back: exchange the code, check the token.
@@ -143,18 +146,20 @@ class Provider:
         Returns:
             The person's name in the ledger, and the page to go to.
         Raises:
-            NoLogin: for anything that is not as it must be; a state is good for one try.
+            LoginError: for anything that is not as it must be; a state is good for one try.
         """
         with self._lock:
             tried = self._tries.pop(answer.get("state", ""), None)
         if tried is None or not self._clock() - tried.began < _TRY_S:
-            raise NoLogin("state", "That login was not begun here, is over, or was used before: begin again.")
+            raise LoginError(
+                "state", "That login was not started here, has expired, or was used before: start again."
+            )
         if not secrets.compare_digest(tried.binding, _digest(binding)):
-            raise NoLogin("binding", "That login was begun in another browser: begin again.")
+            raise LoginError("binding", "That login was started in another browser: start again.")
         if answer.get("iss", self._settings.issuer) != self._settings.issuer:
-            raise NoLogin("issuer", "The answer is of another provider than the one that was asked.")
+            raise LoginError("issuer", "The answer is from another provider than the one that was asked.")
         if "error" in answer or not answer.get("code"):
-            raise NoLogin("denied", "Your institution's login says no, or was broken off.")
+            raise LoginError("denied", "Your institution's login refused, or was cancelled.")
         token = self._exchange(answer["code"], tried.verifier, redirect)
         return self._person(self._claims(token), tried.nonce), tried.to
 
@@ -172,7 +177,7 @@ class Provider:
             form["client_secret"] = self._secret
         token = self._ask("POST", known.token, data=form, auth=basic).get("id_token")
         if type(token) is not str:
-            raise NoLogin("token", "Your institution's login gave no token.")
+            raise LoginError("token", "Your institution's login gave no token.")
         return token
 
     def _claims(self, token: str) -> Mapping[str, Any]:
@@ -182,7 +187,7 @@ class Provider:
                 return jwt.decode(token, self._key_set(fresh), algorithms=list(ALGORITHMS)).claims
             except (JoseError, ValueError, TypeError):
                 continue
-        raise NoLogin("signature", "The provider's token is not signed by its keys.")
+        raise LoginError("signature", "The provider's token is not signed by its keys.")
 
     def _person(self, claims: Mapping[str, Any], nonce: str) -> str:
         settings, now = self._settings, self._now()
@@ -190,22 +195,22 @@ class Provider:
         audiences = audience if isinstance(audience, list) else [audience]
         expires, issued = _time(claims.get("exp")), _time(claims.get("iat"))
         if claims.get("iss") != settings.issuer:
-            raise NoLogin("issuer", "The token is of another provider.")
+            raise LoginError("issuer", "The token is from another provider.")
         if settings.client_id not in audiences or (
             (len(audiences) > 1 or "azp" in claims) and claims.get("azp") != settings.client_id
         ):
-            raise NoLogin("audience", "The token was made for another program.")
+            raise LoginError("audience", "The token was made for another program.")
         if not (now < expires + _LEEWAY_S and issued - _LEEWAY_S < now < issued + _OLDEST_S + _LEEWAY_S):
-            raise NoLogin("expired", "The token has ended or is not valid yet: is this machine's clock right?")
+            raise LoginError("expired", "The token has expired or is not valid yet: check this machine's clock.")
         said = claims.get("nonce")
         if type(said) is not str or not secrets.compare_digest(said.encode(), nonce.encode()):
-            raise NoLogin("nonce", "The token belongs to another login.")
+            raise LoginError("nonce", "The token belongs to another login.")
         subject = claims.get(settings.claim)
         if settings.claim == "email" and claims.get("email_verified") is not True:
-            raise NoLogin("unverified", "Your institution has not verified your address.")
+            raise LoginError("unverified", "Your institution has not verified your address.")
         person = settings.persons.get(subject) if type(subject) is str else None
         if person is None:
-            raise NoLogin("nobody", "Your institution knows you, but this console does not: ask its operator.")
+            raise LoginError("nobody", "Your institution knows you, but this console does not: ask its operator.")
         return person
 
     def _metadata(self) -> _Known:
@@ -217,8 +222,8 @@ class Provider:
         ways = told.get("token_endpoint_auth_methods_supported", ["client_secret_basic"])
         urls = [told.get(f"{name}_endpoint") for name in ("authorization", "token")] + [told.get("jwks_uri")]
         if told.get("issuer") != self._settings.issuer or not all(_is_safe(url) for url in urls):
-            raise NoLogin(
-                "provider", "Your institution's login does not describe itself as it must: ask the operator."
+            raise LoginError(
+                "provider", "The configuration of your institution's login is incomplete: ask the operator."
             )
         by_post = "client_secret_basic" not in ways and "client_secret_post" in ways
         known = _Known(str(urls[0]), str(urls[1]), str(urls[2]), by_post, self._clock())
@@ -235,7 +240,7 @@ class Provider:
         try:
             keys = KeySet.import_key_set({"keys": [k for k in raw["keys"] if k.get("kty") != "oct"]})
         except (JoseError, ValueError, TypeError, KeyError, AttributeError):
-            raise NoLogin("provider", "Your institution's login has no keys that can be read.") from None
+            raise LoginError("provider", "The keys of your institution's login cannot be read.") from None
         with self._lock:
             self._keys = (self._clock(), keys)
         return keys
@@ -251,13 +256,13 @@ class Provider:
                 for chunk in answer.iter_bytes():
                     body += chunk
                     if len(body) > _ANSWER_BYTES:
-                        raise NoLogin("provider", "Your institution's login says too much.")
+                        raise LoginError("provider", "The answer of your institution's login is too large.")
                 good = answer.status_code == 200
             told = json.loads(body) if good else None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
             told = None
         if not isinstance(told, dict):
-            raise NoLogin("provider", "Your institution's login does not answer: try later, or ask the operator.")
+            raise LoginError("provider", "Your institution's login does not answer: try later, or ask the operator.")
         return told
 
 

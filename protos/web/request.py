@@ -1,6 +1,6 @@
-"""What a page is given and what it gives back: who asks, the form that was sent, and the kinds of answers.
+"""Input and output of a page: the logged-in person, the submitted form, and the kinds of responses.
 
-A handler sees an :class:`Asked` and nothing else of HTTP.
+A handler sees an :class:`RequestContext` and nothing else of HTTP.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, Final
 
 from markupsafe import Markup
 from starlette.responses import RedirectResponse, Response
+
+from protos.common.errors import PeerError
 
 _SAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
@@ -35,8 +37,8 @@ _SENTENCES: Final[Mapping[str, str]] = MappingProxyType(  # what is agreed to wh
 )
 
 
-class Refusal(Exception):
-    """The page says no, in a sentence for the person who asked; HTTP's number of why."""
+class PageError(PeerError):
+    """The page refuses, with a sentence for the person and an HTTP status."""
 
     def __init__(self, status: int, sentence: str) -> None:
         """``status``: 400 to 599. ``sentence``: no patient data, no paths; it is shown."""
@@ -44,13 +46,13 @@ class Refusal(Exception):
         self.status, self.sentence = status, sentence
 
 
-class _Missing(Refusal, KeyError):
+class _MissingError(PageError, KeyError):
     """A field that the form must have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Person:
-    """Who is logged in, and as what, by the ledger."""
+class LoggedInPerson:
+    """The logged-in person and role, by the ledger."""
 
     name: str
     role: str
@@ -64,25 +66,25 @@ class Form(Mapping[str, str]):
         """In the order in which they were sent.
 
         Raises:
-            Refusal: a text with control characters, or with marks that turn the direction of writing around.
+            PageError: a text with control characters, or with marks that turn the direction of writing around.
         """
         self._all: dict[str, list[str]] = {}
         for name, text in pairs:
             plain = text.replace("\r\n", "\n").replace("\r", "\n")
             if len(plain) > _TEXT_CHARS or not is_plain(plain) or not is_plain(name):
                 shown = name if name.isprintable() and len(name) <= 40 else "a field"
-                raise Refusal(400, f"{shown}: holds characters that cannot be shown, or too many of them.")
+                raise PageError(400, f"{shown}: holds characters that cannot be shown, or too many of them.")
             self._all.setdefault(name, []).append(plain)
 
     def __getitem__(self, name: str) -> str:
         """The field's text.
 
         Raises:
-            Refusal: it is missing, or given twice.
+            PageError: it is missing, or given twice.
         """
         texts = self._all.get(name, [])
         if len(texts) != 1:
-            raise _Missing(400, f"The field “{name}” is {'given twice' if texts else 'missing'}.")
+            raise _MissingError(400, f"The field “{name}” is {'given twice' if texts else 'missing'}.")
         return texts[0]
 
     def all(self, name: str) -> tuple[str, ...]:
@@ -110,14 +112,14 @@ _TURNS: Final = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class RequestContext:
     """One request of a person who may make it."""
 
-    who: Person | None  # None on the pages before a login
+    who: LoggedInPerson | None  # None on the pages before a login
     path: str
     form: Form
     uploads: Mapping[str, bytes]
-    render: Callable[[Asked, str, Mapping[str, Any]], str]
+    render: Callable[[RequestContext, str, Mapping[str, Any]], str]
     csrf: str = ""
     flash: str = ""
     note: Callable[[str], None] = lambda _words: None  # say this once, on the next page
@@ -126,10 +128,10 @@ class Asked:
     at: float = 0.0  # when it was asked, in seconds since 1970
 
     @property
-    def person(self) -> Person:
+    def person(self) -> LoggedInPerson:
         """Who is logged in."""
         if self.who is None:
-            raise Refusal(401, "Log in first.")
+            raise PageError(401, "Log in first.")
         return self.who
 
     def page(self, template: str, /, **context: Any) -> Response:
@@ -157,8 +159,8 @@ class Asked:
         headers = {"content-disposition": f'attachment; filename="{safe}"'}
         return Response(body, media_type=media_type, headers=headers)
 
-    def picture(self, png: bytes) -> Response:
-        """A picture in a page.
+    def png_response(self, png: bytes) -> Response:
+        """An image in a page.
 
         Raises:
             ValueError: it is no PNG.
@@ -168,14 +170,14 @@ class Asked:
         return Response(png, media_type="image/png")
 
     def envelope(self, field_name: str = "envelope") -> bytes:
-        """What a sign panel sent: made in the browser, or a file that `ledger sign` made.
+        """The signed envelope from a sign panel: made in the browser, or a file of `ledger sign`.
 
         Raises:
-            Refusal: neither.
+            PageError: neither.
         """
         made = self.form.get(field_name, "").strip().encode() or self.uploads.get(field_name, b"").strip()
         if not made:
-            raise Refusal(
+            raise PageError(
                 400, "Nothing signed came along: choose your key file, or the file that `ledger sign` made."
             )
         return made

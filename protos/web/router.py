@@ -7,8 +7,8 @@
         def entry(asked: Asked, seq: int) -> Response:
             return asked.page("entry.html", entry=desk.entry(seq))
 
-FastAPI runs underneath. Who asks, whether that person's role may, the form's token and its size are checked before
-the function runs; a route that was not made here keeps the whole console from starting.
+FastAPI runs underneath. The person, their role, the form's token and its size are checked before the function runs. A
+route that was not registered here keeps the entire console from starting.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from protos.web import entrance
-from protos.web.asked import Asked, Form, Person, Refusal, is_local
-from protos.web.entrance import peer
+from protos.common.errors import InvariantError, Signal
+from protos.web import login_pages
+from protos.web.client_certificates import PinnedCertificates
 from protos.web.forms import read_form
-from protos.web.guard import Guard, Rate, Scope
-from protos.web.logins import Logins
+from protos.web.login_pages import peer
+from protos.web.request import Form, LoggedInPerson, PageError, RequestContext, is_local
+from protos.web.security import Guard, RateLimit, Scope
 from protos.web.sessions import COOKIE, Session, Sessions
 from protos.web.settings import ConsoleSettings
 from protos.web.templates import Templates
 
-__all__ = ["Asked", "Form", "Pages", "Person", "Refusal", "Unchecked"]
+__all__ = ["Form", "LoggedInPerson", "PageError", "RequestContext", "Router", "UnprotectedRouteError"]
 
 LIVE: Final = "x-lazaret-live"  # a page that looks again by itself says so, and keeps nobody logged in
 _MARK: Final = "__lazaret_roles__"
@@ -48,11 +49,11 @@ _OPEN: Final = 20  # requests of one person at a time; a browser sends six
 _Handler = TypeVar("_Handler", bound=Callable[..., Response])
 
 
-class Unchecked(RuntimeError):
+class UnprotectedRouteError(InvariantError, RuntimeError):
     """A route would be answered without a check of who asks."""
 
 
-class _Answered(Exception):
+class _Answered(Signal):
     """A check has an answer of its own: a way to the login."""
 
     def __init__(self, response: Response) -> None:
@@ -61,19 +62,18 @@ class _Answered(Exception):
 
 
 @dataclass(eq=False)
-class Pages:
+class Router:
     """All pages of one console."""
 
     title: str  # of the console, such as "Lazaret, site alpha"
     side: str  # "coordinator" or "site"
-    who: Callable[[str], Person | None]  # by the ledger; None: nobody, or nobody any more
+    who: Callable[[str], LoggedInPerson | None]  # by the ledger; None: nobody, or nobody any more
     templates: Path  # a folder; those of the kit are found beside it
     settings: ConsoleSettings
     log: Any
-    logins: Logins
-    encode: Callable[[str, tuple[str, ...]], bytes] | None = (
-        None  # a person's statement: kind, and its fields in order
-    )
+    logins: PinnedCertificates
+    # a person's statement: kind, and its fields in order
+    encode: Callable[[str, tuple[str, ...]], bytes] | None = None
     clock: Callable[[], float] = time.monotonic  # seconds that never go back
     now: Callable[[], float] = time.time  # seconds since 1970, shown on the pages
     _menu: list[tuple[str, str, frozenset[str]]] = field(default_factory=list, init=False)
@@ -83,17 +83,17 @@ class Pages:
         """An application without a page but those of the login."""
         self.app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
         self.sessions = Sessions(self.settings.idle_minutes * 60.0, self.settings.hours * 3600.0, self.clock)
-        self.rate = Rate(20, 60.0, self.clock)  # of everything that logs in
+        self.rate = RateLimit(20, 60.0, self.clock)  # of everything that logs in
         self.kit = Templates(self.templates, self.title, self.side, self._menu)
         for kind, handler in (
-            (Refusal, self._refused),
+            (PageError, self._refused),
             (_Answered, self._answered),
             (RequestValidationError, self._invalid),
             (HTTPException, self._no_page),
             (Exception, self._fault),
         ):
             self.app.add_exception_handler(kind, handler)
-        entrance.add(self)
+        login_pages.add(self)
 
     # ------------------------------------------------------------------ for those who write pages
 
@@ -107,7 +107,7 @@ class Pages:
         Args:
             path: with its parameters in braces.
             roles: that may see it.
-            told: whether the log is told who looks, as of patients' pictures.
+            told: whether the log is told who looks, as of patients' images.
         """
         return self._route("GET", path, frozenset(roles), told)
 
@@ -119,7 +119,7 @@ class Pages:
         """The application, every route of it checked.
 
         Raises:
-            Unchecked: somebody added a route of another kind.
+            UnprotectedRouteError: somebody added a route of another kind.
         """
         refuse_unchecked(self.app)
         return self.app
@@ -139,13 +139,13 @@ class Pages:
 
     def _route(self, method: str, path: str, roles: frozenset[str], told: bool) -> Callable[[_Handler], _Handler]:
         if not roles:
-            raise Unchecked(f"{method} {path}: name the roles that may")
+            raise UnprotectedRouteError(f"{method} {path}: name the roles that may")
 
-        async def gate(request: Request) -> AsyncIterator[Asked]:
+        async def gate(request: Request) -> AsyncIterator[RequestContext]:
             session, person = await self._let_in(request, roles)
             if self._open[person.name] >= _OPEN:
                 self.log.warning("console_refused", rule="open", state=person.role, person=person.name)
-                raise Refusal(429, f"You have {_OPEN} requests open: wait until they are answered.")
+                raise PageError(429, f"You have {_OPEN} requests open: wait until they are answered.")
             self._open[person.name] += 1
             try:
                 yield await self._checked(request, session, person)
@@ -155,7 +155,7 @@ class Pages:
         return self._add(method, path, gate, roles, told)
 
     def public(self, method: str, path: str, endpoint: Callable[..., Any]) -> None:
-        """A page before the login: for :mod:`protos.web.entrance` and :mod:`protos.web.oidc` alone."""
+        """A page before the login: for :mod:`protos.web.login_pages` and :mod:`protos.web.oidc` alone."""
         setattr(endpoint, _MARK, frozenset())
         self.app.add_api_route(path, endpoint, methods=[method], response_model=None, name=f"{method} {path}")
 
@@ -168,12 +168,12 @@ class Pages:
 
             def endpoint(**given: Any) -> Response:
                 if told:  # who, and what was done: never to whom or to what
-                    who: Person = given[first.name].person
+                    who: LoggedInPerson = given[first.name].person
                     self.log.info("console_act", person=who.name, role=who.role, page=path)
                 return self._run(f"{method} {path}", handler, given)
 
             only = inspect.Parameter.KEYWORD_ONLY
-            kinds = [first.replace(annotation=Annotated[Asked, Depends(gate)], kind=only)]
+            kinds = [first.replace(annotation=Annotated[RequestContext, Depends(gate)], kind=only)]
             kinds += [p.replace(annotation=hints[p.name], kind=only) for p in others]
             endpoint.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined] # what FastAPI reads
             setattr(endpoint, _MARK, roles)
@@ -185,14 +185,14 @@ class Pages:
     def _run(self, what: str, handler: Callable[..., Response], given: dict[str, Any]) -> Response:
         try:
             return handler(**given)
-        except (Refusal, _Answered):
+        except (PageError, _Answered):
             raise
         except Exception as fault:  # noqa: BLE001 - nothing of its text leaves
             incident = secrets.token_hex(4)
             self.log.error("console_incident", rule=incident, state=f"{type(fault).__name__} {what}")
-            raise Refusal(500, f"Internal fault, incident {incident}: the log has it under this number.") from None
+            raise PageError(500, f"Internal fault, incident {incident}: the log has it under this number.") from None
 
-    async def _let_in(self, request: Request, roles: frozenset[str]) -> tuple[Session, Person]:
+    async def _let_in(self, request: Request, roles: frozenset[str]) -> tuple[Session, LoggedInPerson]:
         """Who asks, and whether that person may."""
         live = LIVE in request.headers
         found = await run_in_threadpool(self.logged_in, request, touch=not live)
@@ -201,27 +201,27 @@ class Pages:
             if request.url.query:
                 path += quote(f"?{request.url.query}", safe="")
             if request.method == "POST" or live:
-                raise Refusal(401, "You are not logged in any more. Nothing was done: log in and try again.")
+                raise PageError(401, "You are not logged in any more. Nothing was done: log in and try again.")
             raise _Answered(RedirectResponse(f"/login?to={path}" if path != "/" else "/login", 303))
         session, person = found
         if person.role not in roles:
             self.log.warning("console_refused", rule="role", state=person.role, person=person.name)
             allowed = " or ".join(sorted(roles))
-            raise Refusal(403, f"This is for {allowed}; you are logged in as {person.name}, {person.role}.")
+            raise PageError(403, f"This is for {allowed}; you are logged in as {person.name}, {person.role}.")
         return session, person
 
-    async def _checked(self, request: Request, session: Session, person: Person) -> Asked:
+    async def _checked(self, request: Request, session: Session, person: LoggedInPerson) -> RequestContext:
         """What was sent, with the token of this very login."""
         form, uploads = await read_form(request) if request.method == "POST" else (Form(()), {})
         if request.method == "POST" and not secrets.compare_digest(
             form.get("csrf", "").encode(), session.csrf.encode()
         ):
             self.log.warning("console_refused", rule="csrf", state=person.role, person=person.name)
-            raise Refusal(403, "That form is not of your own login. Nothing was done: open the page again.")
+            raise PageError(403, "That form is not of your own login. Nothing was done: open the page again.")
         return self.asked(request, session, person, form, uploads)
 
-    def logged_in(self, request: Request, *, touch: bool = False) -> tuple[Session, Person] | None:
-        """The session and the person of a request; None when nobody, or nobody who may do anything, is logged in."""
+    def logged_in(self, request: Request, *, touch: bool = False) -> tuple[Session, LoggedInPerson] | None:
+        """The session and the person of a request; None if no person with a role is logged in."""
         shown = peer(request)
         session = self.sessions.find(request.cookies.get(COOKIE, ""), shown, touch=touch)
         if session is None:
@@ -235,10 +235,10 @@ class Pages:
         self,
         request: Request,
         session: Session | None,
-        person: Person | None,
+        person: LoggedInPerson | None,
         form: Form,
         uploads: Mapping[str, bytes],
-    ) -> Asked:
+    ) -> RequestContext:
         """What a handler is given."""
 
         def note(words: str) -> None:
@@ -246,7 +246,7 @@ class Pages:
                 session.flash = words
 
         live = LIVE in request.headers
-        return Asked(
+        return RequestContext(
             who=person,
             path=request.url.path,
             form=form,
@@ -297,11 +297,13 @@ class Pages:
 
 
 def refuse_unchecked(app: FastAPI) -> None:
-    """Refuse an application with a route that :class:`Pages` did not make.
+    """Refuse an application with a route that :class:`Router` did not make.
 
     Raises:
-        Unchecked: with its path.
+        UnprotectedRouteError: with its path.
     """
     for route in app.router.routes:
         if not hasattr(getattr(route, "endpoint", None), _MARK):
-            raise Unchecked(f"{getattr(route, 'path', 'a route')} would be answered without a check of who asks")
+            raise UnprotectedRouteError(
+                f"{getattr(route, 'path', 'a route')} would be answered without a check of who asks"
+            )

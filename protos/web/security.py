@@ -1,4 +1,4 @@
-"""What every request passes before any page sees it, and every answer after: hosts, sizes, origins, headers.
+"""Checks on every request before any page, and on every response: hosts, sizes, origins, headers.
 
 A middleware of plain ASGI, outermost. What it refuses costs no session, no ledger and no template; what fails inside
 it becomes an incident number, and nothing of the fault's text leaves.
@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any, Final
 from urllib.parse import unquote_to_bytes
 
+from protos.common.errors import PeerError
 from protos.web.settings import is_loopback
 
 Scope = MutableMapping[str, Any]
@@ -40,7 +41,7 @@ HEADERS: Final = (
 _SAME: Final = {"same-origin", "none"}  # none: the person typed the address, or opened a bookmark
 
 
-class Rate:
+class RateLimit:
     """So many tries of each address in a while; the rest wait."""
 
     def __init__(self, most: int, within_s: float, clock: Callable[[], float]) -> None:
@@ -62,7 +63,7 @@ class Rate:
         return True
 
 
-class Refused(Exception):
+class RequestRefusedError(PeerError):
     """The request goes no further."""
 
     def __init__(self, status: int, rule: str, sentence: str) -> None:
@@ -99,7 +100,7 @@ class Guard:
             if scope["method"] == "POST":
                 body = await _body(headers, receive, BODY_BYTES if self._known(scope) else STRANGER_BYTES)
             await self._app(scope, _replay(body, receive), dressed)
-        except Refused as refused:
+        except RequestRefusedError as refused:
             self._log.warning("console_refused", rule=refused.rule, state=str(refused.status))
             await dressed.plain(refused.status, refused.sentence)
         except Exception as fault:  # noqa: BLE001 - nothing of it leaves, nothing of it stops the console
@@ -127,9 +128,9 @@ def host_of(headers: Mapping[str, list[str]]) -> str:
 
 def _check(scope: Scope, headers: dict[str, list[str]], names: frozenset[str]) -> None:
     if host_of(headers) not in names:
-        raise Refused(421, "host", "This console is not reached under that name: ask for its address.")
+        raise RequestRefusedError(421, "host", "This console is not reached under that name: ask for its address.")
     if scope["method"] not in ("GET", "POST"):
-        raise Refused(405, "method", "Pages are read with GET and forms sent with POST.")
+        raise RequestRefusedError(405, "method", "Pages are read with GET and forms sent with POST.")
     target = scope.get("raw_path", b"") + b"?" + scope["query_string"]
     said = unquote_to_bytes(target)
     try:
@@ -137,24 +138,24 @@ def _check(scope: Scope, headers: dict[str, list[str]], names: frozenset[str]) -
     except UnicodeDecodeError:
         said = b"\0"
     if len(target) > TARGET_BYTES or any(byte < 32 or byte == 127 for byte in said):
-        raise Refused(400, "target", "That is not an address of this console.")
+        raise RequestRefusedError(400, "target", "That is not an address of this console.")
     _check_origin(scope["method"], headers)
 
 
 def _check_origin(method: str, headers: dict[str, list[str]]) -> None:
-    """Another site's page may open this console in a window, and nothing else: no form, no picture, no script."""
+    """Another site's page may open this console in a window, and nothing else: no form, no image, no script."""
     site, mode = headers.get("sec-fetch-site", []), headers.get("sec-fetch-mode", [])
     origin = headers.get("origin", [])
     if method == "GET":
         foreign = site and not set(site) <= _SAME
         if foreign and (mode != ["navigate"] or headers.get("sec-fetch-dest", ["document"]) != ["document"]):
-            raise Refused(403, "cross_site", "Another site's page cannot read this console.")
+            raise RequestRefusedError(403, "cross_site", "Another site's page cannot read this console.")
         return
     ours = [f"https://{headers['host'][0].lower()}"]
     # a browser that says where a form is from hides the origin of a page without referrers; an older one says it
     known = site == ["same-origin"] and origin in ([], ["null"], ours)
     if not (known or (not site and origin == ours)):
-        raise Refused(
+        raise RequestRefusedError(
             403, "cross_site", "A form of this console is sent from its own page only: open the page again."
         )
 
@@ -162,7 +163,7 @@ def _check_origin(method: str, headers: dict[str, list[str]]) -> None:
 async def _body(headers: dict[str, list[str]], receive: Receive, most: int) -> bytes:
     told = headers.get("content-length", ["0"])
     if len(told) != 1 or not told[0].isascii() or not told[0].isdigit():
-        raise Refused(400, "length", "The request is malformed.")
+        raise RequestRefusedError(400, "length", "The request is malformed.")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -170,15 +171,17 @@ async def _body(headers: dict[str, list[str]], receive: Receive, most: int) -> b
             while more and len(body) <= most:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Refused(400, "cut_short", "The request was cut short.")
+                    raise RequestRefusedError(400, "cut_short", "The request was cut short.")
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise Refused(408, "slow", "The request took too long.") from None
+        raise RequestRefusedError(408, "slow", "The request took too long.") from None
     if more or int(told[0]) > most or len(body) > most:
         if most < BODY_BYTES:
-            raise Refused(413, "too_large", f"A form holds at most {most >> 10} KiB without a login: log in again.")
-        raise Refused(413, "too_large", f"A form holds at most {most >> 20} MiB.")
+            raise RequestRefusedError(
+                413, "too_large", f"A form holds at most {most >> 10} KiB without a login: log in again."
+            )
+        raise RequestRefusedError(413, "too_large", f"A form holds at most {most >> 20} MiB.")
     return bytes(body)
 
 

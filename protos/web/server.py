@@ -28,10 +28,10 @@ import uvicorn
 from starlette.concurrency import run_in_threadpool
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from protos.web.certificates import own_certificate
-from protos.web.guard import App, Guard, Receive, Scope, Send, host_of
-from protos.web.logins import Logins
-from protos.web.settings import BadConsole, ConsoleSettings, split
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.security import App, Guard, Receive, Scope, Send, host_of
+from protos.web.settings import ConsoleConfigError, ConsoleSettings, split
+from protos.web.tls import own_certificate
 
 _HEADER_BYTES: Final = 16_384  # request line and headers
 _HANDSHAKE_S: Final = 3.0  # of TLS; and to say goodbye
@@ -152,7 +152,9 @@ class _Thread:
         try:
             self._listener = _Gate(host, port)
         except OSError:
-            raise BadConsole(f"{name}: {address} cannot be listened on; does another program do so?") from None
+            raise ConsoleConfigError(
+                f"{name}: {address} cannot be listened on; does another program do so?"
+            ) from None
         self.port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(
             target=self._run, args=(tls is not None,), name=f"lazaret-{name}", daemon=True
@@ -179,7 +181,7 @@ class _Thread:
             if self._server.started or not self._thread.is_alive() or done.wait(0.01):
                 break
         if not self._server.started:
-            raise BadConsole("the console does not start")
+            raise ConsoleConfigError("the console does not start")
 
     def stop(self) -> None:
         """Let requests under way end, for a moment; harmless when it does not run."""
@@ -190,25 +192,25 @@ class _Thread:
         self._listener.close()
 
 
-class Serving:
+class ConsoleServer:
     """A console that is reached over TLS, from entering the context until leaving it."""
 
-    def __init__(self, app: Guard, settings: ConsoleSettings, logins: Logins, home: Path) -> None:
+    def __init__(self, app: Guard, settings: ConsoleSettings, logins: PinnedCertificates, home: Path) -> None:
         """Load its certificate and take its port.
 
         Args:
-            app: :meth:`protos.web.pages.Pages.guarded`.
+            app: :meth:`protos.web.router.Router.guarded`.
             settings: of ``console.toml``.
             logins: whose certificates are taken.
             home: where ``keys/`` lies, for the certificate that is made when none is configured.
         Raises:
-            BadConsole: the certificate or the port cannot be used.
+            ConsoleConfigError: the certificate or the port cannot be used.
         """
         own = own_certificate(home / "keys", settings, dt.datetime.now(dt.UTC))
         try:
             tls = logins.context(own.chain, own.key)
         except (OSError, ssl.SSLError):
-            raise BadConsole(
+            raise ConsoleConfigError(
                 "console: certificate and key cannot be used: check the files, whose they are, and that they belong "
                 "together"
             ) from None
@@ -231,7 +233,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a path of the plain listener says."""
+    """The response of a path of the plain listener."""
 
     status: int
     body: bytes
@@ -249,7 +251,7 @@ class PlainServing:
             answers: path -> what it says now; each runs in a thread.
             names: under which it is reached beside addresses, ``localhost`` and names without a dot.
         Raises:
-            BadConsole: the port cannot be used.
+            ConsoleConfigError: the port cannot be used.
         """
         self._thread = _Thread(_Plain(answers, frozenset(names)), address, None, "metrics")
         self.port = self._thread.port

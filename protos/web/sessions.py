@@ -89,12 +89,6 @@ class Sessions:
         with self._lock:
             self._all.pop(_digest(token), None)
 
-    def end_all(self, person: str) -> None:
-        """Log somebody out everywhere."""
-        with self._lock:
-            for key in [key for key, session in self._all.items() if session.person == person]:
-                del self._all[key]
-
     def said(self, session: Session) -> str:
         """What is to be said once; afterwards it is not there any more."""
         with self._lock:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Final
 from urllib.parse import urlsplit
 
+from protos.common.errors import ConfigError
+from protos.operations import toml_file
+
 FILE: Final = "console.toml"
-_T = TypeVar("_T")
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?){0,9}")
 PERSON: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")  # as the ledger writes persons
 
 
-class BadConsole(ValueError):
+class ConsoleConfigError(ConfigError, ValueError):
     """The console cannot be opened as it is configured. The text is for the operator and names every problem."""
 
 
@@ -60,20 +60,20 @@ def is_host(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Oidc:
-    """Logins by the institution's OpenID provider: it says who somebody is, the ledger says what that person may."""
+    """Logins by the institution's OpenID provider: the provider authenticates, the ledger authorises."""
 
     issuer: str  # as the provider's own tokens name it
-    client_id: str
+    client_id: str  # name under which the provider knows this console
     client_secret_file: Path  # 0600, in a folder that is 0700
     persons: Mapping[str, str]  # the claim's value -> the person's name in the ledger
-    claim: str = "sub"
+    claim: str = "sub"  # of the token, that names the person
     ca: Path | None = None  # PEM of whoever signs the provider's TLS certificate; None: the system's
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without opening a file or a connection."""
         found = list(self._problems())
         if found:
-            raise BadConsole("; ".join(found))
+            raise ConsoleConfigError("; ".join(found))
 
     def _problems(self) -> list[str]:
         url = urlsplit(self.issuer)
@@ -99,17 +99,17 @@ class ConsoleSettings:
     listen: str = "127.0.0.1:8743"  # host:port of the console; port 0: any free one
     names: tuple[str, ...] = ("localhost", "127.0.0.1")  # under which browsers reach it; no other is answered
     certificate: Path | None = None  # PEM chain of the hospital's PKI; None: one is made, in keys/console.crt
-    key: Path | None = None
+    key: Path | None = None  # of the certificate, PEM
     metrics: str = ""  # host:port of plain HTTP for Prometheus and health checks; "": none
     idle_minutes: int = 15  # after which a login that is not used ends
     hours: int = 8  # after which every login ends
-    oidc: Oidc | None = None
+    oidc: Oidc | None = None  # logins by an OpenID provider; left out: certificates only
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without opening a file."""
         found = list(self._problems())
         if found:
-            raise BadConsole("; ".join(found))
+            raise ConsoleConfigError("; ".join(found))
 
     def _problems(self) -> list[str]:
         found = []
@@ -129,103 +129,25 @@ class ConsoleSettings:
         return found
 
 
-_KINDS: Final[Mapping[str, tuple[type, str]]] = MappingProxyType(
-    {
-        "listen": (str, "a text"),
-        "names": (list, "a list of texts"),
-        "certificate": (str, "a path"),
-        "key": (str, "a path"),
-        "metrics": (str, "a text"),
-        "idle_minutes": (int, "a whole number"),
-        "hours": (int, "a whole number"),
-        "oidc": (dict, "a table"),
-    }
-)
-_OIDC_KINDS: Final[Mapping[str, tuple[type, str]]] = MappingProxyType(
-    {
-        "issuer": (str, "a text"),
-        "client_id": (str, "a text"),
-        "client_secret_file": (str, "a path"),
-        "persons": (dict, "a table"),
-        "claim": (str, "a text"),
-        "ca": (str, "a path"),
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parser:
-    """Reads a table, keeps what fits, and remembers what does not."""
-
-    home: Path
-    problems: list[str] = field(default_factory=list)
-
-    def take(
-        self, table: Mapping[str, Any], kinds: Mapping[str, tuple[type, str]], where: str = ""
-    ) -> dict[str, Any]:
-        """The entries of a known name and type; paths made absolute."""
-        unknown = sorted(set(table) - set(kinds))
-        if unknown:
-            self.problems.append(f"unknown keys: {', '.join(where + name for name in unknown)}")
-        out: dict[str, Any] = {}
-        for name, (kind, words) in kinds.items():
-            if name not in table:
-                continue
-            value: Any = table[name]
-            texts: Any = value if kind is list else value.values() if kind is dict and name == "persons" else ()
-            fits = type(value) is kind
-            if not fits or not all(type(text) is str for text in texts):
-                self.problems.append(f"{where}{name} must be {words}")
-            elif words == "a path":
-                out[name] = self.home / value
-            else:
-                out[name] = tuple(value) if kind is list else value
-        return out
-
-    def build(self, make: Callable[..., _T], given: dict[str, Any]) -> _T | None:
-        """What the entries make, or None with the problems remembered."""
-        try:
-            return make(**given)
-        except BadConsole as error:
-            self.problems.append(str(error))
-        return None
-
-
 def parse(text: str, home: Path) -> ConsoleSettings:
     """Settings from TOML; paths in it are relative to ``home``.
 
     Raises:
-        BadConsole: with every problem that was found.
+        ConsoleConfigError: with every problem that was found.
     """
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadConsole(f"{FILE}: not TOML: {error}") from None
-    parser = _Parser(home)
-    given = parser.take(table, _KINDS)
-    if "oidc" in given:
-        of_oidc = parser.take(given.pop("oidc"), _OIDC_KINDS, "oidc.")
-        missing = sorted({"issuer", "client_id", "client_secret_file", "persons"} - set(table["oidc"]))
-        if missing:
-            parser.problems.append(f"missing keys: {', '.join('oidc.' + name for name in missing)}")
-        elif len(of_oidc) == len(table["oidc"]):
-            given["oidc"] = parser.build(lambda **k: Oidc(**k | {"persons": MappingProxyType(k["persons"])}), of_oidc)
-    settings = parser.build(ConsoleSettings, given)
-    if parser.problems or settings is None:
-        raise BadConsole(f"{FILE}: {'; '.join(parser.problems)}")
-    return settings
+        return toml_file.parse(text, ConsoleSettings, FILE, home)
+    except toml_file.TomlError as error:
+        raise ConsoleConfigError(str(error)) from None
 
 
 def read(home: Path) -> ConsoleSettings | None:
     """The settings in a home directory; None without the file: there is no console then.
 
     Raises:
-        BadConsole: the file cannot be read, or with every problem that was found in it.
+        ConsoleConfigError: the file cannot be read, or with every problem that was found in it.
     """
     try:
-        text = (home / FILE).read_text()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError):
-        raise BadConsole(f"{FILE} cannot be read: check whose it is") from None
-    return parse(text, home)
+        return toml_file.read(home / FILE, ConsoleSettings)
+    except toml_file.TomlError as error:
+        raise ConsoleConfigError(str(error)) from None

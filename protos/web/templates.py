@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined
 
-from protos.web.asked import Asked
+from protos.web.request import RequestContext
 
 _HERE: Final = Path(__file__).parent
 _TYPES: Final = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
@@ -45,7 +45,7 @@ class Templates:
         filters: dict[str, Callable[..., Any]] = {"utc": utc, "grouped": grouped, "significant": significant}
         self._env.filters.update(filters)
 
-    def render(self, asked: Asked, template: str, context: Mapping[str, Any]) -> str:
+    def render(self, asked: RequestContext, template: str, context: Mapping[str, Any]) -> str:
         """A page. In the template: ``asked``, ``person`` (None before a login), ``menu``, ``ui`` (the macros)."""
         role = asked.who.role if asked.who else ""
         shared = {

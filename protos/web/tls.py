@@ -14,16 +14,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from protos.keyfile import BadKeyFile, ec_key, pem, replace_private, write_private
-from protos.web.settings import BadConsole, ConsoleSettings
+from protos.identity.key_files import KeyFileError, ec_key, pem, replace_private, write_private
+from protos.web.settings import ConsoleConfigError, ConsoleSettings
 
 _DAYS: Final = 397  # as long as browsers take one
 _RENEW_DAYS: Final = 30  # before its end, at a start
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """The files, and what a person is told of them."""
+class ServerCertificate:
+    """The files, and their description for the operator."""
 
     chain: Path
     key: Path
@@ -31,16 +31,16 @@ class Own:
     ends: dt.datetime  # UTC
 
 
-def own_certificate(keys: Path, settings: ConsoleSettings, now: dt.datetime) -> Own:
+def own_certificate(keys: Path, settings: ConsoleSettings, now: dt.datetime) -> ServerCertificate:
     """The configured certificate, or the one in ``keys``, which is made when it is missing or about to end.
 
     Raises:
-        BadConsole: a file is missing, is no certificate, or a key is open to others.
+        ConsoleConfigError: a file is missing, is no certificate, or a key is open to others.
     """
     if settings.certificate is not None and settings.key is not None:
         found = _read(settings.certificate)
         if found is None:
-            raise BadConsole("console.toml: certificate is missing, or is no PEM certificate")
+            raise ConsoleConfigError("console.toml: certificate is missing, or is no PEM certificate")
         return _told(settings.certificate, settings.key, found)
     chain, key = keys / "console.crt", keys / "console.key"
     try:
@@ -52,15 +52,17 @@ def own_certificate(keys: Path, settings: ConsoleSettings, now: dt.datetime) -> 
         if found is None or not _still_good(found, private, settings, now):
             replace_private(chain, _self_signed(private, settings.names, now))
             found = _read(chain)
-    except (OSError, BadKeyFile) as error:
-        raise BadConsole(f"keys/console.key and keys/console.crt cannot be used: {error}") from None
+    except (OSError, KeyFileError) as error:
+        raise ConsoleConfigError(f"keys/console.key and keys/console.crt cannot be used: {error}") from None
     if found is None:
-        raise BadConsole("keys/console.crt cannot be read")
+        raise ConsoleConfigError("keys/console.crt cannot be read")
     return _told(chain, key, found)
 
 
-def _told(chain: Path, key: Path, certificate: x509.Certificate) -> Own:
-    return Own(chain, key, certificate.fingerprint(hashes.SHA256()).hex(), certificate.not_valid_after_utc)
+def _told(chain: Path, key: Path, certificate: x509.Certificate) -> ServerCertificate:
+    return ServerCertificate(
+        chain, key, certificate.fingerprint(hashes.SHA256()).hex(), certificate.not_valid_after_utc
+    )
 
 
 def _read(path: Path) -> x509.Certificate | None:

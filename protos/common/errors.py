@@ -1,0 +1,67 @@
+"""The bases of every error of ours, one for each kind of cause. What a command prints and how it ends hangs on them.
+
+None of them derives from ``ValueError``: many places catch that of a library, and must not swallow a refusal. A class
+that used to be a ``ValueError`` remains one in addition to its base. An error's text says what happened, why, and
+what to type next; it never contains a patient's data. A name that was typed or a key
+of a configuration may stand in it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LazaretError(Exception):
+    """Base of all errors of ours. A command prints the text and ends with ``exit_code``."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(LazaretError):
+    """What a person wrote cannot be used: a configuration, a list, a key file, the words of a command."""
+
+
+class RefusedError(LazaretError):
+    """A check says no. Nothing was changed or sent."""
+
+
+class UnreachableError(LazaretError):
+    """The other side does not answer, or its answer is unusable: the coordinator, a PACS, a collector."""
+
+
+class StorageError(LazaretError):
+    """Files or databases of this machine cannot be read or written as they must be."""
+
+
+class LedgerIntegrityError(StorageError):
+    """A ledger contradicts its own signed heads. Nothing may be spent until a person has investigated."""
+
+    exit_code: ClassVar[int] = 70
+
+
+class ArtifactError(LazaretError):
+    """Bytes from elsewhere are not of the form that they must have: a file, an envelope, a certificate, a
+    checkpoint.
+    """
+
+
+class PeerError(LazaretError):
+    """Ends the answer to a peer. A code leaves this process, and never the text."""
+
+
+class WorkerError(LazaretError):
+    """A process that this one started failed, or a program that it needs is not installed."""
+
+
+class TrainingError(LazaretError):
+    """A training or a sampling cannot go on, or its result cannot be used."""
+
+
+class InvariantError(LazaretError):
+    """A guard of our own code: a mistake in the program, not in its input."""
+
+    exit_code: ClassVar[int] = 70
+
+
+class Signal(Exception):
+    """Leaves a loop or waits for a person. It is no error, and no person reads it."""
