@@ -1,1 +1,1 @@
-"""The law and its books: what may leave, what it costs, and a ledger that cannot be rewritten unseen."""
+"""Review rules and ledger: what may leave, its privacy cost, and a tamper-evident record."""

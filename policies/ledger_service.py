@@ -1,4 +1,4 @@
-"""Reviews become entries: the books of a site and of the coordinator, over one :class:`policies.store.Store`.
+"""Reviews become entries: the books of a site and of the coordinator, over one :class:`policies.ledger.store.Store`.
 
 A review and the entry that it leads to happen under one lock, so nothing is decided on stale books. An
 idempotency key that comes back gets the answer it got before.
@@ -11,11 +11,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from policies import governance
-from policies.accounting import confirm, order_for
-from policies.accounts import Account
-from policies.claims import Claim
-from policies.entries import (
+from policies.accounting.accountant import confirm, order_for
+from policies.accounting.claims import Claim
+from policies.accounting.rdp import allowance
+from policies.governance import decisions
+from policies.ledger.entries import (
     Admitted,
     Enrolled,
     Entry,
@@ -30,33 +30,24 @@ from policies.entries import (
     Sent,
     Spent,
 )
-from policies.ledger import KeyReused, State
-from policies.policy import Policy
-from policies.rdp import allowance
-from policies.review import (
+from policies.ledger.state import Account, KeyReusedError, State
+from policies.ledger.store import AppendRequest, Store, StoredRecord
+from policies.review.policy import Policy
+from policies.review.rules import (
     TERMS,
+    AccountContext,
     Finding,
-    Standing,
     Verdict,
     account_name,
     level_of,
     price,
+    remaining,
     review,
     review_reservation,
     review_together,
-    room,
 )
-from policies.statement import (
-    Amendment,
-    Enrolment,
-    Receipts,
-    Release,
-    Reservation,
-    Settlement,
-    canonical,
-    claim_json,
-)
-from policies.store import Draft, Line, Store
+from policies.statements import Amendment, Enrolment, Receipts, Release, Reservation, Settlement, claim_json
+from protos.common.canonical_json import canonical
 
 
 def digest(envelope: bytes) -> bytes:
@@ -82,7 +73,7 @@ def _paying(state: State, asked: Sequence[tuple[Reservation, bytes]]) -> Iterato
             yield name, r.site, state.accounts[name]
 
 
-def verdict_of(line: Line) -> Verdict:
+def verdict_of(line: StoredRecord) -> Verdict:
     """The decision that a line of the ledger records; reasons by their rules alone."""
     entry = line.record.entry
     if isinstance(entry, Refused):
@@ -93,7 +84,7 @@ def verdict_of(line: Line) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ArtifactFindings:
     """What the caller of a review found by itself."""
 
     wrong: tuple[Finding, ...] = ()  # with the artifact's bytes
@@ -101,7 +92,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class LedgerService:
     """The books: one store, and the policy that holds for each site."""
 
     store: Store
@@ -118,48 +109,48 @@ class Register:
             policy: sets the limits of a new site's accounts.
             serial: of the approved proposal ``enrol``, site, envelope's SHA-256 in hexadecimal; "" where nobody may.
         Raises:
-            KeyReused: the site is enrolled, and otherwise.
-            InvalidEntry: not enough approvals of exactly this, and by which roles; or the key is another site's.
+            KeyReusedError: the site is enrolled, and otherwise.
+            InvalidEntryError: not enough approvals of exactly this, and by which roles; or the key is another site's.
         """
         site, key = statement.site, base64.b64decode(statement.sign_key, validate=True)
         text = hashlib.sha256(statement.policy.encode()).digest()
         entry = Enrolled(site, key, text, digest(envelope), serial)
         with self.store.exclusive() as state:
             known = state.sites.get(site)
-            if known is not None and site not in state.barred:
+            if known is not None and site not in state.revoked_sites:
                 if known != entry:
-                    raise KeyReused("the site is enrolled already, with another request or approval")
+                    raise KeyReusedError("the site is enrolled already, with another request or approval")
                 return
             if state.office() and entry.envelope not in state.requests:  # or the fold says what is needed instead
-                governance.must_agree(state, serial, "enrol", site, entry.envelope.hex())
+                decisions.must_agree(state, serial, "enrol", site, entry.envelope.hex())
             if known is None:
                 accounts = open_accounts(site, policy)
-                self.store.append(f"enrol-{site}", Draft((entry, *accounts), (envelope,)))
+                self.store.append(f"enrol-{site}", AppendRequest((entry, *accounts), (envelope,)))
             else:
-                self.store.append(f"readmit-{site}-{state.size}", Draft((entry,), (envelope,)))
+                self.store.append(f"readmit-{site}-{state.size}", AppendRequest((entry,), (envelope,)))
 
     def issue(self, site: str, number: str, certificate: bytes, not_after: int) -> None:
-        """Write down a certificate before the site gets it: see :class:`policies.entries.Issued`.
+        """Write down a certificate before the site gets it: see :class:`policies.ledger.entries.Issued`.
 
         Raises:
-            InvalidEntry: the site is not enrolled or was revoked, or the number was used before.
-            KeyReused: another certificate of that number was issued.
+            InvalidEntryError: the site is not enrolled or was revoked, or the number was used before.
+            KeyReusedError: another certificate of that number was issued.
         """
-        self.store.append(f"issue-{number}", Draft((Issued(site, number, certificate, not_after),)))
+        self.store.append(f"issue-{number}", AppendRequest((Issued(site, number, certificate, not_after),)))
 
     def revoke(self, site: str, number: str, why: str) -> None:
         """One certificate counts no longer, or with ``number`` "" all of them and the site; done twice, written once.
 
         Raises:
-            InvalidEntry: no such site, or no such certificate of it, or ``why`` is not a short word.
+            InvalidEntryError: no such site, or no such certificate of it, or ``why`` is not a short word.
         """
         with self.store.exclusive() as state:
             known = state.issued.get(number)
             of_site = known is not None and known.site == site
-            done = of_site and number in state.revoked if number else site in state.barred
+            done = of_site and number in state.revoked if number else site in state.revoked_sites
             if not done:
                 key = f"revoke-{number}-{site}" if number else f"bar-{site}-{state.size}"
-                self.store.append(key, Draft((Revoked(site, number, why),)))
+                self.store.append(key, AppendRequest((Revoked(site, number, why),)))
 
     def account(self, site: str, claim: Claim) -> Account:
         """The account that pays for a claim of this kind.
@@ -174,17 +165,17 @@ class Register:
         """What this key has led to, if it came with this envelope before.
 
         Raises:
-            KeyReused: it came with another one.
+            KeyReusedError: it came with another one.
         """
         lines = self.store.answer(key)
         if not lines:
             return None
         if getattr(lines[0].record.entry, "envelope", b"") != digest(envelope):
-            raise KeyReused("the key was used with another envelope")
+            raise KeyReusedError("the key was used with another envelope")
         return verdict_of(lines[0])
 
     def quote(self, reservation: Reservation) -> Verdict:
-        """What a review of this price would say now; nothing is written."""
+        """Review this price without writing anything."""
         with self.store.exclusive() as state:
             return self._priced(state, reservation, b"")
 
@@ -205,17 +196,17 @@ class Register:
         Returns:
             A verdict for each.
         Raises:
-            KeyReused: the key was used with other envelopes.
+            KeyReusedError: the key was used with other envelopes.
         """
         envelopes = tuple(envelope for _, envelope in asked)
         with self.store.exclusive() as state:
             before = self.store.answer(key)
             if before:
                 if [getattr(line.record.entry, "envelope", b"") for line in before] != list(map(digest, envelopes)):
-                    raise KeyReused("the key was used with another envelope")
+                    raise KeyReusedError("the key was used with another envelope")
                 return [verdict_of(line) for line in before]
             alone = [self._priced(state, reservation, envelope) for reservation, envelope in asked]
-            left = {name: room(account, self.policy_of(site)) for name, site, account in _paying(state, asked)}
+            left = {name: remaining(account, self.policy_of(site)) for name, site, account in _paying(state, asked)}
             verdicts = review_together([r for r, _ in asked], alone, left, least)
             entries: list[Entry] = []
             for (r, envelope), verdict in zip(asked, verdicts, strict=True):
@@ -225,18 +216,18 @@ class Register:
                     if verdict.admitted
                     else self._refusal(r.grant, r, "reservation", verdict, envelope)
                 )
-            self.store.append(key, Draft(tuple(entries), envelopes))
+            self.store.append(key, AppendRequest(tuple(entries), envelopes))
         return verdicts
 
     def _priced(self, state: State, r: Reservation, envelope: bytes) -> Verdict:
         if digest(envelope) in state.refused:  # a no stays one, whatever key it comes under
             return Verdict((Finding("replay", "this very request was refused before; make a new one"),))
         account = state.accounts.get(account_name(r.site, r.mechanism))
-        standing = Standing(
+        standing = AccountContext(
             account,
             state.grants.get(r.grant),
             frozen=state.frozen(r.site),
-            revoked=r.site in state.barred,
+            revoked=r.site in state.revoked_sites,
             run_spent=(r.site, r.run) in state.granted,
         )
         verdict = review_reservation(r, standing, self.policy_of(r.site))
@@ -244,7 +235,7 @@ class Register:
             confirm(r.claim, account.opened.order)
         return verdict
 
-    def admit(self, key: str, release: Release, envelope: bytes, facts: Facts) -> Verdict:
+    def admit(self, key: str, release: Release, envelope: bytes, facts: ArtifactFindings) -> Verdict:
         """Review a release and append the verdict.
 
         Args:
@@ -278,7 +269,7 @@ class Register:
             entries: list[Entry] = [refusal]
             if own and grant is not None and not grant.reserved.run:  # by the grant, whatever the release says
                 entries.append(Spent(r.grant, grant.reserved.amount, "refused", b""))
-            self.store.append(key, Draft(tuple(entries), (envelope,)))
+            self.store.append(key, AppendRequest(tuple(entries), (envelope,)))
             return
         used = price(r.claim, self.account(r.site, r.claim))
         artifact, claim = bytes.fromhex(r.artifact_sha256), canonical(claim_json(r.claim))
@@ -297,7 +288,7 @@ class Register:
             r.reader,
         )
         end = () if r.run else (Spent(r.grant, used, "released", b""),)
-        self.store.append(key, Draft((entry, *end), (envelope,)))
+        self.store.append(key, AppendRequest((entry, *end), (envelope,)))
 
     def send(self, release: Release, envelope: bytes) -> None:
         """The site's own ledger only: this is about to leave; durable when this returns."""
@@ -305,7 +296,7 @@ class Register:
         artifact = bytes.fromhex(r.artifact_sha256)
         used = price(r.claim, self.account(r.site, r.claim))
         entry = Sent(r.release, r.grant, r.site, r.run, r.round, r.mechanism, used, artifact, digest(envelope))
-        self.store.append(f"send-{r.release}", Draft((entry,), (envelope,)))
+        self.store.append(f"send-{r.release}", AppendRequest((entry,), (envelope,)))
 
     def unanswered(self) -> list[tuple[Sent, bytes]]:
         """What was sent under a grant that is still held, and has no verdict here; with its envelope."""
@@ -332,32 +323,32 @@ class Register:
             grant = state.grants.get(s.grant)
             if grant is not None and grant.reserved.site != s.site:
                 wrong = Refused(s.grant, s.site, s.mechanism, "call", ["grant_of_another"], digest(envelope))
-                self.store.append(key, Draft((wrong,), (envelope,)))
+                self.store.append(key, AppendRequest((wrong,), (envelope,)))
                 return Verdict((Finding("grant_of_another", "the grant was given for another site"),))
             entries: list[Entry] = [Refused(s.grant, s.site, s.mechanism, s.outcome, [s.reason], digest(envelope))]
             if grant is not None and grant.state == "held":
                 entries.append(Expired(s.grant, s.reason))
-            self.store.append(key, Draft(tuple(entries), (envelope,)))
+            self.store.append(key, AppendRequest(tuple(entries), (envelope,)))
         return Verdict(())
 
     def finish(self, settlement: Settlement, envelope: bytes) -> None:
         """The site's own ledger only: close a grant at what was made under it; the rest is given back.
 
-        The coordinator spends the whole: it cannot know what was made and has not arrived.
+        The coordinator spends the entire grant, since artifacts may have been made that have not arrived.
 
         Raises:
-            InvalidEntry: the grant is closed, or more left under it.
+            InvalidEntryError: the grant is closed, or more left under it.
         """
         s = settlement
         entry = Spent(s.grant, s.used, "finished", digest(envelope))
-        self.store.append(f"close-{s.grant}", Draft((entry,), (envelope,)))
+        self.store.append(f"close-{s.grant}", AppendRequest((entry,), (envelope,)))
 
     def amend(self, key: str, statement: Amendment, envelope: bytes) -> Verdict:
         """A site's new policy, from an envelope that the caller opened; it parses, or it is not handed in here."""
         with self.store.exclusive():
             before = self.answered(key, envelope)
             if before is None:
-                governance.amend(self.store, key, statement, envelope)
+                decisions.amend(self.store, key, statement, envelope)
         return before or Verdict(())
 
     def present(self, key: str, statement: Reservation | Receipts, envelope: bytes) -> Verdict:
@@ -366,45 +357,51 @@ class Register:
         A grant that the books hold was not lost: a no with the rule ``known``.
 
         Raises:
-            InvalidEntry: nothing is awaited from that site.
+            InvalidEntryError: nothing is awaited from that site.
         """
         with self.store.exclusive():
             before = self.answered(key, envelope)
             if before is not None:
                 return before
             if isinstance(statement, Receipts):
-                governance.present(self.store, key, statement, envelope)
-            elif not governance.recover_grant(self.store, key, statement, envelope):
+                decisions.present(self.store, key, statement, envelope)
+            elif not decisions.recover_grant(self.store, key, statement, envelope):
                 return Verdict((Finding("known", "the ledger holds this grant: it was not lost"),))
         return Verdict(())
 
     def free(self, grant: str, why: str, envelope: bytes) -> None:
-        """The site's own ledger only: nothing was read under the grant; why: see :class:`policies.entries.Freed`."""
-        self.store.append(f"close-{grant}", Draft((Freed(grant, why, digest(envelope)),), (envelope,)))
+        """The site's own ledger only: nothing was read under the grant; why: see
+        :class:`policies.ledger.entries.Freed`.
+        """
+        self.store.append(f"close-{grant}", AppendRequest((Freed(grant, why, digest(envelope)),), (envelope,)))
 
     def close(self, grant: str, why: str) -> None:
-        """Spend a held grant's whole amount, as expired if nothing left under it; a closed one stays as it is."""
+        """Spend a held grant's entire amount; it counts as expired if nothing left under it. A closed grant stays as
+        it is.
+        """
         with self.store.exclusive() as state:
             known = state.grants.get(grant)
             if known is not None and known.state == "held":
                 whole = Spent(grant, known.reserved.amount, why, b"")
                 end = whole if max(known.used, known.sent) else Expired(grant, why)
-                self.store.append(f"close-{grant}", Draft((end,)))
+                self.store.append(f"close-{grant}", AppendRequest((end,)))
 
     def close_round(self, run: str, round_index: int, sites: Iterable[str], model: bytes) -> None:
         """A round was aggregated; ``model`` is the SHA-256 of the parameters, durable before this is called."""
         entry = RoundClosed(run, round_index, sorted(sites), model)
-        self.store.append(f"round-{run}-{round_index}", Draft((entry,)))
+        self.store.append(f"round-{run}-{round_index}", AppendRequest((entry,)))
 
-    def examine(self, release: Release, envelope: bytes) -> Verdict:
-        """What a review would say now; nothing is written. The site asks this before anything leaves it."""
+    def dry_run_review(self, release: Release, envelope: bytes) -> Verdict:
+        """Review a release without writing anything. The site calls this before anything leaves it."""
         with self.store.exclusive() as state:
             return review(release, self._standing(state, release, envelope), self.policy_of(release.site))
 
-    def _standing(self, state: State, release: Release, envelope: bytes) -> Standing:
+    def _standing(self, state: State, release: Release, envelope: bytes) -> AccountContext:
         seen = release.release in state.releases or digest(envelope) in state.envelopes
         account = state.accounts.get(account_name(release.site, release.mechanism))
-        return Standing(account, state.grants.get(release.grant), seen, revoked=release.site in state.barred)
+        return AccountContext(
+            account, state.grants.get(release.grant), seen, revoked=release.site in state.revoked_sites
+        )
 
     def held(self) -> list[Reserved]:
         """Grants without an end, oldest first."""

@@ -1,10 +1,10 @@
 """What a site signs: in-toto Statements as canonical JSON bytes, and nothing that is not in the form below.
 
-One predicate for each thing a site may say to the coordinator: an :class:`Enrolment` or an :class:`Amendment` of its
-policy, a :class:`Reservation` (price first), a :class:`Release` (artifact made, please review), a
-:class:`Settlement` (what became of a grant) and :class:`Receipts` (after a restore); and one for a person, an
-:class:`Approval`. Numbers that are not whole are decimal texts, so one value has one encoding; :func:`parse` accepts
-only bytes that encode back to themselves. The envelope around them is the protos package's business.
+There is one predicate for each statement of a site to the coordinator: an :class:`Enrolment` or an :class:`Amendment`
+of its policy, a :class:`Reservation` (price first), a :class:`Release` (artifact made, please review), a
+:class:`Settlement` (how a grant ended) and :class:`Receipts` (after a restore). A person signs a :class:`Request` or
+an :class:`Approval`. Numbers that are not whole are decimal texts, so each value has one encoding; :func:`parse`
+accepts only bytes that encode back to themselves. The protos package handles the envelope.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.claims import KINDS, Claim, Composed, UnsupportedClaim
+from policies.accounting.claims import KINDS, Claim, Composed, UnsupportedClaimError
+from protos.common.canonical_json import JsonValue, canonical
+from protos.common.errors import ArtifactError
 
 PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
 _TYPE: Final = "https://in-toto.io/Statement/v1"
@@ -34,10 +36,9 @@ MENU: Final = re.compile(r"([1-9][0-9]{0,5}(,[1-9][0-9]{0,5}){0,63})?")
 MODALITY: Final = re.compile(r"[A-Z0-9]{1,16}")  # a code string of DICOM PS3.3 C.7.3.1.1.1
 # Fields that statements of before do not have: None is left out, so that those keep the bytes that were signed.
 _LATER: Final = frozenset({"menu", "vetting_power"})
-JsonValue = None | bool | int | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
-class MalformedStatement(ValueError):
+class StatementError(ArtifactError, ValueError):
     """The bytes are not a statement in its one permitted form."""
 
 
@@ -97,13 +98,13 @@ def menu_of(text: str | None) -> tuple[int, ...]:
     """The k of a menu, smallest first; none where a statement of before says none.
 
     Raises:
-        MalformedStatement: not whole numbers, rising, in their shortest form, separated by commas.
+        StatementError: not whole numbers, rising, in their shortest form, separated by commas.
     """
     if text is not None and not MENU.fullmatch(text):
-        raise MalformedStatement("menu: must be whole numbers separated by commas, or nothing")
+        raise StatementError("menu: must be whole numbers separated by commas, or nothing")
     ks = tuple(int(k) for k in text.split(",")) if text else ()
     if any(a >= b for a, b in pairwise(ks)):
-        raise MalformedStatement("menu: the numbers must rise")
+        raise StatementError("menu: the numbers must rise")
     return ks
 
 
@@ -146,12 +147,12 @@ class Receipts:
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """One person's word on a proposal; who else must agree is the fold's rule."""
+    """One person's approval of a proposal; the ledger state decides who else must agree."""
 
     person: str
     origin: str  # the ledger that the proposal is for
     serial: str  # chosen by who proposes; each is decided once
-    action: str  # "appoint" | "dismiss" | "enrol" | "limit" | "release" | "waive"
+    action: str  # "amend" | "appoint" | "dismiss" | "enrol" | "limit" | "refuse" | "release" | "waive"
     subject: str
     value: str
 
@@ -188,11 +189,6 @@ def release_id(site: str, grant: str, round_index: int) -> str:
     return "release-" + hashlib.sha256(f"{site}\n{grant}\n{round_index}".encode()).hexdigest()[:32]
 
 
-def canonical(value: JsonValue) -> bytes:
-    """Sorted keys, no spaces, ASCII, no floats."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
-
-
 def claim_json(claim: Claim) -> dict[str, JsonValue]:
     """A claim as JSON: its kind and its fields; reals as decimal text that reads back to the same float."""
     kind = next(name for name, cls in KINDS.items() if type(claim) is cls)
@@ -206,15 +202,15 @@ def claim_from(value: object) -> Claim:
     """The claim of :func:`claim_json`'s form.
 
     Raises:
-        UnsupportedClaim: unknown kind, missing or unknown fields, or parameters out of range.
+        UnsupportedClaimError: unknown kind, missing or unknown fields, or parameters out of range.
     """
     if not isinstance(value, dict) or type(value.get("kind")) is not str or value["kind"] not in KINDS:
-        raise UnsupportedClaim("unknown kind of claim")
+        raise UnsupportedClaimError("unknown kind of claim")
     cls: Any = KINDS[value["kind"]]
     wanted = {f.name: str(f.type) for f in fields(cls)}
     given = {k: v for k, v in value.items() if k != "kind"}
     if set(given) != set(wanted):
-        raise UnsupportedClaim(f"a {value['kind']} claim has the fields {', '.join(sorted(wanted))}")
+        raise UnsupportedClaimError(f"a {value['kind']} claim has the fields {', '.join(sorted(wanted))}")
     if cls is Composed:
         return _composed(given["parts"])
     claim: Claim = cls(**{k: decimal(v) if wanted[k] == "float" else v for k, v in given.items()})
@@ -224,7 +220,7 @@ def claim_from(value: object) -> Claim:
 def _composed(parts: object) -> Composed:
     """The composed claim of a list of parts; what is composed itself is never entered, however deep it goes."""
     if not isinstance(parts, list) or any(isinstance(p, dict) and p.get("kind") == "composed" for p in parts):
-        raise UnsupportedClaim("the parts of a composed claim must be a list of claims, none of them composed")
+        raise UnsupportedClaimError("the parts of a composed claim must be a list of claims, none of them composed")
     read: Any = tuple(claim_from(part) for part in parts)
     return Composed(read)
 
@@ -236,7 +232,7 @@ def decimal(value: object) -> float:
     except ValueError:
         number = None
     if number is None or repr(number) != value:
-        raise UnsupportedClaim("a real number must be a decimal text in its shortest form")
+        raise UnsupportedClaimError("a real number must be a decimal text in its shortest form")
     return number
 
 
@@ -278,26 +274,26 @@ def encode(statement: Statement) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise MalformedStatement("a key appears twice")
+        raise StatementError("a key appears twice")
     return out
 
 
 def _no_float(_text: str) -> float:
-    raise MalformedStatement("numbers are whole, or decimal texts")
+    raise StatementError("numbers are whole, or decimal texts")
 
 
 def load_json(raw: bytes, most: int = MAX_BYTES) -> Any:
     """Strict JSON: size, depth, duplicate keys and floats are refused.
 
     Raises:
-        MalformedStatement: for any of these.
+        StatementError: for any of these.
     """
     if len(raw) > most:
-        raise MalformedStatement("too large")
+        raise StatementError("too large")
     try:
         return json.loads(raw, object_pairs_hook=_unique, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError):
-        raise MalformedStatement("not strict JSON") from None
+        raise StatementError("not strict JSON") from None
 
 
 def _field(name: str, kind: str, value: object) -> object:
@@ -308,13 +304,13 @@ def _field(name: str, kind: str, value: object) -> object:
         if not isinstance(value, dict) or not all(
             type(text) is str and ID.fullmatch(text) for text in (*value, *value.values())
         ):
-            raise MalformedStatement(f"{name}: must map short lower-case identifiers to such")
+            raise StatementError(f"{name}: must map short lower-case identifiers to such")
         return MappingProxyType(dict(value))
     if value is None and kind.endswith("| None"):
         return None
     if kind.startswith("int"):
         if type(value) is not int or not 0 <= value < 1 << 53:
-            raise MalformedStatement(f"{name}: must be a whole number")
+            raise StatementError(f"{name}: must be a whole number")
         return value
     return _text(name, value)
 
@@ -322,15 +318,15 @@ def _field(name: str, kind: str, value: object) -> object:
 def _text(name: str, value: object) -> str:
     """A text field; identifiers are short and plain, so that none can carry a message or a path."""
     if type(value) is not str or len(value) > 16_384 or (not value.isprintable() and not _LINES.fullmatch(value)):
-        raise MalformedStatement(f"{name}: must be a text without control characters")
+        raise StatementError(f"{name}: must be a text without control characters")
     if name in _IDENTIFIERS and not ID.fullmatch(value) and not (name == "run" and not value):
-        raise MalformedStatement(f"{name}: must be a short lower-case identifier")
+        raise StatementError(f"{name}: must be a short lower-case identifier")
     if name == "modality" and not MODALITY.fullmatch(value):
-        raise MalformedStatement("modality: must be a DICOM code, such as MR")
+        raise StatementError("modality: must be a DICOM code, such as MR")
     if name == "artifact_sha256" and not HEX.fullmatch(value):
-        raise MalformedStatement("artifact_sha256: must be 64 hexadecimal digits")
+        raise StatementError("artifact_sha256: must be 64 hexadecimal digits")
     if name == "reader" and value and not HEX.fullmatch(value):
-        raise MalformedStatement("reader: must be 64 hexadecimal digits, or nothing")
+        raise StatementError("reader: must be 64 hexadecimal digits, or nothing")
     if name == "menu":
         menu_of(value)
     return value
@@ -346,7 +342,7 @@ def malformed(statement: Statement) -> str:
             continue
         try:
             _field(f.name, str(f.type), dict(value) if isinstance(value, Mapping) else value)
-        except MalformedStatement as error:
+        except StatementError as error:
             return str(error)
     return ""
 
@@ -355,21 +351,21 @@ def parse(raw: bytes) -> Statement:
     """Read a statement; verify the envelope around it first.
 
     Raises:
-        MalformedStatement: any departure from the one permitted form.
-        UnsupportedClaim: the claim inside is unknown or senseless.
+        StatementError: any departure from the one permitted form.
+        UnsupportedClaimError: the claim inside is unknown or senseless.
     """
     document = load_json(raw)
     if not isinstance(document, dict) or document.get("_type") != _TYPE:
-        raise MalformedStatement("not an in-toto statement")
+        raise StatementError("not an in-toto statement")
     cls: Any = _KINDS.get(str(document.get("predicateType", "")).removeprefix(_PREDICATES))
     predicate = document.get("predicate")
     if cls is None or not isinstance(predicate, dict):
-        raise MalformedStatement("unknown predicate")
+        raise StatementError("unknown predicate")
     wanted = {f.name: str(f.type) for f in fields(cls)}
     if not set(predicate) <= set(wanted) or not set(wanted) - set(predicate) <= _LATER:
-        raise MalformedStatement("predicate: missing or unknown fields")
+        raise StatementError("predicate: missing or unknown fields")
     given = {name: _field(name, wanted[name], value) for name, value in predicate.items()}
     statement: Statement = cls(**dict.fromkeys(set(wanted) - set(given)), **given)
     if encode(statement) != raw:
-        raise MalformedStatement("not in canonical form, or the subject is another one's")
+        raise StatementError("not in canonical form, or the subject is another one's")
     return statement

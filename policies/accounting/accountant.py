@@ -1,40 +1,35 @@
 """Claims to privacy loss: confirm the budget filter's price, (epsilon, delta) for people, the noise of a planned job.
 
-Prices are computed in :mod:`policies.rdp`, which an auditor can run alone; no grant is given on one that Google's
-``dp-accounting``, the accountant of record, does not confirm. The filter is a Rényi filter at one integer order,
-fixed when the account is opened (Feldman & Zrnic 2021; Lecuyer 2021): later claims may depend on earlier releases, so
-neither the best order in hindsight nor a running PLD total would be a valid stopping rule (design P9). The first lets
-what was released choose which bound is read; of the second, Honkela et al. 2026 (arXiv 2602.06756) show that the
-natural filter is unsound. Privacy loss distributions are for what was fixed before it started: the figure of a batch
+:mod:`policies.accounting.rdp` computes prices, and an auditor can run it alone. Google's ``dp-accounting``, the
+accountant of record, must confirm each price before a grant is given. The filter is a Rényi filter at one integer
+order, fixed when the account is opened (Feldman & Zrnic 2021; Lecuyer 2021). Later claims may depend on earlier
+releases, so neither the best order in hindsight nor a running PLD total is a valid stopping rule (design P9). With
+the first, released data would choose the bound that is read. The natural filter of the second is unsound (Honkela et
+al. 2026, arXiv 2602.06756). Privacy loss distributions apply only to what was fixed in advance: the figure of a batch
 in a report, and the noise of one job (:func:`calibrate`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Final
 
-import dp_accounting as dp
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
-
-from policies.claims import (
+from policies.accounting.claims import (
     MOST_NOISE,
     UNIT,
     Claim,
     Composed,
     DistributedGaussian,
     Gaussian,
-    GaussianQuery,
     Part,
     SubsampledGaussian,
-    UnsupportedClaim,
+    UnsupportedClaimError,
 )
-from policies.figures import epsilon_text
-from policies.rdp import NANO, allowance, cost, epsilon_nano, epsilon_of, integer_rdp, log_term
+from policies.accounting.rdp import NANO, allowance, cost, epsilon_nano, epsilon_of, integer_rdp, log_term
+from policies.accounting.rounding import epsilon_text
+from protos.common.errors import ConfigError, InvariantError
 
 ORDERS: Final = tuple(range(2, 65))
 # The job whose repetitions an account's order is chosen for: small sampling rate, moderate noise.
@@ -44,24 +39,16 @@ SEARCH_INTERVALS: Final = (1e-3, 1e-4, PLD_INTERVAL)
 TIGHT_LIMIT: Final = 32.0  # beyond, a loss distribution fills gigabytes to say that there is no protection
 SIGMA_GRID: Final = 1000  # calibrated noise multipliers are whole thousandths
 Simple = Part | DistributedGaussian  # a Gaussian claim that is not composed of others
-_RELATIONS: Final = {"add-or-remove-one": dp.NeighboringRelation.ADD_OR_REMOVE_ONE}
 
 __all__ = ["NANO", "allowance", "cost", "epsilon_nano", "epsilon_of", "log_term"]
 
 
-class AccountantsDisagree(ArithmeticError):
+class AccountantsDisagreeError(InvariantError, ArithmeticError):
     """Two independent computations of one price differ: nothing may be granted on it."""
 
 
-class Unreachable(ValueError):
-    """No noise within bounds keeps the job under the epsilon that was asked for; the message says what to change."""
-
-
-def _event(claim: Simple) -> tuple[dp.DpEvent, int]:
-    """The claim in the words of the accountant of record: an event, and how often it is composed with itself."""
-    if isinstance(claim, GaussianQuery):
-        return dp.GaussianDpEvent(claim.noise_multiplier), 1
-    return dp.PoissonSampledDpEvent(claim.sampling_rate, dp.GaussianDpEvent(claim.noise_multiplier)), claim.steps
+class NoiseNotFoundError(ConfigError, ValueError):
+    """No noise within bounds keeps the job under the requested epsilon. The message says what to change."""
 
 
 def _comparable(claims: Iterable[Claim]) -> tuple[Simple, ...]:
@@ -73,9 +60,9 @@ def _comparable(claims: Iterable[Claim]) -> tuple[Simple, ...]:
         elif isinstance(claim, Gaussian):
             listed.append(claim)
         else:
-            raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
+            raise UnsupportedClaimError(f"{type(claim).__name__} has no epsilon")
     if len({(c.unit, c.relation) for c in listed}) > 1:
-        raise UnsupportedClaim("claims of different units or neighbouring relations do not add up")
+        raise UnsupportedClaimError("claims of different units or neighbouring relations do not add up")
     return tuple(sorted(listed, key=repr))
 
 
@@ -86,22 +73,21 @@ def rdp(claim: Claim, order: int) -> float:
     Of a composed claim they must agree on each part too: the loudest would cover what is wrong with another.
 
     Raises:
-        UnsupportedClaim: the claim has no Rényi curve (k-anonymity has none, not a zero one).
-        AccountantsDisagree: the two figures differ by more than a millionth.
+        UnsupportedClaimError: the claim has no Rényi curve (k-anonymity has none, not a zero one).
+        AccountantsDisagreeError: the two figures differ by more than a millionth.
     """
     if not isinstance(claim, Gaussian):
-        raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
+        raise UnsupportedClaimError(f"{type(claim).__name__} has no epsilon")
+    from policies.accounting import reference_accountant  # noqa: PLC0415 - scipy: most commands compute no price
+
     listed = _comparable([claim])
     for part in listed if isinstance(claim, Composed) else ():
         rdp(part, order)
-    whole = dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, times) for event, times in map(_event, listed)])
-    accountant = RdpAccountant(orders=[order], neighboring_relation=_RELATIONS[listed[0].relation])
-    accountant.compose(whole)
-    of_record = float(accountant._rdp[0])  # the curve has no public reader in dp-accounting 0.6
-    second = integer_rdp(claim, order)
+    of_record = reference_accountant.rdp(listed, order)
+    second, steps = integer_rdp(claim, order), sum(map(reference_accountant.steps, listed))
     # where a step's divergence is near the last digit of 1.0, the accountant of record rounds at each of the steps
-    if not abs(of_record - second) <= 1e-6 * max(of_record, second) + 1e-14 * sum(_event(c)[1] for c in listed):
-        raise AccountantsDisagree(f"order {order}: {of_record!r} against {second!r}")
+    if not abs(of_record - second) <= 1e-6 * max(of_record, second) + 1e-14 * steps:
+        raise AccountantsDisagreeError(f"order {order}: {of_record!r} against {second!r}")
     return max(of_record, second)
 
 
@@ -109,8 +95,8 @@ def confirm(claim: Claim, order: int) -> None:
     """Refuse to grant a price that the accountant of record does not confirm.
 
     Raises:
-        UnsupportedClaim: the claim has no Rényi curve.
-        AccountantsDisagree: the two accountants differ.
+        UnsupportedClaimError: the claim has no Rényi curve.
+        AccountantsDisagreeError: the two accountants differ.
     """
     rdp(claim, order)
 
@@ -135,7 +121,7 @@ def epsilon(claims: Iterable[Claim], delta: float, order: int | None = None) -> 
         order: the account's fixed order (the filter's figure, valid under adaptivity). Without one, the best of
             ``ORDERS``: valid only for claims that were all fixed in advance.
     Raises:
-        UnsupportedClaim: a claim without an epsilon is among them (it is not free, it is not comparable: P4), or
+        UnsupportedClaimError: a claim without an epsilon is among them (it is not free, it is not comparable: P4), or
             claims of different units or relations are.
     """
     listed = _comparable(claims)
@@ -150,13 +136,9 @@ def _tight(claims: tuple[Simple, ...], delta: float, interval: float) -> float:
     bound = min(math.fsum(integer_rdp(c, a) for c in claims) + max(0.0, log_term(a, delta)) for a in ORDERS)
     if not bound <= TIGHT_LIMIT:
         return bound
-    accountant = PLDAccountant(_RELATIONS[claims[0].relation], value_discretization_interval=interval)
-    times: Counter[dp.DpEvent] = Counter()
-    for event, count in map(_event, claims):
-        times[event] += count
-    for event, count in times.items():
-        accountant.compose(event, count)
-    return float(accountant.get_epsilon(delta))
+    from policies.accounting import reference_accountant  # noqa: PLC0415 - as above
+
+    return reference_accountant.pld_epsilon(claims, delta, interval)
 
 
 def tight_epsilon(claims: Iterable[Claim], delta: float) -> float:
@@ -165,7 +147,7 @@ def tight_epsilon(claims: Iterable[Claim], delta: float) -> float:
     An upper bound within about a hundred-thousandth of the truth; above ``TIGHT_LIMIT``, the Rényi bound instead.
 
     Raises:
-        UnsupportedClaim: as :func:`epsilon`.
+        UnsupportedClaimError: as :func:`epsilon`.
     """
     listed = _comparable(claims)
     return _tight(listed, delta, PLD_INTERVAL) if listed else 0.0
@@ -214,8 +196,8 @@ def calibrate(
         The claim whose noise multiplier is the smallest whole thousandth for which :func:`tight_epsilon` of the
         claim and ``also`` is at most the target. The estimate is coarse, the answer is confirmed at ``PLD_INTERVAL``.
     Raises:
-        Unreachable: ``also`` alone takes more, or no noise multiplier up to ``MOST_NOISE`` is enough.
-        UnsupportedClaim: senseless parameters, or ``also`` is of another unit or relation.
+        NoiseNotFoundError: ``also`` alone takes more, or no noise multiplier up to ``MOST_NOISE`` is enough.
+        UnsupportedClaimError: senseless parameters, or ``also`` is of another unit or relation.
         ValueError: epsilon or delta is out of range.
     """
     if not 0 < target_epsilon <= TIGHT_LIMIT:
@@ -229,7 +211,7 @@ def calibrate(
     _comparable([job(SIGMA_GRID), *also])
     others = tight_epsilon(also, delta)
     if not others <= target_epsilon:
-        raise Unreachable(
+        raise NoiseNotFoundError(
             f"the job's other claims alone take epsilon {epsilon_text(others)} of {epsilon_text(target_epsilon)}: "
             "more noise there"
         )
@@ -239,7 +221,7 @@ def calibrate(
 
     most = int(MOST_NOISE) * SIGMA_GRID
     if not fits(most, PLD_INTERVAL):
-        raise Unreachable(
+        raise NoiseNotFoundError(
             f"no noise multiplier up to {MOST_NOISE:g} keeps {steps} steps at sampling rate {sampling_rate} under "
             f"epsilon {epsilon_text(target_epsilon)}: take fewer steps, a smaller rate, or a larger epsilon"
         )

@@ -1,9 +1,9 @@
 """What a mechanism promises, as frozen data. An unknown claim is refused, never guessed.
 
-A claim depends on public configuration alone, so that it can be priced before an image is read. The unit of privacy
-and the neighbouring relation are fields of the record, not comments: the default is the patient at a site, and
-neighbours differ by one patient added or removed with all their images (design P1). A claim per image may be written
-down, so that it says what it is; claims of different units are never added.
+A claim depends on public configuration alone, so it can be priced before an image is read. The unit of privacy and
+the neighbouring relation are fields of the record. By default the unit is the patient at a site, and neighbours
+differ by one patient added or removed with all their images (design P1). A claim per image is possible but says so;
+claims of different units are never added.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from protos.common.errors import ConfigError
 
 UNIT: Final = "patient"
 UNITS: Final = frozenset({UNIT, "image"})
@@ -26,23 +28,23 @@ MAX_SITES: Final = 10_000  # in one securely aggregated sum
 MAX_PARTS: Final = 8  # of one composed claim
 
 
-class UnsupportedClaim(ValueError):
+class UnsupportedClaimError(ConfigError, ValueError):
     """The claim is of no known kind, its parameters make no sense, or it is not comparable with its neighbour."""
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise UnsupportedClaim(f"{name} must be a whole number in [{low}, {high}]")
+        raise UnsupportedClaimError(f"{name} must be a whole number in [{low}, {high}]")
 
 
 def _real(name: str, value: object, low: float, high: float) -> None:
     if type(value) is not float or not (math.isfinite(value) and low < value <= high):
-        raise UnsupportedClaim(f"{name} must be a finite number in ({low}, {high}]")
+        raise UnsupportedClaimError(f"{name} must be a finite number in ({low}, {high}]")
 
 
 def _among(name: str, value: object, known: frozenset[str]) -> None:
     if type(value) is not str or value not in known:
-        raise UnsupportedClaim(f"{name} must be one of: {', '.join(sorted(known))}")
+        raise UnsupportedClaimError(f"{name} must be one of: {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,13 @@ class SubsampledGaussian:
 class DistributedGaussian:
     """``steps`` securely aggregated sums of clipped updates, each with Gaussian noise that the sites share.
 
-    Dwork et al. 2006 (Our Data, Ourselves), Kairouz, Liu & Steinke 2021 (arXiv 2102.06387): what is protected is the
-    *sum*, which is all that secure aggregation lets anybody see. Each site adds noise of standard deviation
-    ``noise_multiplier * clip / sqrt(honest)`` to its own part, so any ``honest`` of the ``sites`` that keep to the
-    protocol and keep their noise to themselves give the sum the noise of ``SubsampledGaussian(sampling_rate,
-    noise_multiplier, steps)``, whose price it has; the noise of the others is not counted. With ``honest == 1`` every
-    site's own part bears the whole noise, and nothing is assumed of other sites. Otherwise the guarantee stands on an
-    assumption, which :func:`assumption` puts into words and every certificate prints.
+    Dwork et al. 2006 (Our Data, Ourselves), Kairouz, Liu & Steinke 2021 (arXiv 2102.06387). The *sum* is protected;
+    secure aggregation reveals nothing else. Each site adds noise of standard deviation ``noise_multiplier * clip /
+    sqrt(honest)`` to its own part. So any ``honest`` of the ``sites`` that follow the protocol and keep their noise
+    secret give the sum the noise of ``SubsampledGaussian(sampling_rate, noise_multiplier, steps)``, and the claim has
+    that price. Noise of the other sites is not counted. With ``honest == 1`` every site adds the full noise, and no
+    assumption about other sites is needed. Otherwise the guarantee rests on an assumption, which :func:`assumption`
+    states and every certificate prints.
 
     It is sound only when each round is one step. The parts of a sum are hidden, but between two steps of one round a
     site's model would move along its own part, which bears a share of the noise only. The mechanism takes one step in
@@ -165,10 +167,9 @@ Part = SubsampledGaussian | GaussianQuery  # what a composed claim may consist o
 class Composed:
     """One release that makes several Gaussian claims at once, all fixed in advance and of one unit and relation.
 
-    PrivImage (theorem E.2) is a histogram and then training; both read the same patients, so the divergences add up
-    at every order (Mironov 2017, proposition 1). It is granted as one claim and used as one: none of it can be spent
-    without the rest. Parts stand in the order in which they were written, which decides the claim's bytes and never
-    its price.
+    PrivImage (theorem E.2) is a histogram followed by training. Both read the same patients, so the divergences add
+    up at every order (Mironov 2017, proposition 1). The claim is granted and used as one: no part can be spent
+    without the rest. The order of the parts decides the claim's bytes but not its price.
 
     A sum of shared noise (:class:`DistributedGaussian`) stands on an assumption and is spent round by round, so it is
     no part; nor is another composed claim, so that one promise has one form.
@@ -179,11 +180,13 @@ class Composed:
     def __post_init__(self) -> None:
         """Refuse what is no composition of two or more known parts of one unit and relation."""
         if type(self.parts) is not tuple or not 2 <= len(self.parts) <= MAX_PARTS:
-            raise UnsupportedClaim(f"a composed claim must have 2 to {MAX_PARTS} parts")
+            raise UnsupportedClaimError(f"a composed claim must have 2 to {MAX_PARTS} parts")
         if not all(type(part) in (SubsampledGaussian, GaussianQuery) for part in self.parts):
-            raise UnsupportedClaim("the parts of a composed claim must be subsampled Gaussians or Gaussian queries")
+            raise UnsupportedClaimError(
+                "the parts of a composed claim must be subsampled Gaussians or Gaussian queries"
+            )
         if len({(part.unit, part.relation) for part in self.parts}) != 1:
-            raise UnsupportedClaim("the parts of a composed claim must be of one unit and neighbouring relation")
+            raise UnsupportedClaimError("the parts of a composed claim must be of one unit and neighbouring relation")
 
     @property
     def unit(self) -> str:

@@ -1,7 +1,7 @@
 """Rényi DP of Gaussian claims at an integer order, and its conversion; standard library alone.
 
 These are the prices. A verifier re-derives them on a machine that has nothing of ours installed;
-:mod:`policies.accounting` confirms them with Google's accountant before anything is granted.
+:mod:`policies.accounting.accountant` confirms them with Google's accountant before anything is granted.
 
 Everything is computed in decimal arithmetic with every operation rounded against the spender: a price is never below
 the true divergence, and it is the same whole number on every machine, which floating-point logarithms are not.
@@ -25,7 +25,7 @@ from decimal import (
 from functools import lru_cache
 from typing import Final
 
-from policies.claims import Claim, Composed, Gaussian, GaussianQuery, UnsupportedClaim
+from policies.accounting.claims import Claim, Composed, Gaussian, GaussianQuery, UnsupportedClaimError
 
 NANO: Final = 10**9
 MAX_ORDER: Final = 1024
@@ -107,11 +107,11 @@ def cost(claim: Claim, order: int) -> int:
     """The claim's price in an account of ``order``: nano-nats of Rényi divergence, rounded up once.
 
     Raises:
-        UnsupportedClaim: the claim has no Rényi curve (k-anonymity has none, not a zero one).
+        UnsupportedClaimError: the claim has no Rényi curve (k-anonymity has none, not a zero one).
         ValueError: the order is not an integer in [2, 1024].
     """
     if not isinstance(claim, Gaussian):
-        raise UnsupportedClaim(f"{type(claim).__name__} has no epsilon")
+        raise UnsupportedClaimError(f"{type(claim).__name__} has no epsilon")
     _check(order)
     with localcontext(_UP):
         return math.ceil(_divergence(claim, order) * NANO)

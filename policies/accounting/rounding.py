@@ -1,4 +1,4 @@
-"""How an epsilon, a delta or a share is written: what is lost is never told smaller than it is. Pure.
+"""Format an epsilon, a delta or a share: a loss is never rounded down. Pure.
 
 Every table, page, report and message writes an epsilon by :func:`epsilon_text`, so that the same one reads the same
 wherever it stands; what is left, or proved, by :func:`epsilon_at_least`. JSON for machines and the sealed texts that
@@ -60,7 +60,7 @@ def epsilon_at_least(value: float | str) -> str:
     return _written(value, ROUND_FLOOR, _PLACES)
 
 
-def never_less(value: float | str) -> str:
+def format_rounded_up(value: float | str) -> str:
     """A delta as text of at most six digits, rounded up.
 
     Args:

@@ -1,7 +1,8 @@
 """What an auditor does with each entry: fold it, open the envelope it rests on, and review it again.
 
-Every envelope must be signed by the site or person that the ledger knows and say what its entry says, and every grant
-and admission must be what the law admits under the site's own signed policy. :mod:`policies.verify` is the command.
+Every envelope must be signed with the key that the ledger has of the site or person, and must say what its entry
+says. Every grant and admission must pass the review rules under the site's own signed policy.
+:mod:`policies.audit.verify` is the command.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-from policies.amendments import unapproved
-from policies.entries import (
+from policies.accounting.rdp import allowance
+from policies.governance.amendments import unapproved_keys
+from policies.ledger.entries import (
     Admitted,
     Amended,
     Approved,
@@ -36,14 +35,13 @@ from policies.entries import (
     decode,
     proposal,
 )
-from policies.export import Unsound
-from policies.ledger import State, waiver
-from policies.merkle import Checkpoint, CompactRange, leaf_hash
-from policies.policy import Policy
-from policies.policy import parse as parse_policy
-from policies.rdp import allowance
-from policies.review import TERMS, Standing, price, review, review_reservation
-from policies.statement import (
+from policies.ledger.export import ExportError
+from policies.ledger.merkle import Checkpoint, CompactRange, leaf_hash
+from policies.ledger.state import State, waiver
+from policies.review.policy import Policy
+from policies.review.policy import parse as parse_policy
+from policies.review.rules import TERMS, AccountContext, price, review, review_reservation
+from policies.statements import (
     MAX_BYTES,
     PAYLOAD_TYPE,
     Amendment,
@@ -55,11 +53,11 @@ from policies.statement import (
     Reservation,
     Settlement,
     Statement,
-    canonical,
     claim_json,
-    load_json,
     parse,
 )
+from protos.common.canonical_json import canonical
+from protos.common.dsse import EnvelopeError, read_envelope
 
 # entries that rest on a signed statement: a site's, a person's, or a site's word on a grant
 _OfSite = Enrolled | Amended | Reserved | Sent | Admitted | Refused | Recovered | Presented
@@ -70,56 +68,21 @@ _FREED = {"refused": "coordinator", "unused": "unused"}  # why a grant was freed
 
 
 def open_envelope(raw: bytes, public: bytes | None) -> bytes:
-    """The payload of a DSSE envelope with exactly one signature, by ``public`` (DSSE v1.0, PAE).
+    """The payload of a DSSE envelope with exactly one signature, by ``public``.
 
-    It takes exactly the bytes that the door takes (``open_sealed``, where statements come in): canonical JSON, base64
-    in its one form, the key's own name. So one signed statement has one envelope, and no room for a message. The two
-    share no code, as the verifier stands alone; ``tests/policies/test_envelopes.py`` holds them against each other.
-
-    Without a key nothing is verified: that is only to learn who claims to have signed, and whose key to open it with.
+    Accepts exactly the bytes that the coordinator accepts for statements (:func:`protos.common.dsse.open_sealed`).
+    Without a key nothing is verified: use that only to learn the claimed signer, and so which key to verify with.
 
     Raises:
-        Unsound: malformed, or signed by another key.
+        ExportError: malformed, or signed by another key.
     """
-    document = _envelope(raw)
     try:
-        payload = _unbase64(document["payload"])
-        (signature,) = document["signatures"]
-        named, signed = signature["keyid"], _unbase64(signature["sig"])
-        if len(document) != 3 or len(signature) != 2:
-            raise Unsound("an envelope holds more than was signed")
-        kind = PAYLOAD_TYPE.encode()
-        if document["payloadType"] != PAYLOAD_TYPE:
-            raise Unsound("an envelope holds something else than a statement")
+        found = read_envelope(raw, PAYLOAD_TYPE, 2 * MAX_BYTES)  # as much as base64 makes of the largest statement
         if public is not None:
-            if named != hashlib.sha256(public).hexdigest():
-                raise Unsound("an envelope is signed by another key, or names another one")
-            pae = b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
-            Ed25519PublicKey.from_public_bytes(public).verify(signed, pae)
-    except Unsound:
-        raise
-    except (KeyError, TypeError, ValueError, InvalidSignature):
-        raise Unsound("an envelope is malformed or signed by another key") from None
-    return payload
-
-
-def _envelope(raw: bytes) -> dict[str, Any]:
-    """The JSON object of an envelope, in its one form."""
-    try:
-        document = load_json(raw, 2 * MAX_BYTES)  # as much as base64 makes of the largest statement
-        if isinstance(document, dict) and canonical(document) == raw:
-            return document
-    except (ValueError, RecursionError):
-        pass
-    raise Unsound("an envelope is not canonical JSON, or is too large")
-
-
-def _unbase64(text: str) -> bytes:
-    """Standard base64 in its one form: the last character's unused bits are zero."""
-    raw = base64.b64decode(text, validate=True)
-    if base64.b64encode(raw).decode() != text:
-        raise ValueError("base64 with unused bits set")
-    return raw
+            found.verify(public)
+    except EnvelopeError as error:
+        raise ExportError(f"an envelope is refused: {error}") from None
+    return found.payload
 
 
 def out_of_time(at: int, latest: int, now: int) -> str:
@@ -135,6 +98,22 @@ def out_of_time(at: int, latest: int, now: int) -> str:
     if at > now + SKEW:
         return f"it lies {at - now} s in the future of this machine's clock: the ledger's clock is wrong, or this one"
     return ""
+
+
+def clock_warning(latest: int, now: int) -> str:
+    """What a writer's newest entry in the future means, and what to do; "" where a verifier believes it now.
+
+    Args:
+        latest: the latest time of an entry, seconds since 1970. No later entry bears an earlier one.
+        now: by the writer's clock.
+    """
+    if latest <= now + SKEW:
+        return ""
+    return (
+        f"the newest entry's time lies {latest - now} s in the future of this machine's clock: if this clock is "
+        "slow, set it right (NTP). If it was fast when that entry was written, and is right now, every new entry "
+        "bears the wrong time, and lazaret-verify refuses the ledger, until that time has come: tell the auditors"
+    )
 
 
 def _same(entry: Entry, statement: Statement, *names: str) -> bool:
@@ -211,12 +190,12 @@ class Auditor:
         record = decode(raw)
         entry = record.entry
         if self.now is not None and (fault := out_of_time(record.at, self.state.latest, self.now)):
-            raise Unsound(fault)
+            raise ExportError(fault)
         said = self.statement(entry) if isinstance(entry, _Resting) else None
         if isinstance(entry, Reserved | Sent | Admitted) and said is not None:
             self.judge(entry, said)
         elif isinstance(entry, Restored) and entry.root != self.tree.root():
-            raise Unsound("an epoch was opened over other entries than those before it")
+            raise ExportError("an epoch was opened over other entries than those before it")
         before = self.state.amended.get(entry.site, 0) if isinstance(entry, Amended) else 0
         self.state.apply(record)
         self.tree.append(leaf_hash(raw))
@@ -232,7 +211,7 @@ class Auditor:
             self.check_recovered(entry, said)
 
     def told(self, entry: Entry) -> None:
-        """What people compare with what they know: limits, enrolments and waivers, and who approved them."""
+        """Facts for people to check: limits, enrolments and waivers, and who approved them."""
         if isinstance(entry, LimitSet):
             by = ", ".join(sorted(self.state.proposals[entry.serial].counted))
             self.limits_set.append(f"{entry.account} to {entry.epsilon or entry.limit}, approved by {by}")
@@ -246,7 +225,7 @@ class Auditor:
     def check_amended(self, said: Amendment, before: int) -> None:
         """Tell of a policy that was loosened without its persons: sites refuse that; older ledgers may hold it."""
         new = parse_policy(said.policy, f"policy of {said.site}")
-        keys = unapproved(self.state, said.site, before, self.policies[said.site], new, said.policy)
+        keys = unapproved_keys(self.state, said.site, before, self.policies[said.site], new, said.policy)
         if keys:
             self.loosened.append(f"{said.site}, amendment {said.number}: {', '.join(keys)}")
 
@@ -263,25 +242,25 @@ class Auditor:
         """
         account, policy = self.state.accounts[name], self.policies.get(name.rpartition("/")[0])
         if policy is None:
-            raise Unsound("an account of a site that was never enrolled")
+            raise ExportError("an account of a site that was never enrolled")
         order = account.opened.order
         if not order:
             sound = account.limit <= policy.max_releases_per_patient
             if account.opened.epsilon or account.opened.delta:
-                raise Unsound(f"account {name}: it counts releases, and has no epsilon and no delta")
+                raise ExportError(f"account {name}: it counts releases, and has no epsilon and no delta")
         else:
             epsilon, delta = float(account.epsilon), float(account.opened.delta)
             within = epsilon <= policy.epsilon and delta <= policy.delta
             sound = within and account.limit <= allowance(epsilon, delta, order)
         if not sound:
-            raise Unsound(f"account {name}: its limit is above the site's own policy")
+            raise ExportError(f"account {name}: its limit is above the site's own policy")
 
     def check_recovered(self, entry: Recovered, said: Reservation) -> None:
         """What was lost with a backup is spent at its full price, in the account that pays for it."""
         account = self.state.accounts[entry.account]
         kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
         if (entry.account, entry.amount) != (f"{entry.site}/{kind}", price(said.claim, account)):
-            raise Unsound(f"recovered grant {entry.grant}: another price or account")
+            raise ExportError(f"recovered grant {entry.grant}: another price or account")
 
     def statement(self, entry: _Resting) -> Statement | None:
         """The signed statement that an entry rests on, found to say the same."""
@@ -289,13 +268,13 @@ class Auditor:
         if raw is None:
             if isinstance(entry, Refused | Spent) and not entry.envelope:
                 return None  # refused before an envelope could be opened, or all of it spent: nothing was signed
-            raise Unsound("an entry's envelope is missing")
+            raise ExportError("an entry's envelope is missing")
         self.seen.add(entry.envelope)
         said = parse(open_envelope(raw, self.signer(entry)))
         if not _agrees(entry, said):
-            raise Unsound("an entry says something else than the statement it rests on")
+            raise ExportError("an entry says something else than the statement it rests on")
         if isinstance(said, Approval | Request | Receipts) and said.origin != self.origin:
-            raise Unsound("an entry rests on a statement for another ledger")
+            raise ExportError("an entry rests on a statement for another ledger")
         return said
 
     def signer(self, entry: _Resting) -> bytes:
@@ -305,47 +284,47 @@ class Auditor:
         if isinstance(entry, _OfPerson):
             person = self.state.persons.get(entry.person)
             if person is None:
-                raise Unsound("a word of a person who was never appointed")
+                raise ExportError("a word of a person who was never appointed")
             return person.public
         site = entry.site if isinstance(entry, _OfSite) else self.state.open_grant(entry.grant).reserved.site
         enrolled = self.state.sites.get(site)
         if enrolled is None:
-            raise Unsound("an entry names a site that was never enrolled")
+            raise ExportError("an entry names a site that was never enrolled")
         return enrolled.sign_key
 
     def judge(self, entry: Reserved | Sent | Admitted, said: Statement) -> None:
         """Review again what was granted or admitted, under the site's own policy, before it enters the books."""
         state = self.state
         policy = self.sent_under.get(entry.envelope, self.policies[entry.site])
-        barred = entry.site in state.barred
+        barred = entry.site in state.revoked_sites
         if isinstance(said, Reservation) and isinstance(entry, Reserved):
             kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
             account, frozen = state.accounts.get(f"{entry.site}/{kind}"), state.frozen(entry.site)
             if (entry.site, entry.run) in state.granted:  # paid for, so sound: older ledgers may hold it; but told
                 self.twice.append(f"{entry.site}, run {entry.run}: grant {entry.grant}")
-            standing = Standing(account, state.grants.get(entry.grant), frozen=frozen, revoked=barred)
+            standing = AccountContext(account, state.grants.get(entry.grant), frozen=frozen, revoked=barred)
             verdict = review_reservation(said, standing, policy)
             sound = verdict.admitted and (entry.account, entry.amount) == (f"{entry.site}/{kind}", verdict.amount)
         else:
             assert isinstance(said, Release)
             grant = state.grants.get(entry.grant)
             account = state.accounts.get(grant.reserved.account) if grant else None
-            verdict = review(said, Standing(account, grant, revoked=barred), policy)
+            verdict = review(said, AccountContext(account, grant, revoked=barred), policy)
             sound = verdict.admitted and isinstance(entry, Sent | Admitted) and entry.used == verdict.amount
             sound = sound and (not isinstance(entry, Admitted) or entry.level == verdict.level)
             if isinstance(entry, Sent) and self.origin == "lazaret/coordinator":
-                raise Unsound(f"{said.release}: what sets out is in its site's book, and in no other")
+                raise ExportError(f"{said.release}: what sets out is in its site's book, and in no other")
             if isinstance(entry, Sent) and not self.approved(said):
-                raise Unsound(f"{said.release}: it names an approval that nobody gave")
+                raise ExportError(f"{said.release}: it names an approval that nobody gave")
             if isinstance(entry, Admitted) and self.origin == f"lazaret/{entry.site}":
                 sent = state.sent.get(entry.release)
                 if sent is None or sent.envelope != entry.envelope:
-                    raise Unsound(f"{said.release}: it was admitted and never set out, by the site's own book")
+                    raise ExportError(f"{said.release}: it was admitted and never set out, by the site's own book")
             if isinstance(entry, Sent):  # whatever is amended before its verdict arrives
                 self.sent_under[entry.envelope] = policy
         if not sound:
             rules = ", ".join(f.rule for f in verdict.findings) or "another price or level"
-            raise Unsound(f"{type(entry).__name__} for {entry.grant}: the law does not admit it ({rules})")
+            raise ExportError(f"{type(entry).__name__} for {entry.grant}: the law does not admit it ({rules})")
 
     def approved(self, release: Release) -> bool:
         """In a site's own ledger: is every approval that a release names one that a person of that role gave?"""

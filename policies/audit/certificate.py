@@ -1,10 +1,10 @@
-"""A release certificate: what a ledger says of one release, signed by its key, with the proof that it says so.
+"""A release certificate: the ledger's facts on one release, signed by its key, with inclusion proofs.
 
-This module is its form; :mod:`policies.attest` says whether it holds. It rests on entries of the ledger (the site's
-enrolment and what was revoked since, the account that paid, the grant, the admission; of a federated model each
-site's last update and the rounds), an inclusion proof for each under one signed checkpoint (RFC 6962), and the site's
-own sealed statement. Its facts are derived from these and from nothing else, so none can be stronger than the ledger.
-Its words are the coordinator's, who signs them. Needs only Python and ``cryptography``.
+This module defines the form; :mod:`policies.audit.certificate_check` verifies it. A certificate rests on ledger
+entries (the site's enrolment and later revocations, the account charged, the grant, the admission; for a federated
+model each site's last update and the rounds), an inclusion proof for each under one signed checkpoint (RFC 6962), and
+the site's own signed statement. Its facts are derived from these alone, so none can be stronger than the ledger. Its
+wording is the coordinator's, who signs it. Needs only Python and ``cryptography``.
 
 As JSON it is a DSSE envelope. As PDF it holds that JSON as an attachment, and its last line is a comment with the
 ledger's signature over every byte before it: what is printed cannot be changed either.
@@ -22,8 +22,10 @@ from typing import Any, Final
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from policies.export import Unsound
-from policies.statement import HEX, canonical, load_json
+from policies.ledger.export import ExportError
+from policies.statements import HEX, load_json
+from protos.common.canonical_json import canonical
+from protos.common.dsse import EnvelopeError, pae, read_envelope, strict_base64
 
 PAYLOAD: Final = "application/vnd.lazaret.certificate+json"
 FIRST: Final = "lazaret-certificate/1"  # said nothing of what was revoked; read for ever, and made no more
@@ -38,7 +40,7 @@ _KEYS: Final = {"checkpoint", "entries", "envelopes", "facts", "form", "key", "o
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ProvenEntry:
     """An entry in its place, and the proof that the checkpoint's tree holds it there."""
 
     seq: int
@@ -48,12 +50,12 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is signed; :func:`policies.attest.check` says whether it holds."""
+    """The signed content; :func:`policies.audit.certificate_check.check` verifies it."""
 
     origin: str
     public: bytes  # the ledger's Ed25519 key, raw
     checkpoint: str  # signed note
-    shown: tuple[Shown, ...]
+    shown: tuple[ProvenEntry, ...]
     envelopes: tuple[bytes, ...]  # the sites' sealed statements
     facts: Mapping[str, Any]
     words: Mapping[str, str]  # the same for people; signed, and derived from nothing
@@ -62,7 +64,7 @@ class Certificate:
     def __post_init__(self) -> None:
         """A form that this program knows."""
         if self.form not in (FIRST, FORM):
-            raise Unsound("not a certificate of a form that this program knows")
+            raise ExportError("not a certificate of a form that this program knows")
 
     def encode(self) -> bytes:
         """The payload to sign: canonical JSON."""
@@ -97,15 +99,18 @@ def read(raw: bytes) -> Certificate:
     """The certificate in a file, JSON or PDF, once the signature over the whole file holds under its own key.
 
     Raises:
-        Unsound: not in its one form, or its signature is another key's.
+        ExportError: not in its one form, or its signature is another key's.
     """
     if raw.startswith(b"%PDF-"):
         return _read_pdf(raw)
-    payload, signature, named = _envelope(raw.removesuffix(b"\n"))
-    found = _decode(payload)
-    if named != found.fingerprint:
-        raise Unsound("the envelope names another key than the certificate")
-    _verify(found.public, signature, PAYLOAD, payload)
+    try:
+        envelope = read_envelope(raw.removesuffix(b"\n"), PAYLOAD, 2 * MAX_BYTES)
+    except EnvelopeError as error:
+        raise ExportError(f"not a certificate: {error}") from None
+    found = _decode(envelope.payload)
+    if envelope.key_id != found.fingerprint:
+        raise ExportError("the envelope names another key than the certificate")
+    _verify(found.public, envelope.signature, PAYLOAD, envelope.payload)
     return found
 
 
@@ -113,12 +118,16 @@ def _read_pdf(raw: bytes) -> Certificate:
     at = raw.rfind(b"%lazaret-certificate ")
     signed = _SIGNED.fullmatch(raw[at:]) if at > 0 else None
     if signed is None:
-        raise Unsound("the PDF's last line is no signature of a ledger: it is not a certificate, or was changed")
+        raise ExportError("the PDF's last line is no signature of a ledger: it is not a certificate, or was changed")
     inside = _ENVELOPE.findall(raw)
     if len(inside) != 1:
-        raise Unsound("the PDF does not hold exactly one certificate")
+        raise ExportError("the PDF does not hold exactly one certificate")
     found = read(inside[0])
-    _verify(found.public, _unbase64(signed[1].decode()), "application/pdf", raw[:at])
+    try:
+        signature = strict_base64(signed[1].decode())
+    except ValueError:
+        raise ExportError("the PDF's signature is not in its one form") from None
+    _verify(found.public, signature, "application/pdf", raw[:at])
     return found
 
 
@@ -127,54 +136,36 @@ def pdf_signature(signature: bytes) -> bytes:
     return b"%lazaret-certificate " + base64.b64encode(signature) + b"\n"
 
 
-def pae(kind: str, payload: bytes) -> bytes:
-    """DSSE v1.0 pre-authentication encoding: what is signed."""
-    return b"DSSEv1 %d %b %d %b" % (len(kind), kind.encode(), len(payload), payload)
-
-
 def _verify(public: bytes, signature: bytes, kind: str, payload: bytes) -> None:
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, pae(kind, payload))
     except (InvalidSignature, ValueError):
-        raise Unsound("the certificate was changed, or is signed by another key than the one it names") from None
-
-
-def _envelope(raw: bytes) -> tuple[bytes, bytes, object]:
-    """Payload and signature of the envelope, and the key that it names."""
-    try:
-        document = load_json(raw, 2 * MAX_BYTES)
-        (signature,) = document["signatures"]
-        if canonical(document) != raw or len(document) != 3 or len(signature) != 2:
-            raise Unsound("the certificate is not in its one form")
-        if document["payloadType"] != PAYLOAD:
-            raise Unsound("the envelope holds something else than a certificate")
-        return _unbase64(document["payload"]), _unbase64(signature["sig"]), signature["keyid"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Unsound(str(error) if isinstance(error, Unsound) else "not a certificate") from None
+        raise ExportError("the certificate was changed, or is signed by another key than the one it names") from None
 
 
 def _decode(payload: bytes) -> Certificate:
     try:
         body = load_json(payload, MAX_BYTES)
         if canonical(body) != payload or set(body) != _KEYS or body["form"] not in (FIRST, FORM):
-            raise Unsound("not a certificate of a form that this program knows, in its one form")
+            raise ExportError("not a certificate of a form that this program knows, in its one form")
         _typed(body)
         shown = tuple(
-            Shown(e["seq"], _unbase64(e["entry"]), tuple(_unbase64(p) for p in e["proof"])) for e in body["entries"]
+            ProvenEntry(e["seq"], strict_base64(e["entry"]), tuple(strict_base64(p) for p in e["proof"]))
+            for e in body["entries"]
         )
-        envelopes = tuple(_unbase64(raw) for raw in body["envelopes"])
+        envelopes = tuple(strict_base64(raw) for raw in body["envelopes"])
         public = bytes.fromhex(body["key"])
         said = (body["facts"], body["words"], body["form"])
         return Certificate(body["origin"], public, body["checkpoint"], shown, envelopes, *said)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Unsound(str(error) if isinstance(error, Unsound) else "the certificate is malformed") from None
+        raise ExportError(str(error) if isinstance(error, ExportError) else "the certificate is malformed") from None
 
 
 def _typed(body: Mapping[str, Any]) -> None:
     """Each part has its type: whoever signs a certificate chooses what stands in it.
 
     Raises:
-        Unsound: one has another.
+        ExportError: one has another.
     """
     words, entries = body["words"], body["entries"]
     kinds = {"checkpoint": str, "entries": list, "envelopes": list, "facts": dict, "key": str, "origin": str}
@@ -183,7 +174,7 @@ def _typed(body: Mapping[str, Any]) -> None:
     wrong += [] if type(entries) is list and all(_is_entry(e) for e in entries) else ["entries"]
     wrong += [] if type(body["key"]) is str and HEX.fullmatch(body["key"]) else ["key"]
     if wrong:
-        raise Unsound(f"the certificate is malformed: {', '.join(sorted(set(wrong)))}")
+        raise ExportError(f"the certificate is malformed: {', '.join(sorted(set(wrong)))}")
 
 
 def _is_entry(e: object) -> bool:
@@ -193,11 +184,3 @@ def _is_entry(e: object) -> bool:
 
 def _b64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
-
-
-def _unbase64(text: str) -> bytes:
-    """Standard base64 in its one form."""
-    raw = base64.b64decode(text, validate=True)
-    if _b64(raw) != text:
-        raise Unsound("base64 that is not in its one form")
-    return raw

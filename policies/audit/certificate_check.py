@@ -1,4 +1,4 @@
-"""Does a release certificate hold: are its entries the ledger's, and do they say what it says? Pure.
+"""Check a release certificate: its entries are in the ledger, and support what it says. Pure.
 
 Its facts are derived from the entries and statements that it rests on, by the same function when it is made and when
 it is checked; none can be stronger than what the ledger admitted.
@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.audit import open_envelope, out_of_time
-from policies.certificate import FIRST, FORM, Certificate, Shown
-from policies.claims import RELATION, UNIT, assumption
-from policies.entries import (
+from policies.accounting.claims import RELATION, UNIT, assumption
+from policies.accounting.rdp import NANO, cost, epsilon_nano
+from policies.audit.auditor import open_envelope, out_of_time
+from policies.audit.certificate import FIRST, FORM, Certificate, ProvenEntry
+from policies.ledger.ed25519 import is_owned
+from policies.ledger.entries import (
     Admitted,
     Enrolled,
     Entry,
@@ -27,12 +29,18 @@ from policies.entries import (
     RoundClosed,
     decode,
 )
-from policies.export import Export, Unsound
-from policies.keys import is_owned
-from policies.merkle import BadCheckpoint, Checkpoint, CompactRange, included, leaf_hash, open_checkpoint
-from policies.rdp import NANO, cost, epsilon_nano
-from policies.review import level_of
-from policies.statement import MalformedStatement, Release, canonical, claim_from, claim_json, menu_of, parse
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import (
+    Checkpoint,
+    CompactRange,
+    LedgerCheckpointError,
+    leaf_hash,
+    open_checkpoint,
+    verify_inclusion,
+)
+from policies.review.rules import level_of
+from policies.statements import Release, StatementError, claim_from, claim_json, menu_of, parse
+from protos.common.canonical_json import canonical
 
 # What each level promises, as every certificate prints it, and nothing stronger.
 MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
@@ -46,7 +54,7 @@ MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def check(found: Certificate, now: int | None = None) -> Checkpoint:
-    """Does the ledger under the checkpoint hold what the certificate rests on, and does that say what it says?
+    """Check that the ledger under the checkpoint holds the certificate's evidence, and that the evidence supports it.
 
     Args:
         found: the certificate.
@@ -54,27 +62,27 @@ def check(found: Certificate, now: int | None = None) -> Checkpoint:
     Returns:
         The ledger's head that the certificate was made under.
     Raises:
-        Unsound: with the first reason.
+        ExportError: with the first reason.
     """
     try:
         head = open_checkpoint(found.checkpoint, found.public)
-    except BadCheckpoint as error:
-        raise Unsound(str(error)) from None
+    except LedgerCheckpointError as error:
+        raise ExportError(str(error)) from None
     if head.origin != found.origin:
-        raise Unsound("the checkpoint is another ledger's")
+        raise ExportError("the checkpoint is another ledger's")
     if not is_owned(found.public):
-        raise Unsound("the ledger's key is not an Ed25519 key of one owner: others can sign with it, too")
+        raise ExportError("the ledger's key is not an Ed25519 key of one owner: others can sign with it, too")
     for s in found.shown:
-        if not included(leaf_hash(s.entry), s.seq, head.size, s.proof, head.root):
-            raise Unsound(f"entry {s.seq} is not the ledger's: its proof does not lead to the signed root")
+        if not verify_inclusion(leaf_hash(s.entry), s.seq, head.size, s.proof, head.root):
+            raise ExportError(f"entry {s.seq} is not the ledger's: its proof does not lead to the signed root")
     try:
         records = lines(found.shown)
         _in_time(records, now)
         derived = derive(found.facts.get("subject"), records, found.envelopes, found.form)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unsound(str(error) or "the entries do not make a release") from None
+        raise ExportError(str(error) or "the entries do not make a release") from None
     if canonical(dict(derived)) != canonical(dict(found.facts)):
-        raise Unsound("the certificate says something else than the entries that it rests on")
+        raise ExportError("the certificate says something else than the entries that it rests on")
     return head
 
 
@@ -82,53 +90,54 @@ def _in_time(records: Sequence[tuple[int, Record]], now: int | None) -> None:
     latest = 0
     for seq, record in records:
         if now is not None and (fault := out_of_time(record.at, latest, now)):
-            raise Unsound(f"entry {seq}: {fault}")
+            raise ExportError(f"entry {seq}: {fault}")
         latest = max(latest, record.at)
 
 
-def lines(shown: Sequence[Shown]) -> list[tuple[int, Record]]:
+def lines(shown: Sequence[ProvenEntry]) -> list[tuple[int, Record]]:
     """The records, in their order.
 
     Raises:
-        Unsound: not in order, each once, or not records.
+        ExportError: not in order, each once, or not records.
     """
     if [s.seq for s in shown] != sorted({s.seq for s in shown}):
-        raise Unsound("the entries are not in their order, each once")
+        raise ExportError("the entries are not in their order, each once")
     return [(s.seq, decode(s.entry)) for s in shown]
 
 
-def against(found: Certificate, export: Export) -> list[Mapping[str, Any]]:
+def check_against_export(found: Certificate, export: Export) -> list[Mapping[str, Any]]:
     """Is the certificate one of the ledger whose export was verified? Nothing that bears on it may be left out.
 
     Returns:
         What was revoked of its sites until the end of the export, also after the certificate was made; see
         :func:`revoked_of`. It changes nothing of what the certificate says, and whoever reads it has to know.
     Raises:
-        Unsound: another key, other entries or a head that the ledger never had; a stronger level than all of a run's
+        ExportError: another key, other entries or a head that the ledger never had; a stronger level than all of a
+        run's
             updates have.
     """
     if export.public != found.public:
-        raise Unsound("the certificate is signed by another key than the ledger's")
+        raise ExportError("the certificate is signed by another key than the ledger's")
     head = open_checkpoint(found.checkpoint, found.public)
     size, has = head.size, len(export.entries)
     if size > has:
-        raise Unsound(f"the certificate is of a ledger of {size} entries, the export has {has}: take a newer one")
+        raise ExportError(f"the certificate is of a ledger of {size} entries, the export has {has}: take a newer one")
     tree = CompactRange()
     for raw in export.entries[:size]:
         tree.append(leaf_hash(raw))
     if tree.root() != head.root:
-        raise Unsound("the certificate was made under a head that this ledger never had")
+        raise ExportError("the certificate was made under a head that this ledger never had")
     if any(export.entries[s.seq] != s.entry for s in found.shown):
-        raise Unsound("the certificate rests on other entries than the ledger's")
+        raise ExportError("the certificate rests on other entries than the ledger's")
     everything = [(seq, decode(raw)) for seq, raw in enumerate(export.entries)]
     records = everything[:size]
-    wanted = resting(found.facts["subject"], records, found.form)
+    wanted = supporting_entries(found.facts["subject"], records, found.form)
     if [seq for seq, _ in wanted] != [s.seq for s in found.shown]:
-        raise Unsound("the certificate leaves out entries that it should rest on")
+        raise ExportError("the certificate leaves out entries that it should rest on")
     if found.facts["kind"] == "model":
         updates = {r.entry.level for _, r in _updates(str(found.facts["subject"]), records)}
         if max(updates) != found.facts["level"]:  # A < A* < B < C
-            raise Unsound("an update of the run has a weaker level than the certificate says")
+            raise ExportError("an update of the run has a weaker level than the certificate says")
     sites = {r.entry.site: seq for seq, r in reversed(wanted) if isinstance(r.entry, Enrolled)}
     return revoked_of([(seq, r) for seq, r in everything if _ends(r, seq, sites)])
 
@@ -173,7 +182,9 @@ def _updates(run: str, records: Sequence[tuple[int, Record]]) -> list[tuple[int,
     ]
 
 
-def resting(subject: str, records: Sequence[tuple[int, Record]], form: str = FORM) -> list[tuple[int, Record]]:
+def supporting_entries(
+    subject: str, records: Sequence[tuple[int, Record]], form: str = FORM
+) -> list[tuple[int, Record]]:
     """The entries that a release, or the model of a run, rests on: in a ledger, or in what was shown of one.
 
     Args:
@@ -181,7 +192,7 @@ def resting(subject: str, records: Sequence[tuple[int, Record]], form: str = FOR
         records: in their order, with their places.
         form: of the certificate. The first one left out what was revoked of a site after it was enrolled.
     Raises:
-        Unsound: the ledger has not admitted it.
+        ExportError: the ledger has not admitted it.
     """
     closed = [(seq, r) for seq, r in records if isinstance(r.entry, RoundClosed) and r.entry.run == subject]
     if closed:
@@ -196,7 +207,7 @@ def resting(subject: str, records: Sequence[tuple[int, Record]], form: str = FOR
             if isinstance(e := r.entry, Admitted) and e.release == subject and not e.run
         ]
     if not admitted:
-        raise Unsound("the ledger admitted no release of that name, and no run of that name closed a round")
+        raise ExportError("the ledger admitted no release of that name, and no run of that name closed a round")
     found = dict(closed)
     grants = {r.entry.grant for _, r in admitted if isinstance(r.entry, Admitted)}
     paid = [(s, r) for s, r in records if isinstance(r.entry, Reserved | Recovered) and r.entry.grant in grants]
@@ -220,17 +231,17 @@ def derive(
     """Every fact of a certificate of this form, from the entries and statements that it rests on.
 
     Raises:
-        Unsound: they do not make an admitted release.
+        ExportError: they do not make an admitted release.
     """
     if type(subject) is not str:
-        raise Unsound("a certificate is about one release or run")
+        raise ExportError("a certificate is about one release or run")
     sealed = {hashlib.sha256(raw).digest(): raw for raw in envelopes}
-    wanted = resting(subject, records, form)
+    wanted = supporting_entries(subject, records, form)
     if [s for s, _ in wanted] != [s for s, _ in records]:
-        raise Unsound("the certificate holds an entry that it does not rest on")
+        raise ExportError("the certificate holds an entry that it does not rest on")
     parts = [_part(seq, record, records, sealed) for seq, record in wanted if isinstance(record.entry, Admitted)]
     if {p["statement_sha256"] for p in parts} != {digest.hex() for digest in sealed}:
-        raise Unsound("the certificate holds a statement that it does not rest on")
+        raise ExportError("the certificate holds a statement that it does not rest on")
     _compose(parts)
     level = max(p["level"] for p in parts)  # the weakest: A < A* < B < C
     claims = [claim_from(p["claim"]) for p in parts]
@@ -241,9 +252,9 @@ def derive(
         if isinstance(r.entry, Admitted) and r.entry.run:
             taken[r.entry.site] = max(r.entry.round, taken.get(r.entry.site, 0))
     if newest != taken:
-        raise Unsound("the certificate leaves out a site's last update")
+        raise ExportError("the certificate leaves out a site's last update")
     if [closed.round for _, closed in rounds] != list(range(1, len(rounds) + 1)):
-        raise Unsound("the certificate leaves out a round")
+        raise ExportError("the certificate leaves out a round")
     if rounds:
         (seq, closed) = rounds[-1]
         made = {"kind": "model", "round": closed.round, "entry": seq, "artifact_sha256": closed.model.hex()}
@@ -282,7 +293,7 @@ def _compose(parts: Sequence[dict[str, Any]]) -> None:
         together: dict[str, Any] | None = None
         if all(told):
             if len({(e["delta"], e["order"]) for e in told}) != 1:
-                raise Unsound("one site's part in a run was paid from accounts that do not add up")
+                raise ExportError("one site's part in a run was paid from accounts that do not add up")
             claims, order = [claim_from(p["claim"]) for p in mine], told[0]["order"]
             first = epsilon_nano(claims[0], float(told[0]["delta"]), order)
             nano = first + sum(cost(claim, order) for claim in claims[1:])
@@ -299,7 +310,7 @@ def _one(records: Sequence[tuple[int, Record]], what: str, fits: Any) -> tuple[i
     """The newest record of its kind."""
     found = [(seq, r.entry) for seq, r in records if fits(r.entry)]
     if not found:
-        raise Unsound(f"the certificate lacks {what}")
+        raise ExportError(f"the certificate lacks {what}")
     return found[-1]
 
 
@@ -319,7 +330,7 @@ def _part(
     assert isinstance(opened, Opened)
     assert isinstance(enrolled, Enrolled)
     if (paid.site, paid.run, paid.mechanism) != (entry.site, entry.run, entry.mechanism) or entry.used > paid.amount:
-        raise Unsound("the grant is another's, or does not cover the release")
+        raise ExportError("the grant is another's, or does not cover the release")
     said = _said(entry, enrolled, sealed)
     return {
         "release": entry.release,
@@ -348,18 +359,18 @@ def _said(entry: Admitted, enrolled: Enrolled, sealed: Mapping[bytes, bytes]) ->
     """The site's statement, under the key that the ledger enrolled, found to say what the entry says."""
     raw = sealed.get(entry.envelope)
     if raw is None:
-        raise Unsound("the site's sealed statement is missing")
+        raise ExportError("the site's sealed statement is missing")
     try:
         said = parse(open_envelope(raw, enrolled.sign_key))
-    except MalformedStatement as error:
-        raise Unsound(str(error)) from None
+    except StatementError as error:
+        raise ExportError(str(error)) from None
     names = ("release", "grant", "site", "run", "round", "mechanism", "reader")
     if not isinstance(said, Release) or any(getattr(said, n) != getattr(entry, n) for n in names):
-        raise Unsound("the site's statement is about something else than the entry")
+        raise ExportError("the site's statement is about something else than the entry")
     if canonical(claim_json(said.claim)) != entry.claim or said.artifact_sha256 != entry.artifact.hex():
-        raise Unsound("the site's statement makes another claim than the entry, or is about another artifact")
+        raise ExportError("the site's statement makes another claim than the entry, or is about another artifact")
     if entry.level != level_of(said):
-        raise Unsound(f"the entry says level {entry.level}, and the site's statement makes it {level_of(said)}")
+        raise ExportError(f"the entry says level {entry.level}, and the site's statement makes it {level_of(said)}")
     return said
 
 
@@ -369,7 +380,7 @@ def _epsilon(entry: Admitted, opened: Opened, said: Release) -> dict[str, Any] |
         return None
     nano = epsilon_nano(said.claim, float(opened.delta), opened.order)
     if nano != said.epsilon_nano:
-        raise Unsound("the epsilon that the site declared is not the one that its claim gives")
+        raise ExportError("the epsilon that the site declared is not the one that its claim gives")
     return {"value": _decimal(nano), "delta": opened.delta, "unit": UNIT, "relation": RELATION, "order": opened.order}
 
 
@@ -381,7 +392,8 @@ def summary(
     Args:
         found: the certificate.
         head: the ledger's, that it was made under.
-        revoked: of :func:`against`; None where there is no export: then what the certificate itself tells.
+        revoked: of :func:`check_against_export`; None where there is no export: then what the certificate itself
+        tells.
     """
     facts = found.facts
     yield f"certificate of {facts['kind']} {facts['subject']}, of {', '.join(facts['sites'])}"

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from policies.claims import RELATION, UNIT
-from policies.entries import (
+from policies.accounting.claims import RELATION, UNIT
+from policies.accounting.rounding import epsilon_text
+from policies.ledger.entries import (
     Admitted,
     Amended,
     Appointed,
@@ -36,9 +37,8 @@ from policies.entries import (
     Waived,
     kind_of,
 )
-from policies.figures import epsilon_text
-from policies.ledger import State
-from policies.statement import load_json
+from policies.ledger.state import State
+from policies.statements import load_json
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
     """Everything in a ledger, as JSON values; the balances are folded from the records.
 
     Raises:
-        InvalidEntry: the records do not fold.
+        InvalidEntryError: the records do not fold.
     """
     state = State()
     for record in records:
@@ -72,7 +72,7 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
                 "site": name,
                 "serial": known.serial or None,
                 "approved": sorted(state.approvals(known.serial, "enrol", name, known.envelope.hex())),
-                "revoked": name in state.barred,
+                "revoked": name in state.revoked_sites,
                 "certificates_issued": issued[name],
                 "certificates_revoked": revoked[name],
             }

@@ -1,8 +1,8 @@
 """One entry's inclusion proof, followed step by step so that a person can follow it too. Pure.
 
-RFC 9162 section 2.1.3.2: the entry's leaf hash is joined with one neighbour after the other, until the root of the
-whole tree comes out; the ledger's key has signed that root. Everything is computed here from the bytes shown, and
-nothing is believed because the ledger says so.
+RFC 9162 section 2.1.3.2: the entry's leaf hash is joined with one neighbour after the other, up to the root of the
+tree, which the ledger's key has signed. Everything is computed here from the bytes shown; no statement of the ledger
+is trusted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.cbor import MalformedEntry
-from policies.entries import InvalidEntry, Restored, decode
-from policies.merkle import BadCheckpoint, Checkpoint, included, leaf_hash, node_hash, open_checkpoint
+from policies.ledger.cbor import EntryEncodingError
+from policies.ledger.entries import InvalidEntryError, Restored, decode
+from policies.ledger.merkle import (
+    Checkpoint,
+    LedgerCheckpointError,
+    leaf_hash,
+    node_hash,
+    open_checkpoint,
+    verify_inclusion,
+)
 
 
 def restore_that_opened(head: Checkpoint, body: bytes, at: int, proof: Sequence[bytes]) -> Restored | None:
@@ -31,11 +38,11 @@ def restore_that_opened(head: Checkpoint, body: bytes, at: int, proof: Sequence[
     """
     try:
         entry = decode(body).entry
-    except (InvalidEntry, MalformedEntry):
+    except (InvalidEntryError, EntryEncodingError):
         return None
     if not isinstance(entry, Restored) or (entry.epoch, entry.nonce, entry.size) != (head.epoch, head.nonce, at):
         return None
-    return entry if included(leaf_hash(body), at, head.size, proof, head.root) else None
+    return entry if verify_inclusion(leaf_hash(body), at, head.size, proof, head.root) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +136,9 @@ def check(seq: int, entry: bytes, path: Sequence[bytes], checkpoint: str, ledger
         steps = walk(leaf, seq, head.size, path)
         if head.origin != origin:
             fault = "The checkpoint is another ledger's."
-        elif not included(leaf, seq, head.size, path, head.root):
+        elif not verify_inclusion(leaf, seq, head.size, path, head.root):
             fault = "The steps do not lead to the root that was signed."
-    except BadCheckpoint as error:
+    except LedgerCheckpointError as error:
         fault = f"The checkpoint does not hold: {error}."
     except ValueError as error:
         fault = f"The proof does not hold: {error}."

@@ -1,7 +1,7 @@
 """The auditor's ``lazaret-verify`` as one file: a zip application that runs where nothing of ours is installed.
 
-It holds exactly the modules that :mod:`policies.verify` needs, found by following its imports: the auditor runs the
-same code as we do, and there is no second implementation to drift. It needs Python 3.11 and ``cryptography``. The
+It holds exactly the modules that :mod:`policies.audit.verify` needs, found by following its imports: the auditor runs
+the same code as we do, and there is no second implementation to drift. It needs Python 3.11 and ``cryptography``. The
 build fails when anything else is imported.
 
 The same sources give the same bytes on every machine, so that whoever builds it again can compare the SHA-256.
@@ -19,8 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-START: Final = "policies.verify"
+from protos.common.errors import InvariantError
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+START: Final = "policies.audit.verify"
 ALLOWED: Final = sys.stdlib_module_names | {"cryptography"}
 SHEBANG: Final = b"#!/usr/bin/env python3\n"
 # Both checks end with 2: a machine that cannot run the verifier has not found a ledger unsound, which is 1.
@@ -39,7 +41,7 @@ sys.exit(main())
 '''
 
 
-class ForeignImport(ValueError):
+class ForeignImportError(InvariantError, ValueError):
     """A module that the verifier needs imports something that an auditor's machine does not have."""
 
 
@@ -62,14 +64,14 @@ def _imported(module: str, source: Path) -> Iterator[tuple[str, tuple[str, ...]]
             yield name, tuple(alias.name for alias in node.names)
 
 
-def needed(root: Path, start: str) -> Mapping[str, Path]:
+def modules_needed(root: Path, start: str) -> Mapping[str, Path]:
     """Every module of ours that importing ``start`` may load, with its file; packages on the way included.
 
     Args:
         root: the folder of our top-level packages.
         start: the full name of a module.
     Raises:
-        ForeignImport: one of them imports what is neither ours, nor Python's, nor ``cryptography``.
+        ForeignImportError: one of them imports what is neither ours, nor Python's, nor ``cryptography``.
     """
     found: dict[str, Path] = {}
     queue = [(start, "the command")]
@@ -81,7 +83,7 @@ def needed(root: Path, start: str) -> Mapping[str, Path]:
             if source is None and parents[0] in ALLOWED:
                 break
             if source is None:
-                raise ForeignImport(f"{importer} imports {module}, which an auditor's machine does not have")
+                raise ForeignImportError(f"{importer} imports {module}, which an auditor's machine does not have")
             if name in found:
                 continue
             found[name] = source
@@ -95,14 +97,16 @@ def archive(root: Path = ROOT, start: str = START) -> bytes:
     """The zip application, the same bytes for the same sources.
 
     Raises:
-        ForeignImport: see :func:`needed`.
+        ForeignImportError: see :func:`modules_needed`.
     """
-    members = {source.relative_to(root).as_posix(): source.read_bytes() for source in needed(root, start).values()}
+    members = {
+        source.relative_to(root).as_posix(): source.read_bytes() for source in modules_needed(root, start).values()
+    }
     members["__main__.py"] = MAIN.encode()
-    return SHEBANG + packed(members)
+    return SHEBANG + zip_bytes(members)
 
 
-def packed(members: Mapping[str, bytes], runs: Sequence[str] = ()) -> bytes:
+def zip_bytes(members: Mapping[str, bytes], runs: Sequence[str] = ()) -> bytes:
     """A zip archive, the same bytes for the same members wherever it is made; ``runs`` are those to be executable."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as opened:

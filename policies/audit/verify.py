@@ -1,15 +1,16 @@
 """``lazaret-verify``: re-derive an exported ledger offline, from its entries alone; or check a release's certificate.
 
-Needs only Python and ``cryptography``. It checks that the text is in its one form (so any changed byte is found), the
-Merkle root under the signed checkpoint and under every head that a site cosigned, that every balance folds without an
-overspend and no limit was raised by one person alone, that every envelope is signed by the site or person that the
-ledger knows and says what its entry says, and it reviews every grant and every admission again under the site's own
-signed policy. A certificate (:mod:`policies.certificate`) is checked against the ledger's key, or the whole ledger.
+Needs only Python and ``cryptography``. The check covers: the text is in its one canonical form (so any changed byte
+is found); the Merkle root matches the signed checkpoint and every head that a site cosigned; every balance folds
+without an overspend, and no limit was raised by one person alone; every envelope is signed with the key that the
+ledger has of the site or person, and says what its entry says; every grant and every admission passes the review
+again under the site's own signed policy. A certificate (:mod:`policies.audit.certificate`) is checked against the
+ledger's key, or the entire ledger.
 
-Anybody can write a ledger that is consistent with itself, and sign it with a key of their own. So it is SOUND only
-where you have said whose it is: by the whole fingerprint of its key, or the SHA-256 of a signed checkpoint that you
-kept. Without either it is CONSISTENT, and the exit code is 3. A file that is given with ``--from`` says nothing of
-that: whoever made the ledger may have made that file, too.
+Anyone can write a consistent ledger and sign it with a key of their own. So the result is SOUND only if you name the
+owner: by the full fingerprint of its key, or by the SHA-256 of a signed checkpoint that you kept. Without either it
+is CONSISTENT, with exit code 3. A file given with ``--from`` does not count as proof of ownership: the author of the
+ledger may have written it, too.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from policies import attest, certificate
-from policies.audit import Auditor
-from policies.claims import UNIT
-from policies.export import Export, Unsound
-from policies.figures import epsilon_text
-from policies.keys import is_owned
-from policies.merkle import BadCheckpoint, Checkpoint, cosigners, open_checkpoint
-from policies.office import APPROVING
-from policies.statement import HEX, ID
+from policies.accounting.claims import UNIT
+from policies.accounting.rounding import epsilon_text
+from policies.audit import certificate, certificate_check
+from policies.audit.auditor import Auditor
+from policies.ledger.approvals import APPROVING
+from policies.ledger.ed25519 import is_owned
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import Checkpoint, LedgerCheckpointError, cosigners, open_checkpoint
+from policies.statements import HEX, ID
 
 MAX_EXPORT: Final = 1 << 33
 ANCHORED: Final = 0  # exit codes; 2 is a usage error
@@ -45,7 +46,9 @@ UNANCHORED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What an export says that is consistent with itself. Whose it is, its ``key`` says, and nobody vouches for."""
+    """The contents of an export that is consistent with itself. ``key`` names the claimed owner, which is not
+    verified.
+    """
 
     origin: str
     size: int
@@ -72,31 +75,31 @@ class Findings:
 def _heads(export: Export, since: str | None) -> tuple[Checkpoint, list[Checkpoint]]:
     """The signed head of an export, and the older ones that its entries must extend."""
     if export.checkpoint.partition("\n\n")[2].count("\n") != 1:
-        raise Unsound("the head of an export bears one signature, the ledger's")
+        raise ExportError("the head of an export bears one signature, the ledger's")
     digests = [hashlib.sha256(raw).digest() for raw in export.envelopes]
     if digests != sorted(set(digests)):
-        raise Unsound("the envelopes are not in their one order, each once")
+        raise ExportError("the envelopes are not in their one order, each once")
     if not is_owned(export.public):
-        raise Unsound("the ledger's key is not an Ed25519 key of one owner: others can sign with it, too")
+        raise ExportError("the ledger's key is not an Ed25519 key of one owner: others can sign with it, too")
     try:
         head = open_checkpoint(export.checkpoint, export.public)
         witnessed = [open_checkpoint(note, export.public) for note in export.witnessed]
-    except BadCheckpoint as error:
-        raise Unsound(str(error)) from None
+    except LedgerCheckpointError as error:
+        raise ExportError(str(error)) from None
     try:
         given = [open_checkpoint(since, export.public)] if since is not None else []
-    except BadCheckpoint as error:
-        raise Unsound(f"the older checkpoint (--from), not the export: {error}") from None
+    except LedgerCheckpointError as error:
+        raise ExportError(f"the older checkpoint (--from), not the export: {error}") from None
     return head, witnessed + given
 
 
 def _extended(head: Checkpoint, old: Checkpoint, own: Checkpoint | None) -> None:
     """Is an older head the ledger's own at that size?"""
     if old.size > head.size and old.origin == head.origin:
-        raise Unsound(f"the older checkpoint covers {old.size} entries, the export {head.size}: it was cut short")
+        raise ExportError(f"the older checkpoint covers {old.size} entries, the export {head.size}: it was cut short")
     if old != own:
         lost = f", or entries were lost before epoch {head.epoch}" if head.epoch > 1 else ""
-        raise Unsound(f"the ledger does not extend the older checkpoint: its history was rewritten{lost}")
+        raise ExportError(f"the ledger does not extend the older checkpoint: its history was rewritten{lost}")
 
 
 def verify(
@@ -113,7 +116,7 @@ def verify(
         witnesses: name -> Ed25519 public key, raw, of those whose cosignatures of the head count. None: the sites
             that the ledger has enrolled and not revoked, each with its key of today.
     Raises:
-        Unsound: it does not hold, with the first reason.
+        ExportError: it does not hold, with the first reason.
     """
     export = Export.parse(raw)
     head, older = _heads(export, since)
@@ -125,14 +128,14 @@ def verify(
         try:
             auditor.take(body)
         except ValueError as error:
-            raise Unsound(f"entry {n}: {error}") from None
+            raise ExportError(f"entry {n}: {error}") from None
     heads[auditor.tree.size] = auditor.head()
     if head != auditor.head():
-        raise Unsound("the entries are not the ones under the checkpoint")
+        raise ExportError("the entries are not the ones under the checkpoint")
     for old in older:
         _extended(head, old, heads.get(old.size))
     if auditor.seen != set(auditor.envelopes):
-        raise Unsound("the export holds an envelope that no entry rests on")
+        raise ExportError("the export holds an envelope that no entry rests on")
     notes = [*export.witnessed, *([] if since is None else [since])]
     over_head = [note for note, old in zip(notes, older, strict=True) if old == head]
     return _findings(export, head, auditor, _cosigned(over_head, export.public, auditor, witnesses))
@@ -143,7 +146,7 @@ def _cosigned(
 ) -> list[str]:
     """Whose valid cosignatures stand under these notes of the head; the ledger is no witness of itself."""
     state = auditor.state
-    sites = {site: known.sign_key for site, known in state.sites.items() if site not in state.barred}
+    sites = {site: known.sign_key for site, known in state.sites.items() if site not in state.revoked_sites}
     keys = {name: key for name, key in (sites if witnesses is None else witnesses).items() if key != public}
     return sorted({name for note in notes for name in cosigners(note, keys)})
 
@@ -194,7 +197,7 @@ def _members(auditor: Auditor) -> dict[str, dict[str, Any]]:
             "key": state.sites[site].sign_key.hex(),
             "approved_by": auditor.enrolled_by[site],
             "enrolments": len(auditor.keys[site]),
-            "revoked": site in state.barred,
+            "revoked": site in state.revoked_sites,
             "certificates_issued": issued[site],
             "certificates_revoked": revoked[site],
         }
@@ -208,7 +211,7 @@ def _witnesses(notes: Sequence[str], keys: Mapping[str, Sequence[bytes]]) -> dic
     for note in notes:
         names = {name for site, own in keys.items() for key in own for name in cosigners(note, {site: key})}
         if not names or len(names) != note.partition("\n\n")[2].count("\n") - 1:
-            raise Unsound("a witnessed head bears a cosignature that is no enrolled site's, or none")
+            raise ExportError("a witnessed head bears a cosignature that is no enrolled site's, or none")
         for name in names:
             found[name] = max(found.get(name, 0), int(note.split("\n")[1]))
     return found
@@ -228,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = _certificate if certificate.is_certificate(raw) else _ledger
     try:
         document, lines, anchors = check(parser, arguments, raw)
-    except Unsound as error:
+    except ExportError as error:
         reason = "".join(c if c.isprintable() else "?" for c in str(error))  # it may quote what was signed
         said = {"verdict": "NOT SOUND", "sound": False, "reason": reason}
         _say(json.dumps(said) if arguments.json else f"NOT SOUND: {reason}")
@@ -236,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = "SOUND" if anchors else "CONSISTENT"
     document = {"verdict": verdict, "sound": bool(anchors), "anchors": anchors, **document}
     unknown = (
-        f"consistent with itself; signed by {document['key']}, whom you have not named: anybody can make one like it "
+        f"consistent with itself; signed by {document['key']}, which you have not named: anybody can make one "
         "with a key of their own. Give --key with the whole fingerprint of the ledger's key, as its owner publishes "
         "it"
     )
@@ -250,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lazaret-verify",
         description="check an exported ledger, or a release's certificate, offline",
-        epilog="exit codes: 0 SOUND, 1 NOT SOUND, 2 usage, 3 CONSISTENT with itself, and you did not say whose it is",
+        epilog="exit codes: 0 SOUND, 1 NOT SOUND, 2 usage, 3 CONSISTENT with itself, but you did not name its key",
     )
     parser.add_argument(
         "export", type=Path, metavar="FILE", help="a ledger's export, or a release's certificate (JSON or PDF)"
@@ -260,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="since",
         type=Path,
         metavar="FILE",
-        help="of an export: an older signed checkpoint that it must extend; of a certificate: the ledger's export",
+        help="for an export: an older signed checkpoint that it must extend; for a certificate: the ledger's export",
     )
     parser.add_argument(
         "--key", metavar="HEX", help="the whole fingerprint of the ledger's key, as you know it from elsewhere"
@@ -268,14 +271,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint",
         metavar="HEX",
-        help="the whole SHA-256 of a signed checkpoint that you kept: of the one that --from gives, or of the head",
+        help="the whole SHA-256 of a signed checkpoint that you kept: the one of --from, or the head",
     )
-    parser.add_argument("--artifact", type=Path, metavar="FILE", help="is a certificate about this file?")
+    parser.add_argument("--artifact", type=Path, metavar="FILE", help="check that a certificate is about this file")
     parser.add_argument(
         "--witnesses",
         type=_number,
         metavar="N",
-        help="so many different witnesses must have cosigned the ledger's head: its sites, or those of --witness",
+        help="number of witnesses that must have cosigned the ledger's head: its sites, or those of --witness",
     )
     parser.add_argument(
         "--witness",
@@ -283,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=HEX",
-        help="a witness and its public key, as you know it from elsewhere; then only those that you name count",
+        help="a witness and its public key, as you know it from elsewhere; then only named witnesses count",
     )
     parser.add_argument("--json", action="store_true")
     return parser
@@ -291,14 +294,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
-        raise argparse.ArgumentTypeError("a number from 1")
+        raise argparse.ArgumentTypeError("give a number from 1")
     return int(text)
 
 
 def _witness(text: str) -> tuple[str, bytes]:
     name, _, key = text.partition("=")
     if not ID.fullmatch(name) or not HEX.fullmatch(key) or not is_owned(bytes.fromhex(key)):
-        raise argparse.ArgumentTypeError("a short name, an equals sign, and a public key of 64 hexadecimal digits")
+        raise argparse.ArgumentTypeError(
+            "give a short name, an equals sign, and a public key of 64 hexadecimal digits"
+        )
     return name, bytes.fromhex(key)
 
 
@@ -309,7 +314,7 @@ def _usable(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> N
         if value is not None and not HEX.fullmatch(value.lower()):
             parser.error(f"--{name}: give the whole of it, 64 hexadecimal digits")
     if arguments.witness and arguments.witnesses is None:
-        parser.error("--witness: say with --witnesses how many of them must have cosigned the head")
+        parser.error("--witness: also give --witnesses, the number that must have cosigned the head")
     for several in zip(*arguments.witness, strict=True):
         if len(set(several)) != len(several):
             parser.error("--witness: each name and each key once")
@@ -321,7 +326,7 @@ _Checked = tuple[dict[str, Any], list[str], list[str]]  # for machines, for peop
 def _ledger(parser: argparse.ArgumentParser, arguments: argparse.Namespace, raw: bytes) -> _Checked:
     """What an export says that holds."""
     if arguments.artifact is not None:
-        parser.error("--artifact: a ledger's export is about no single file; give the release's certificate")
+        parser.error("--artifact: a ledger's export is not about a single file; give the release's certificate")
     since = _checkpoint(parser, arguments.since) if arguments.since is not None else None
     found = _verified(arguments, raw, since)
     anchors = _anchors(arguments, found.key, {found.checkpoint, *([] if since is None else [_digest(since)])})
@@ -337,7 +342,7 @@ def _verified(arguments: argparse.Namespace, raw: bytes, since: str | None = Non
     if wanted is not None and not len(found.cosigned) >= wanted:
         whose = "of those that you named" if named else "of the sites that it has enrolled and not revoked"
         others = ", ".join(f"{site} at {size}" for site, size in sorted(found.witnesses.items())) or "none"
-        raise Unsound(
+        raise ExportError(
             f"{wanted} witnesses must have cosigned the head at {found.size}, and {len(found.cosigned)} {whose} did: "
             f"{', '.join(found.cosigned) or 'nobody'} (newest cosigned heads: {others})"
         )
@@ -355,12 +360,12 @@ def _anchors(arguments: argparse.Namespace, key: str, checkpoints: Set[str]) -> 
     only keys of prime order are taken (Brendel et al., "The provable security of Ed25519", IEEE S&P 2021).
 
     Raises:
-        Unsound: another one was named.
+        ExportError: another one was named.
     """
     if arguments.key is not None and key != arguments.key.lower():
-        raise Unsound(f"it is signed by another key than the one that you named: by {key}")
+        raise ExportError(f"it is signed by another key than the one that you named: by {key}")
     if arguments.checkpoint is not None and arguments.checkpoint.lower() not in checkpoints:
-        raise Unsound("neither its head nor what --from gives is the checkpoint that you named")
+        raise ExportError("neither its head nor what --from gives is the checkpoint that you named")
     return [name for name in ("key", "checkpoint") if getattr(arguments, name) is not None]
 
 
@@ -369,17 +374,17 @@ def _certificate(parser: argparse.ArgumentParser, arguments: argparse.Namespace,
     if arguments.witnesses is not None and arguments.since is None:
         parser.error("--witnesses: of a certificate, give the ledger's export with --from")
     found = certificate.read(raw)
-    head = attest.check(found, int(time.time()))
+    head = certificate_check.check(found, int(time.time()))
     checkpoints, revoked = {_digest(found.checkpoint)}, None
     if arguments.since is not None:
         ledger = _read(parser, arguments.since)
         checkpoints.add(_verified(arguments, ledger).checkpoint)
-        revoked = attest.against(found, Export.parse(ledger))
+        revoked = certificate_check.check_against_export(found, Export.parse(ledger))
     anchors = _anchors(arguments, found.fingerprint, checkpoints)
     same = None if arguments.artifact is None else _sha256(parser, arguments.artifact)
     if same is not None and same != found.facts["artifact_sha256"]:
-        raise Unsound("the certificate is about another file than the one given")
-    lines = [*attest.summary(found, head, revoked)]
+        raise ExportError("the certificate is about another file than the one given")
+    lines = [*certificate_check.summary(found, head, revoked)]
     lines += ["  the export of the ledger holds all of it"] if arguments.since is not None else []
     lines += ["  it is about the file that was given"] if same is not None else []
     document = {

@@ -1,4 +1,4 @@
-"""The thread that keeps a search index level with its ledger (:mod:`policies.search`)."""
+"""The thread that keeps a search index level with its ledger (:mod:`policies.index.search`)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from policies.search import BATCH, Index
+from policies.index.search import BATCH, Index
 
 PATIENCE_S: Final = 15.0  # after a failure
 
 
-class Follower:
+class IndexFollower:
     """A thread that keeps an index level with its ledger, so that no page has much left to take."""
 
     def __init__(self, index: Index, every_s: float = 2.0, failed: Callable[[], None] = lambda: None) -> None:
-        """``failed`` is told whenever the index cannot go on; pages then say how far it came. It is tried again."""
+        """Calls ``failed`` whenever the index cannot continue; pages then show how far it got. The follower tries
+        again.
+        """
         self._index, self._every_s, self._failed = index, every_s, failed
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="index", daemon=True)
@@ -30,7 +32,7 @@ class Follower:
                 self._over.wait(PATIENCE_S)
             self._over.wait(self._every_s)
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> IndexFollower:
         """Begin."""
         self._thread.start()
         return self

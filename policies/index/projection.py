@@ -1,7 +1,7 @@
-"""What one entry adds to the search index: its words, whose it is, and how balances move. Pure.
+"""The search index's view of one entry: its words, its site, and the changes of balances. Pure.
 
-Nothing here decides anything: the fold (:mod:`policies.ledger`) does. The balances are those of the fold, kept by day
-so that a page can draw them; a test holds the two against each other over every kind of entry.
+Nothing here decides anything: the fold (:mod:`policies.ledger.state`) does. The balances are those of the fold, kept
+by day so that a page can draw them; a test holds the two against each other over every kind of entry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from policies.entries import (
+from policies.ledger.entries import (
     Entry,
     Expired,
     Freed,
@@ -52,7 +52,7 @@ def day_of(at: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class HeldGrant:
     """A grant, as far as its end needs it."""
 
     site: str
@@ -69,7 +69,7 @@ class Holding:
 
 
 @dataclass(slots=True)
-class Purse:
+class RunningBalance:
     """An account's balance, in the account's own unit."""
 
     limit: int = 0
@@ -86,19 +86,19 @@ class Batch:
     days: dict[int, tuple[int, int]] = field(default_factory=dict)  # day -> first and last seq
     tallies: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # day, kind, site
     refusals: Counter[tuple[int, str, str]] = field(default_factory=Counter)  # day, rule, site
-    grants: dict[str, Holding] = field(default_factory=dict)
+    grants: dict[str, HeldGrant] = field(default_factory=dict)
     held: Counter[tuple[str, str]] = field(default_factory=Counter)  # account, project -> by how much more
     spent: Counter[tuple[str, str]] = field(default_factory=Counter)
     balances: dict[tuple[str, int], tuple[int, int, int]] = field(default_factory=dict)  # account, day -> purse
 
 
 @dataclass(slots=True)
-class Flow:
-    """Takes entries in their order, and says what each adds."""
+class EntryProjection:
+    """Processes entries in their order, and returns what each adds."""
 
-    purses: dict[str, Purse]
-    grant: Callable[[str], Holding | None]  # of earlier batches
-    open_of: Callable[[str], Iterable[tuple[str, Holding]]]  # grants of a site that were open before this batch
+    purses: dict[str, RunningBalance]
+    grant: Callable[[str], HeldGrant | None]  # of earlier batches
+    open_of: Callable[[str], Iterable[tuple[str, HeldGrant]]]  # grants of a site that were open before this batch
     today: int = 0  # the books never go back, whatever the clock does
     batch: Batch = field(default_factory=Batch)
 
@@ -117,19 +117,19 @@ class Flow:
             batch.refusals.update((day, rule, site) for rule in set(entry.findings))
         self._move(entry)
 
-    def _grant(self, name: str) -> Holding | None:
+    def _grant(self, name: str) -> HeldGrant | None:
         return (self.batch.grants.get(name) or self.grant(name)) if name else None
 
     def _move(self, e: Entry) -> None:
-        """Balances, as :class:`policies.ledger.State` moves them."""
+        """Balances, as :class:`policies.ledger.state.State` moves them."""
         if isinstance(e, Opened):
-            self.purses[e.account] = Purse(e.limit)
+            self.purses[e.account] = RunningBalance(e.limit)
             self._note(e.account)
         elif isinstance(e, LimitSet):
             self.purses[e.account].limit = e.limit
             self._note(e.account)
         elif isinstance(e, Reserved | Recovered):
-            new = Holding(e.site, e.account, e.run, e.mechanism, e.amount, isinstance(e, Reserved))
+            new = HeldGrant(e.site, e.account, e.run, e.mechanism, e.amount, isinstance(e, Reserved))
             self.batch.grants[e.grant] = new
             self._add(new, e.amount, 0) if new.open else self._add(new, 0, e.amount)
         elif isinstance(e, Spent | Expired | Freed):
@@ -148,14 +148,14 @@ class Flow:
         for account, purse in self.purses.items():
             rest = purse.limit - purse.held - purse.spent
             if account.rpartition("/")[0] == site and rest > 0:
-                self._add(Holding(site, account, "", "waived", 0, False), 0, rest)
+                self._add(HeldGrant(site, account, "", "waived", 0, False), 0, rest)
 
-    def _close(self, name: str, held: Holding, used: int) -> None:
-        closed = Holding(held.site, held.account, held.run, held.mechanism, held.amount, False)
+    def _close(self, name: str, held: HeldGrant, used: int) -> None:
+        closed = HeldGrant(held.site, held.account, held.run, held.mechanism, held.amount, False)
         self.batch.grants[name] = closed
         self._add(closed, -held.amount, used)
 
-    def _add(self, to: Holding, held: int, spent: int) -> None:
+    def _add(self, to: HeldGrant, held: int, spent: int) -> None:
         purse = self.purses[to.account]
         purse.held += held
         purse.spent += spent
@@ -168,7 +168,7 @@ class Flow:
         self.batch.balances[account, self.today] = (purse.limit, purse.held, purse.spent)
 
 
-def _used(entry: Spent | Expired | Freed, held: Holding) -> int:
+def _used(entry: Spent | Expired | Freed, held: HeldGrant) -> int:
     if isinstance(entry, Spent):
         return entry.used
     return held.amount if isinstance(entry, Expired) else 0
@@ -180,7 +180,7 @@ def _site(entry: Entry) -> str:
     return str(getattr(entry, "site", "") or account.rpartition("/")[0])
 
 
-def _words(entry: Entry, site: str, held: Holding | None) -> Iterator[str]:
+def _words(entry: Entry, site: str, held: HeldGrant | None) -> Iterator[str]:
     """What an entry is found by: its names, the beginnings of its digests, and pairs such as ``kind=refused``."""
     yield f"kind={kind_of(entry)}"
     if site:

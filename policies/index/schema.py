@@ -1,4 +1,4 @@
-"""The tables of the search index (:mod:`policies.search`), and how a batch of entries is written into them."""
+"""The tables of the search index (:mod:`policies.index.search`), and how a batch of entries is written into them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import apsw
 
-from policies.flows import TOKENCHARS, Batch, Flow, Purse
-from policies.merkle import CompactRange
+from policies.index.projection import TOKENCHARS, Batch, EntryProjection, RunningBalance
+from policies.ledger.merkle import CompactRange
 
 FORM: Final = 1  # another one is thrown away and made again
 SCHEMA: Final = f"""
@@ -38,7 +38,9 @@ INSERT INTO place VALUES(1, {FORM}, 0, x'', 0);
 PRAGMAS: Final = ("journal_mode=WAL", "synchronous=NORMAL", "trusted_schema=OFF", "mmap_size=0", "cache_size=-16384")
 
 
-def keep(db: apsw.Connection, flow: Flow, taken: CompactRange, purses: Mapping[str, Purse]) -> None:
+def store_batch(
+    db: apsw.Connection, flow: EntryProjection, taken: CompactRange, purses: Mapping[str, RunningBalance]
+) -> None:
     """One batch in one transaction, and the root of everything taken so far with it."""
     batch = flow.batch
     with db:

@@ -1,8 +1,8 @@
-"""A search index beside a ledger: entries among millions, and what was left on which day. A cache, never the truth.
+"""A search index for a ledger: find entries among millions, and balances by day. A cache; the ledger decides.
 
-The log is the truth. The index follows the ledger's bytes and keeps the root of what it has taken; when that is not
-the ledger's root at that size, it belongs to another history and is made again from the first entry. It answers with
-the numbers of entries; whoever shows them reads the entries themselves.
+The ledger is authoritative. The index follows the ledger's bytes and keeps the root of what it has read. If that root
+differs from the ledger's root at the same size, the index belongs to another history and is rebuilt from the first
+entry. Queries return entry numbers; the caller reads the entries themselves.
 
 Words are kept in SQLite's FTS5 without the texts: one list of entry numbers for each word, so that any mix of words,
 kinds and sites is found by walking short lists from the newest entry on, and the page behind the thousandth is as
@@ -21,11 +21,21 @@ from typing import Any, Final
 
 import apsw
 
-from policies import tables
-from policies.entries import decode
-from policies.flows import CUT, LATEST, LEAST_HEX, Flow, Holding, Purse, day_of, tokens
-from policies.merkle import CompactRange, leaf_hash
-from policies.store import Disk, LedgerUnsound
+from policies.index import schema
+from policies.index.projection import (
+    CUT,
+    LATEST,
+    LEAST_HEX,
+    EntryProjection,
+    HeldGrant,
+    RunningBalance,
+    day_of,
+    tokens,
+)
+from policies.ledger.entries import decode
+from policies.ledger.merkle import CompactRange, leaf_hash
+from policies.ledger.store import LedgerBackend, LedgerUnsoundError
+from protos.common.errors import RefusedError
 
 BATCH: Final = 2_000  # entries in one transaction
 NEAR, FAR = 64, 400  # new entries that are read one by one: so many, or one in so many of all; else all are walked
@@ -36,8 +46,8 @@ LEAST_STEM: Final = 3  # letters before a star
 _LARGEST: Final = 1 << 62  # SQLite's integers have 64 bits, and one is added to some
 
 
-class TooWide(ValueError):
-    """The beginning of a word that would stand for very many; the text says what to type instead."""
+class QueryTooWideError(RefusedError, ValueError):
+    """The prefix matches too many words; the text says what to type instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +66,15 @@ class Query:
     def __post_init__(self) -> None:
         """One direction, numbers that SQLite can compare, and a page of a size that can be shown."""
         if self.before is not None and self.after is not None:
-            raise ValueError("a page lies before an entry or after one")
+            raise ValueError("a page is either before an entry or after one")
         if any(abs(n) > _LARGEST for n in (self.since, self.until, self.before, self.after) if n is not None):
-            raise ValueError("no entry has such a number, and no record such a time")
+            raise ValueError("the entry number or the time is out of range")
         if not 0 < self.most <= 1000:
             raise ValueError("a page has 1 to 1000 entries")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class EntryPage:
     """A page of entry numbers, newest first, and whether there are others on either side."""
 
     seqs: tuple[int, ...]
@@ -83,7 +93,7 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ProjectShare:
     """What one project has of an account: a run, or the mechanism of single releases."""
 
     project: str
@@ -92,7 +102,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusals:
+class RuleRefusals:
     """How often a rule refused something of a site."""
 
     rule: str
@@ -103,7 +113,7 @@ class Refusals:
 class Index:
     """The index in one file, for one process."""
 
-    def __init__(self, path: Path, look: Callable[[], Disk]) -> None:
+    def __init__(self, path: Path, look: Callable[[], LedgerBackend]) -> None:
         """Open or make it; nothing is indexed before :meth:`follow`.
 
         Args:
@@ -122,12 +132,12 @@ class Index:
             self._connect()
             place: Any = self._db.execute("SELECT form, size, peaks, today FROM place").fetchall()
             ((form, size, peaks, self._today),) = place
-            if form != tables.FORM or len(peaks) != 32 * int(size).bit_count():
-                raise LedgerUnsound("another form")
-        except (apsw.Error, LedgerUnsound, ValueError):
+            if form != schema.FORM or len(peaks) != 32 * int(size).bit_count():
+                raise LedgerUnsoundError("another form")
+        except (apsw.Error, LedgerUnsoundError, ValueError):
             self._discard()
             self._connect()
-            self._db.execute(f"BEGIN; {tables.SCHEMA} COMMIT")
+            self._db.execute(f"BEGIN; {schema.SCHEMA} COMMIT")
             size, peaks, self._today = 0, b"", 0
         self._broken = False  # then the next that follows makes it anew
         self._range = CompactRange(size, [peaks[at : at + 32] for at in range(0, len(peaks), 32)])
@@ -138,7 +148,7 @@ class Index:
         self._reader = apsw.Connection(str(self._path))
         for connection in (self._db, self._reader):
             connection.set_busy_timeout(2_000)
-            for pragma in tables.PRAGMAS:
+            for pragma in schema.PRAGMAS:
                 connection.execute(f"PRAGMA {pragma}").fetchall()
         self._reader.execute("PRAGMA query_only=1")
 
@@ -179,7 +189,8 @@ class Index:
             Whether the index holds everything that was durable when this was called. Not so when there are more than
             ``most``, or while another thread is taking them.
         Raises:
-            LedgerUnsound: the ledger's entries are not those of its own last commit, or the index cannot be written.
+            LedgerUnsoundError: the ledger's entries are not those of its own last commit, or the index cannot be
+            written.
         """
         if not self._writing.acquire(timeout=PATIENCE):
             return False
@@ -200,13 +211,13 @@ class Index:
             self._again()
             self._take(size if most is None else min(size, most), size)
             if self.size == size and self._range.root() != root:
-                raise LedgerUnsound("the entries are not the ones of the last commit")
+                raise LedgerUnsoundError("the entries are not the ones of the last commit")
         return self.size == size
 
-    def _unreadable(self, error: apsw.Error) -> LedgerUnsound:
+    def _unreadable(self, error: apsw.Error) -> LedgerUnsoundError:
         self._broken = True
         kind = type(error).__name__
-        return LedgerUnsound(f"the search index cannot be used ({kind}); it is made again")
+        return LedgerUnsoundError(f"the search index cannot be used ({kind}); it is rebuilt")
 
     def _again(self) -> None:
         """The ledger is another one than was indexed, or was brought back from a backup: begin anew."""
@@ -220,13 +231,13 @@ class Index:
         new = self._bodies(size)
         while self.size < end:
             before, peaks, today = self.size, list(self._range.peaks), self._today
-            flow = Flow(self._purses, self._holding, self._open_of, today)
+            flow = EntryProjection(self._purses, self._holding, self._open_of, today)
             try:
                 for seq in range(before, min(end, before + BATCH)):
                     body = next(new)
                     flow.take(seq, decode(body))
                     self._range.append(leaf_hash(body))
-                tables.keep(self._db, flow, self._range, self._purses)
+                schema.store_batch(self._db, flow, self._range, self._purses)
             except BaseException:
                 self._ahead = None
                 self._range = CompactRange(before, peaks)
@@ -244,26 +255,26 @@ class Index:
             if one is None:  # the walk ends where the ledger ended when it began
                 self._ahead, one = None, self._disk.body(self.size)
             if one is None:
-                raise LedgerUnsound(f"entry {self.size} is missing")
+                raise LedgerUnsoundError(f"entry {self.size} is missing")
             yield one
 
-    def _balanced(self) -> dict[str, Purse]:
+    def _balanced(self) -> dict[str, RunningBalance]:
         rows: Any = self._db.execute("SELECT account, most, held, spent FROM purse")
-        return {name: Purse(*purse) for name, *purse in rows}
+        return {name: RunningBalance(*purse) for name, *purse in rows}
 
-    def _holding(self, name: str) -> Holding | None:
+    def _holding(self, name: str) -> HeldGrant | None:
         query = "SELECT site, account, run, mechanism, amount, open FROM holding WHERE name = ?"
         rows: Any = self._db.execute(query, (name,)).fetchall()
         if not rows:
             return None
         site, account, run, mechanism, amount, is_open = rows[0]
-        return Holding(site, account, run, mechanism, amount, bool(is_open))
+        return HeldGrant(site, account, run, mechanism, amount, bool(is_open))
 
-    def _open_of(self, site: str) -> Iterator[tuple[str, Holding]]:
+    def _open_of(self, site: str) -> Iterator[tuple[str, HeldGrant]]:
         query = "SELECT name, site, account, run, mechanism, amount FROM holding WHERE site = ? AND open = 1"
         rows: Any = self._db.execute(query, (site,)).fetchall()
         for name, owner, account, run, mechanism, amount in rows:
-            yield name, Holding(owner, account, run, mechanism, amount, True)
+            yield name, HeldGrant(owner, account, run, mechanism, amount, True)
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         try:
@@ -272,11 +283,11 @@ class Index:
         except apsw.Error as error:
             raise self._unreadable(error) from None
 
-    def find(self, query: Query) -> Found:
+    def find(self, query: Query) -> EntryPage:
         """A page of entries.
 
         Raises:
-            TooWide: the beginning of a word stands for too many.
+            QueryTooWideError: the beginning of a word stands for too many.
         """
         low, high = self._between(query)
         if query.before is not None:
@@ -287,8 +298,8 @@ class Index:
         rows = [row[0] for row in self._hits(query, (low, high), query.most + 1, upward)]
         more, seqs = len(rows) > query.most, rows[: query.most]
         if upward:
-            return Found(tuple(reversed(seqs)), bool(self._beside(query, seqs, -1)), more)
-        return Found(tuple(seqs), more, bool(self._beside(query, seqs, 1)))
+            return EntryPage(tuple(reversed(seqs)), bool(self._beside(query, seqs, -1)), more)
+        return EntryPage(tuple(seqs), more, bool(self._beside(query, seqs, 1)))
 
     def count(self, query: Query) -> int:
         """How many there are in all, counted up to :data:`COUNTED` + 1."""
@@ -352,12 +363,12 @@ class Index:
         if not starred:
             return "*" if digest else ""
         if len(stem) < LEAST_STEM:
-            raise TooWide(f"type {LEAST_STEM} letters or more before the star")
+            raise QueryTooWideError(f"type {LEAST_STEM} letters or more before the star")
         end = stem[:-1] + chr(ord(stem[-1]) + 1)
         asked = "SELECT count(*) FROM (SELECT 1 FROM term WHERE term >= ? AND term < ? LIMIT ?)"
         ((terms,),) = self._rows(asked, (stem, end, MOST_TERMS + 1))
         if terms > MOST_TERMS:
-            raise TooWide(f"more than {MOST_TERMS} names begin like this: type more before the star")
+            raise QueryTooWideError(f"more than {MOST_TERMS} names begin like this: type more before the star")
         return "*"
 
     def time_of(self, seq: int) -> int | None:
@@ -365,13 +376,13 @@ class Index:
         rows = self._rows("SELECT at FROM line WHERE seq = ?", (seq,))
         return rows[0][0] if rows else None
 
-    def refusals(self, since: int, until: int) -> list[Refusals]:
+    def refusals(self, since: int, until: int) -> list[RuleRefusals]:
         """What was refused on the days from ``since`` until before ``until`` (seconds), the most frequent first."""
         query = (
             "SELECT rule, site, sum(n) FROM refusal WHERE day BETWEEN ? AND ? GROUP BY rule, site "
             "ORDER BY sum(n) DESC, rule, site"
         )
-        return [Refusals(*row) for row in self._rows(query, (day_of(since), day_of(until - 1)))]
+        return [RuleRefusals(*row) for row in self._rows(query, (day_of(since), day_of(until - 1)))]
 
     def tally(self, since: int, until: int) -> dict[str, int]:
         """How many entries of each kind were written on those days."""
@@ -385,13 +396,13 @@ class Index:
         query = f"SELECT day, most, held, spent FROM balance WHERE account = ? AND day >= ifnull(({before}), 0)"  # noqa: S608
         return [Balance(*row) for row in self._rows(f"{query} ORDER BY day", (account, account, first))]
 
-    def shares(self, account: str, most: int) -> list[Share]:
+    def shares(self, account: str, most: int) -> list[ProjectShare]:
         """The projects that have most of an account, held and spent together."""
         query = (
             "SELECT project, held, spent FROM share WHERE account = ? AND held + spent > 0 "
             "ORDER BY held + spent DESC, project LIMIT ?"
         )
-        return [Share(*row) for row in self._rows(query, (account, most))]
+        return [ProjectShare(*row) for row in self._rows(query, (account, most))]
 
 
 def _plain(word: str) -> str:

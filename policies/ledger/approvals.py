@@ -1,12 +1,12 @@
-"""Who is in office, what was asked for, and who approved it: the part of the fold that counts persons."""
+"""Approvers, requests and approvals: the part of the ledger state that counts people."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Final
 
-from policies.entries import Appointed, Approved, Dismissed, InvalidEntry, Requested, proposal
-from policies.keys import is_owned
+from policies.ledger.ed25519 import is_owned
+from policies.ledger.entries import Appointed, Approved, Dismissed, InvalidEntryError, Requested, proposal
 
 ROLES: Final = frozenset({"auditor", "compliance", "hospital", "operator", "researcher"})
 APPROVING: Final = frozenset({"compliance", "hospital"})  # who runs the machine, or wants the data, never approves
@@ -34,7 +34,7 @@ class Proposal:
 
 
 @dataclass(slots=True)
-class Office:
+class Approvers:
     """The fold of what persons are and do."""
 
     persons: dict[str, Appointed] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Office:
     asked: dict[str, Requested] = field(default_factory=dict)  # by serial
     proposals: dict[str, Proposal] = field(default_factory=dict)  # by serial
 
-    def in_office(self, name: str) -> Appointed | None:
-        """The person of this name, unless there is none or they were dismissed."""
+    def active_person(self, name: str) -> Appointed | None:
+        """The person of this name, of whatever role, unless there is none or they were dismissed."""
         return None if name in self.dismissed else self.persons.get(name)
 
     def office(self) -> frozenset[str]:
@@ -59,9 +59,9 @@ class Office:
     def agreeing(self, serial: str, action: str, subject: str, value: str) -> list[str]:
         """The persons who have approved exactly this, so far, in the order in which they did.
 
-        A proposal that is not used yet has no approval of a person who was dismissed since, or who asked for the very
-        same under another serial that is open still, unless somebody else asked for it under this one; a used one has
-        those that decided it.
+        An unused proposal has no approval of a person who was dismissed since. It has none of a person who requested
+        the same under another serial that is still open, unless somebody else requested it under this one. A used
+        proposal has the approvals that decided it.
         """
         asked, wanted = self.proposals.get(serial, Proposal()), proposal(serial, action, subject, value)
         agreeing = [person for person, (digest, _) in asked.approvals.items() if digest == wanted]
@@ -80,52 +80,54 @@ class Office:
 
     def _appointed(self, e: Appointed) -> None:
         if e.role not in ROLES or not is_owned(e.public):
-            raise InvalidEntry("no such role, or not an Ed25519 key of one owner")
+            raise InvalidEntryError("no such role, or not an Ed25519 key of one owner")
         if e.person in self.persons or any(e.public == known.public for known in self.persons.values()):
-            raise InvalidEntry("the person or the key is appointed already")
+            raise InvalidEntryError("the person or the key is appointed already")
         office = self.office()
         if office and e.role not in APPROVING - office:
             self._agree(e.serial, "appoint", e.person, f"{e.role} {e.public.hex()}", len(office))
         elif e.serial:
-            raise InvalidEntry("the first of a role needs no approval")
+            raise InvalidEntryError("the first of a role needs no approval")
         self.persons[e.person] = e
 
     def _dismissed(self, e: Dismissed) -> None:
-        person, office = self.in_office(e.person), self.office()
+        person, office = self.active_person(e.person), self.office()
         if person is None:
-            raise InvalidEntry("nobody of that name is in office")
+            raise InvalidEntryError("no active person has that name")
         others = {p.role for n, p in self.persons.items() if n not in self.dismissed and n != e.person}
         if person.role in APPROVING - others:  # else the next one of that role would come in without being approved
-            raise InvalidEntry("the last of an approving role stays until a successor is appointed")
+            raise InvalidEntryError("the last of an approving role stays until a successor is appointed")
         if office:
             self._agree(e.serial, "dismiss", e.person, person.role, len(office))
         elif e.serial:
-            raise InvalidEntry("where nobody may approve, a dismissal has no serial")
+            raise InvalidEntryError("if no person may approve, a dismissal has no serial")
         self.dismissed.add(e.person)
 
     def _requested(self, e: Requested) -> None:
-        person = self.in_office(e.person)
+        person = self.active_person(e.person)
         if person is None or person.role not in ASKING:
-            raise InvalidEntry("nobody of that name may ask")
+            raise InvalidEntryError("no person of that name may make requests")
         if not e.serial or e.serial in self.asked or e.serial in self.proposals:
-            raise InvalidEntry("a request has a serial of its own")
+            raise InvalidEntryError("a request has a serial of its own")
         if e.serial.startswith(FIXED):
-            raise InvalidEntry(f"nobody asks under a serial that begins with {', '.join(FIXED)}: choose another")
+            raise InvalidEntryError(
+                f"no request may have a serial that begins with {', '.join(FIXED)}: choose another"
+            )
         self.asked[e.serial] = e
 
     def _approved(self, e: Approved) -> None:
-        person = self.in_office(e.person)
+        person = self.active_person(e.person)
         if person is None or person.role not in APPROVING:
-            raise InvalidEntry("nobody of that name may approve")
+            raise InvalidEntryError("no person of that name may approve")
         if not e.serial:
-            raise InvalidEntry("a proposal has a serial")
+            raise InvalidEntryError("a proposal has a serial")
         asked, requested = self.proposals.get(e.serial, Proposal()), self.asked.get(e.serial)
         if asked.used or e.person in asked.approvals:
-            raise InvalidEntry("that proposal is closed, or this person has approved it")
+            raise InvalidEntryError("that proposal is closed, or this person has approved it")
         if requested is not None and requested.person == e.person:
-            raise InvalidEntry("who asked for it does not approve it")
+            raise InvalidEntryError("a requester does not approve their own request")
         if requested is not None and requested.proposal != e.proposal:
-            raise InvalidEntry("that serial is for something else than what is approved")
+            raise InvalidEntryError("that serial is for something else than what is approved")
         asked.approvals[e.person] = (e.proposal, e.envelope)
         self.proposals[e.serial] = asked
 
@@ -136,6 +138,10 @@ class Office:
         agreeing = {self.persons[p].role for p in persons}
         if asked.used or not len(agreeing) >= roles:
             own = not asked.used and self._own(serial, action, subject, value, list(asked.approvals))
-            why = "; who asks for it under another serial does not count: let somebody else ask" if own else ""
-            raise InvalidEntry(f"{roles} role(s) must approve this, and {len(agreeing)} did{why}")
+            why = (
+                "; a person who requested it under another serial does not count: let another person make the request"
+                if own
+                else ""
+            )
+            raise InvalidEntryError(f"{roles} role(s) must approve this, and {len(agreeing)} did{why}")
         asked.used, asked.counted = True, persons

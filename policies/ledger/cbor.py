@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from protos.common.errors import ArtifactError
+
 Value = int | bytes | str | list["Value"] | dict[str, "Value"]
 
 MAX_BYTES: Final = 1 << 20
@@ -19,7 +21,7 @@ MAX_DEPTH: Final = 8
 _UINT, _BYTES, _TEXT, _ARRAY, _MAP = 0, 2, 3, 4, 5
 
 
-class MalformedEntry(ValueError):
+class EntryEncodingError(ArtifactError, ValueError):
     """Not the deterministic encoding of a permitted value."""
 
 
@@ -33,7 +35,7 @@ def _long_head(major: int, n: int) -> bytes:
     for info, size in ((24, 1), (25, 2), (26, 4), (27, 8)):
         if n < 1 << (8 * size):
             return bytes([major << 5 | info]) + n.to_bytes(size, "big")
-    raise MalformedEntry("number too large")
+    raise EntryEncodingError("number too large")
 
 
 _HEADS: Final = tuple(tuple(_long_head(major, n) for n in range(256)) for major in range(6))
@@ -43,11 +45,11 @@ def encode(value: Value) -> bytes:
     """The one encoding of ``value``; what :func:`decode` would refuse is not made.
 
     Raises:
-        MalformedEntry: a negative or huge integer, a bool, a float, None, or a map with other than text keys.
+        EntryEncodingError: a negative or huge integer, a bool, a float, None, or a map with other than text keys.
     """
     if type(value) is int:
         if not 0 <= value < 1 << 63:
-            raise MalformedEntry("integers must lie in [0, 2^63)")
+            raise EntryEncodingError("integers must lie in [0, 2^63)")
         return _head(_UINT, value)
     if type(value) is bytes:
         return _head(_BYTES, len(value)) + value
@@ -55,16 +57,16 @@ def encode(value: Value) -> bytes:
         try:
             raw = value.encode()
         except UnicodeEncodeError:
-            raise MalformedEntry("text that has no UTF-8 form") from None
+            raise EntryEncodingError("text that has no UTF-8 form") from None
         return _head(_TEXT, len(raw)) + raw
     if type(value) is list:
         return _head(_ARRAY, len(value)) + b"".join(encode(v) for v in value)
     if type(value) is dict:
         if not all(type(k) is str for k in value):
-            raise MalformedEntry("map keys must be text")
+            raise EntryEncodingError("map keys must be text")
         pairs = sorted((encode(k), encode(v)) for k, v in value.items())
         return _head(_MAP, len(pairs)) + b"".join(k + v for k, v in pairs)
-    raise MalformedEntry(f"{type(value).__name__} has no place in an entry")
+    raise EntryEncodingError(f"{type(value).__name__} has no place in an entry")
 
 
 class _Reader:
@@ -75,7 +77,7 @@ class _Reader:
 
     def take(self, n: int) -> bytes:
         if n > len(self.raw) - self.at:
-            raise MalformedEntry("cut short")
+            raise EntryEncodingError("cut short")
         self.at += n
         return self.raw[self.at - n : self.at]
 
@@ -85,20 +87,20 @@ class _Reader:
         if info < 24:
             return major, info
         if info > 27:
-            raise MalformedEntry("indefinite lengths are not deterministic")
+            raise EntryEncodingError("indefinite lengths are not deterministic")
         size = 1 << (info - 24)
         n = int.from_bytes(self.take(size), "big")
         if n < (24 if size == 1 else 1 << (4 * size)):
-            raise MalformedEntry("number not in its shortest form")
+            raise EntryEncodingError("number not in its shortest form")
         return major, n
 
     def value(self, depth: int) -> Value:
         if depth > MAX_DEPTH:
-            raise MalformedEntry("nested too deep")
+            raise EntryEncodingError("nested too deep")
         major, n = self.head()
         if major == _UINT:
             if n >= 1 << 63:
-                raise MalformedEntry("number too large")
+                raise EntryEncodingError("number too large")
             return n
         if major == _BYTES:
             return self.take(n)
@@ -108,18 +110,18 @@ class _Reader:
             return [self.value(depth + 1) for _ in range(self.bounded(n))]
         if major == _MAP:
             return self.map(n, depth)
-        raise MalformedEntry("type not permitted")
+        raise EntryEncodingError("type not permitted")
 
     def bounded(self, n: int) -> int:
         if n > len(self.raw) - self.at:
-            raise MalformedEntry("cut short")
+            raise EntryEncodingError("cut short")
         return n
 
     def text(self, n: int) -> str:
         try:
             return self.take(n).decode()
         except UnicodeDecodeError:
-            raise MalformedEntry("text is not UTF-8") from None
+            raise EntryEncodingError("text is not UTF-8") from None
 
     def map(self, n: int, depth: int) -> Value:
         out: dict[str, Value] = {}
@@ -128,11 +130,11 @@ class _Reader:
             start = self.at
             major, size = self.head()
             if major != _TEXT:
-                raise MalformedEntry("map keys must be text")
+                raise EntryEncodingError("map keys must be text")
             key = self.text(size)
             encoded = self.raw[start : self.at]
             if encoded <= last:
-                raise MalformedEntry("map keys out of order or repeated")
+                raise EntryEncodingError("map keys out of order or repeated")
             last = encoded
             out[key] = self.value(depth + 1)
         return out
@@ -142,14 +144,14 @@ def decode(raw: bytes) -> Value:
     """The value of a deterministic encoding, which must be the whole of ``raw``.
 
     Raises:
-        MalformedEntry: any other bytes. ``encode(decode(raw)) == raw`` for all that is accepted.
+        EntryEncodingError: any other bytes. ``encode(decode(raw)) == raw`` for all that is accepted.
     """
     if len(raw) > MAX_BYTES:
-        raise MalformedEntry("entry too large")
+        raise EntryEncodingError("entry too large")
     reader = _Reader(raw)
     value = reader.value(0)
     if reader.at != len(raw):
-        raise MalformedEntry("trailing bytes")
+        raise EntryEncodingError("trailing bytes")
     return value
 
 

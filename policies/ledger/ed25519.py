@@ -1,10 +1,10 @@
-"""Which Ed25519 public keys may stand for somebody.
+"""Ed25519 public keys that may identify a signer.
 
-A key of small order belongs to nobody: for such a key everybody can make a signature that verifies, without a secret.
-A key of mixed order, A + T with T one of the eight points of small order, belongs to whoever holds A's secret: a
-signature of A's owner verifies under it, too (for one message in eight, or all). One person would stand there as two.
-RFC 8032 refuses neither, and the library does not, so both are refused where a key gets an owner: a key must be a
-point of the subgroup of prime order L, in its one encoding.
+For a key of small order anyone can make a signature that verifies, without a secret. A key of mixed order, A + T with
+T one of the eight points of small order, belongs to the holder of A's secret: a signature of A's owner verifies under
+it, too (for one message in eight, or all), so one person could count as two. RFC 8032 refuses neither, nor does the
+library. So both are refused where a key is assigned to an owner: a key must be a point of the subgroup of prime order
+L, in its one encoding.
 """
 
 from __future__ import annotations

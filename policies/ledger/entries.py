@@ -1,8 +1,8 @@
-"""What a ledger can say: the entries, and the one encoding of each.
+"""The ledger's entries, and the canonical encoding of each.
 
 An entry is a leaf of the ledger's Merkle tree, as deterministic CBOR. Amounts are whole numbers: nano-nats of Rényi
 divergence at the account's one order (kind ``rdp``), or releases per patient (kind ``k``). Ids are opaque, there is
-no free text. What the entries mean together is :mod:`policies.ledger`'s fold.
+no free text. What the entries mean together is :mod:`policies.ledger.state`'s fold.
 """
 
 from __future__ import annotations
@@ -11,16 +11,76 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies import cbor
-from policies.decisions import Appointed, Approved, Dismissed, LimitSet, Requested, Waived
+from policies.ledger import cbor
+from protos.common.errors import RefusedError
 
 __all__ = ["Appointed", "Approved", "Dismissed", "LimitSet", "Requested", "Waived"]  # what persons decided
 
 
-class InvalidEntry(ValueError):
+@dataclass(frozen=True, slots=True)
+class Appointed:
+    """A person who may approve, with a role. The first of each role is free; every other needs those in office."""
+
+    person: str
+    role: str
+    public: bytes  # Ed25519, raw
+    serial: str  # of the approved proposal; "" for the first of a role
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """A person is no longer in office: they may not ask or approve, and their unused approvals no longer count.
+
+    The last person of an approving role cannot be dismissed.
+    """
+
+    person: str
+    serial: str  # of the approved proposal; "" where nobody may approve
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """A person's request, in words that others may approve: exactly these words, and never by the requester."""
+
+    person: str
+    serial: str
+    proposal: bytes  # SHA-256, see :func:`policies.ledger.entries.proposal`
+    envelope: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Approved:
+    """A person signed a proposal: the fold counts roles, the envelope holds the signature."""
+
+    person: str
+    serial: str
+    proposal: bytes  # SHA-256, see :func:`proposal`
+    envelope: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LimitSet:
+    """An account's new limit: raised by two persons of different roles, lowered by one of them."""
+
+    account: str
+    limit: int
+    epsilon: str  # the budget as people state it; "" for kind k
+    serial: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waived:
+    """After a restore: a site that will not come back. Two persons agreed, and its accounts are spent whole."""
+
+    site: str
+    serial: str
+
+
+class InvalidEntryError(RefusedError, ValueError):
     """The entry breaks a rule of the books; it must not be appended, and a ledger that holds it is unsound."""
 
 
@@ -141,8 +201,8 @@ class Admitted:
 class Spent:
     """The grant is closed: ``used`` of it is spent, at least what left under it.
 
-    The rest is given back, and only on the site's signed word that no more was made: its count of what left is the
-    only one that misses nothing.
+    The rest is returned, but only with the site's signed statement that no more was made: only its own count of what
+    left is complete.
     """
 
     grant: str
@@ -293,7 +353,7 @@ class _Form:
     types: tuple[type, ...]  # of the fields, in the class's order
     written: tuple[tuple[bytes, str], ...]  # encoded key, field: in the encoding's order
     tail: bytes  # the record's last pair, which names the kind
-    pattern: re.Pattern[bytes]
+    pattern: bytes  # a regular expression that fits the whole record; its groups are the values
     read: tuple[tuple[int, Callable[[bytes], Any]], ...]  # the group of each field in the class's order
 
 
@@ -303,7 +363,7 @@ def _form(kind: str, cls: type[Entry]) -> _Form:
     body = cbor.map_pattern({name: cbor.PATTERNS[t] for name, t in types.items()})
     outer = {"at": cbor.PATTERNS[int], "key": cbor.PATTERNS[str]}
     outer |= {"body": body, "type": re.escape(cbor.encode(kind))}
-    pattern = re.compile(cbor.map_pattern(outer), re.DOTALL)
+    pattern = cbor.map_pattern(outer)
     read = tuple((names.index(name) + 2, cbor.READERS[t]) for name, t in types.items())
     written = tuple((cbor.encode(name), name) for name in names)
     return _Form(cls, tuple(types.values()), written, cbor.encode("type") + cbor.encode(kind), pattern, read)
@@ -314,11 +374,17 @@ _BY_TAIL: Final[Mapping[bytes, _Form]] = MappingProxyType({form.tail: form for f
 _TYPE: Final = cbor.encode("type")
 
 
+@cache
+def _compiled(pattern: bytes) -> re.Pattern[bytes]:
+    """Compile a kind's pattern when the first entry of it is read: all of them take a tenth of a second."""
+    return re.compile(pattern, re.DOTALL)
+
+
 def encode(record: Record) -> bytes:
     """Deterministic CBOR of a record: ``{"at", "key", "body": {field: value}, "type"}``.
 
     Raises:
-        cbor.MalformedEntry: a value that has no place in an entry.
+        cbor.EntryEncodingError: a value that has no place in an entry.
     """
     entry = record.entry
     form = _FORMS[type(entry)]
@@ -334,11 +400,11 @@ def decode(raw: bytes) -> Record:
     """The record of :func:`encode`.
 
     Raises:
-        cbor.MalformedEntry: not deterministic CBOR.
-        InvalidEntry: not a known entry with exactly its fields.
+        cbor.EntryEncodingError: not deterministic CBOR.
+        InvalidEntryError: not a known entry with exactly its fields.
     """
     form = _BY_TAIL.get(raw[raw.rfind(_TYPE) :])
-    match = form.pattern.fullmatch(raw) if form is not None else None
+    match = _compiled(form.pattern).fullmatch(raw) if form is not None else None
     if form is None or match is None or len(raw) > cbor.MAX_BYTES:
         return _decode_slowly(raw)
     groups = match.groups()
@@ -346,7 +412,7 @@ def decode(raw: bytes) -> Record:
         entry: Entry = form.cls(*[read(groups[i]) for i, read in form.read])
         return Record(_INT(groups[0]), _STR(groups[1]), entry)
     except UnicodeDecodeError:
-        raise cbor.MalformedEntry("text is not UTF-8") from None
+        raise cbor.EntryEncodingError("text is not UTF-8") from None
 
 
 _INT, _STR = cbor.READERS[int], cbor.READERS[str]
@@ -355,15 +421,15 @@ _INT, _STR = cbor.READERS[int], cbor.READERS[str]
 def _decode_slowly(raw: bytes) -> Record:
     outer = cbor.decode(raw)
     if not isinstance(outer, dict) or set(outer) != {"at", "body", "key", "type"}:
-        raise InvalidEntry("not a record")
+        raise InvalidEntryError("not a record")
     cls, body = KINDS.get(str(outer["type"])), outer["body"]
     if cls is None or not isinstance(body, dict) or set(body) != {f.name for f in fields(cls)}:
-        raise InvalidEntry("unknown entry, or missing or unknown fields")
+        raise InvalidEntryError("unknown entry, or missing or unknown fields")
     for name, kind in zip((f.name for f in fields(cls)), _FORMS[cls].types, strict=True):
         value = body[name]
         if type(value) is not kind or (kind is list and not all(type(v) is str for v in value)):  # type: ignore[union-attr]
-            raise InvalidEntry(f"{name} has another type")
+            raise InvalidEntryError(f"{name} has another type")
     at, key = outer["at"], outer["key"]
     if type(at) is not int or type(key) is not str or type(outer["type"]) is not str:
-        raise InvalidEntry("not a record")
+        raise InvalidEntryError("not a record")
     return Record(at, key, cls(**body))  # type: ignore[arg-type]

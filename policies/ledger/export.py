@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from protos.common.errors import ArtifactError
+
 _TITLE: Final = "lazaret-ledger-export/2"
 
 
-class Unsound(ValueError):
-    """The export does not prove what it says."""
+class ExportError(ArtifactError, ValueError):
+    """The export is malformed, or does not prove what it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +40,29 @@ class Export:
         """Read an export.
 
         Raises:
-            Unsound: anything but the bytes :meth:`encode` gives.
+            ExportError: anything but the bytes :meth:`encode` gives.
         """
         lines = _lines(raw)
         try:
             if next(lines) != _TITLE.encode():
-                raise Unsound("not a ledger export of this version")
+                raise ExportError("not a ledger export of this version")
             key = next(lines)
             public = _unbase64(key.removeprefix(b"key "))
             if not key.startswith(b"key "):
-                raise Unsound("the key is missing")
+                raise ExportError("the key is missing")
             entries = _section(lines, "entries")
             envelopes = _section(lines, "envelopes")
             witnessed = tuple(note.decode() for note in _section(lines, "witnessed"))
             if next(lines) != b"checkpoint":
-                raise Unsound("the checkpoint is missing")
+                raise ExportError("the checkpoint is missing")
             rest = list(lines)
             if not rest:
-                raise Unsound("the checkpoint is missing")
+                raise ExportError("the checkpoint is missing")
             return Export(public, entries, envelopes, b"\n".join(rest).decode(), witnessed)
-        except Unsound:
+        except ExportError:
             raise
         except (ValueError, StopIteration, RuntimeError):
-            raise Unsound("the export is cut short or not in its one form") from None
+            raise ExportError("the export is cut short or not in its one form") from None
 
 
 def _lines(raw: bytes) -> Iterator[bytes]:
@@ -76,7 +78,7 @@ def _unbase64(line: bytes) -> bytes:
     """Base64 in its one form: what encodes back to the same line."""
     raw = binascii.a2b_base64(line)
     if binascii.b2a_base64(raw, newline=False) != line:
-        raise Unsound("the export is not in its one form")
+        raise ExportError("the export is not in its one form")
     return raw
 
 
@@ -88,5 +90,5 @@ def _section(lines: Iterator[bytes], name: str) -> tuple[bytes, ...]:
     title = next(lines).decode()
     count = title.removeprefix(f"{name} ")
     if not (count.isascii() and count.isdigit() and len(count) < 10) or title != f"{name} {int(count)}":
-        raise Unsound(f"the section {name} is missing")
+        raise ExportError(f"the section {name} is missing")
     return tuple(_unbase64(line) for line in islice(lines, int(count)))

@@ -17,12 +17,14 @@ from typing import Final
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from protos.common.errors import ArtifactError
+
 EMPTY_ROOT: Final = hashlib.sha256(b"").digest()
 _ED25519: Final = b"\x01"  # C2SP signed-note: signature type 1
 _COSIGNATURE: Final = b"\x04"  # C2SP tlog-cosignature: Ed25519, over a time and the note
 
 
-class BadCheckpoint(ValueError):
+class LedgerCheckpointError(ArtifactError, ValueError):
     """A checkpoint that is malformed, unsigned, or not this log's."""
 
 
@@ -147,7 +149,7 @@ class Tree:
         return ([] if whole else [self._range(start, end)]) + proof[::-1]
 
 
-def included(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
+def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
     """RFC 9162 section 2.1.3.2: does the proof lead from ``leaf`` at ``index`` to ``root`` of ``size``?"""
     if not 0 <= index < size:
         return False
@@ -165,7 +167,7 @@ def included(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: b
     return sn == 0 and r == root
 
 
-def consistent(old: int, old_root: bytes, size: int, root: bytes, proof: Sequence[bytes]) -> bool:
+def verify_consistency(old: int, old_root: bytes, size: int, root: bytes, proof: Sequence[bytes]) -> bool:
     """RFC 9162 section 2.1.4.2: is the tree of ``size`` an extension of the one of ``old``?"""
     if old == size:
         return not proof and old_root == root
@@ -224,7 +226,7 @@ def open_checkpoint(note: str, public: bytes) -> Checkpoint:
     """Verify, then parse; cosignature lines may follow, which are :func:`cosigners`' business.
 
     Raises:
-        BadCheckpoint: not exactly the form that :func:`sign_checkpoint` writes, or not signed by ``public``.
+        LedgerCheckpointError: not exactly the form that :func:`sign_checkpoint` writes, or not signed by ``public``.
     """
     lines = note.split("\n")
     try:
@@ -235,13 +237,13 @@ def open_checkpoint(note: str, public: bytes) -> Checkpoint:
         raw = base64.b64decode(line.rsplit(" ", 1)[1], validate=True)
         Ed25519PublicKey.from_public_bytes(public).verify(raw[4:], head.body().encode())
     except (ValueError, IndexError, binascii.Error, InvalidSignature):
-        raise BadCheckpoint("the checkpoint is malformed or not signed by the expected key") from None
+        raise LedgerCheckpointError("the checkpoint is malformed or not signed by the expected key") from None
     expected = f"{head.body()}\n{_line(origin, key_id(origin, public) + raw[4:])}"
     if not note.startswith(expected) or not note.endswith("\n") or len(head.root) != 32 or head.size < 0:
-        raise BadCheckpoint("the checkpoint is not in its one permitted form")
+        raise LedgerCheckpointError("the checkpoint is not in its one permitted form")
     for extra in note[len(expected) :].split("\n")[:-1]:
         if not _COSIGNED.fullmatch(extra):
-            raise BadCheckpoint("a cosignature is not in its one permitted form")
+            raise LedgerCheckpointError("a cosignature is not in its one permitted form")
     return head
 
 
@@ -253,7 +255,7 @@ def _cosigned(body: str, seconds: int) -> bytes:
 
 
 def cosign(note: str, name: str, key: Ed25519PrivateKey, seconds: int) -> str:
-    """The line by which a witness says that it has seen this head, and that it extends every one seen before.
+    """A witness's cosignature line: it has seen this head, and the head extends every one it saw before.
 
     C2SP tlog-cosignature: the signature is over ``cosignature/v1``, the time and the note's body; its key id has type
     4, and the time (seconds since 1970, 8 bytes, big-endian) stands before the signature.

@@ -11,7 +11,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.store import Batch, Disk, Head, LedgerStopped, LedgerUnsound, Store
+from policies.ledger.store import Batch, LedgerBackend, LedgerStoppedError, LedgerUnsoundError, SealedHead, Store
 
 _EACH: Final = 5_000  # entries between two words of how far it is
 Heed = Callable[[int, int], None]  # entries folded so far, and of how many
@@ -21,10 +21,10 @@ def _unheard(_done: int, _all: int) -> None:
     """Nobody watches."""
 
 
-class Pinned:
-    """A :class:`policies.store.Disk` as of the head that it had first, and never written."""
+class PinnedBackend:
+    """A :class:`policies.ledger.store.LedgerBackend` as of the head that it had first, and never written."""
 
-    def __init__(self, disk: Disk, heed: Heed = _unheard) -> None:
+    def __init__(self, disk: LedgerBackend, heed: Heed = _unheard) -> None:
         """Read the head; ``disk`` is closed with this, ``heed`` hears how far the entries are read."""
         self._disk, self._heed = disk, heed
         self._marks = tuple(disk.marks())  # before the head, which is at it or beyond
@@ -39,7 +39,7 @@ class Pinned:
         """The entries that the head counts.
 
         Raises:
-            LedgerUnsound: one is missing; or there are more, and no newer head that counts them.
+            LedgerUnsoundError: one is missing; or there are more, and no newer head that counts them.
         """
         size = self.size if upto is None else min(upto, self.size)
         for done, body in enumerate(self._disk.bodies(size)):
@@ -48,9 +48,9 @@ class Pinned:
             yield body
         more = self._disk.body(self.size) is not None  # asked first: a commit brings entries and head at once
         if more and self._disk.head() == self._head:
-            raise LedgerUnsound("there are more entries than this key committed")
+            raise LedgerUnsoundError("there are more entries than this key committed")
 
-    def head(self) -> Head | None:
+    def head(self) -> SealedHead | None:
         """As it was first."""
         return self._head
 
@@ -68,13 +68,13 @@ class Pinned:
 
     def commit(self, _batch: Batch) -> None:
         """Never: who reads does not write."""
-        raise LedgerStopped("this ledger was opened to be read")
+        raise LedgerStoppedError("this ledger was opened to be read")
 
-    def marks(self) -> Sequence[Head]:
+    def marks(self) -> Sequence[SealedHead]:
         """As they were just before the head was read."""
         return self._marks
 
-    def mark(self, _head: Head) -> None:
+    def mark(self, _head: SealedHead) -> None:
         """Nothing is answered from here."""
 
     def close(self) -> None:
@@ -82,14 +82,14 @@ class Pinned:
         self._disk.close()
 
 
-def read_store(disk: Disk, origin: str, key: Ed25519PrivateKey, heed: Heed = _unheard) -> Store:
+def read_store(disk: LedgerBackend, origin: str, key: Ed25519PrivateKey, heed: Heed = _unheard) -> Store:
     """The fold of what a disk holds, with which nothing can be appended; the disk is closed with it.
 
     Raises:
-        LedgerUnsound: a start would refuse it, for the reason that it would give.
+        LedgerUnsoundError: a start would refuse it, for the reason that it would give.
     """
     try:
-        pinned = Pinned(disk, heed)
+        pinned = PinnedBackend(disk, heed)
     except BaseException:
         disk.close()
         raise

@@ -1,8 +1,9 @@
-"""The fold: account state is what the entries say, and an auditor folds them again.
+"""The ledger state: accounts and grants, computed from the entries, and computed again by an auditor.
 
-Pure: no disk, no clock (``at`` is told, and no decision depends on it). A grant is held when reserved, and then has
-exactly one end: spent (at least what was released under it), freed (only by the site's signed word that nothing was
-read or released) or expired (all of it is spent). Whatever is unknown is spent. Kinds never add (design P4).
+Pure: no disk, no clock (``at`` is an argument, and no decision depends on it). A reserved grant is held and then has
+exactly one end: spent (at least what was released under it), freed (only with the site's signed statement that
+nothing was read or released) or expired (all of it is spent). Whatever is unknown counts as spent. Kinds are never
+added (design P4).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.accounts import Account, Grant
-from policies.entries import (
+from policies.accounting.rdp import allowance
+from policies.ledger.approvals import Approvers, Proposal, refusal
+from policies.ledger.ed25519 import is_owned
+from policies.ledger.entries import (
     Admitted,
     Amended,
     Appointed,
@@ -25,7 +28,7 @@ from policies.entries import (
     Entry,
     Expired,
     Freed,
-    InvalidEntry,
+    InvalidEntryError,
     Issued,
     LimitSet,
     Opened,
@@ -42,20 +45,54 @@ from policies.entries import (
     Spent,
     Waived,
 )
-from policies.keys import is_owned
-from policies.office import Office, Proposal, refusal
-from policies.rdp import allowance
-from policies.statement import ID
+from policies.statements import ID
+from protos.common.errors import RefusedError
 
 _NUMBER: Final = re.compile(r"[1-9a-f][0-9a-f]{0,39}")  # a certificate's: positive, 20 octets (RFC 5280, 4.1.2.2)
 
 
-class KeyReused(ValueError):
+@dataclass(slots=True)
+class Account:
+    """A lifetime budget of one kind for one site's patients."""
+
+    opened: Opened
+    held: int = 0
+    spent: int = 0
+    changed: LimitSet | None = None  # the limit as persons last set it
+
+    @property
+    def limit(self) -> int:
+        """What may be held and spent together, ever."""
+        return self.changed.limit if self.changed else self.opened.limit
+
+    @property
+    def epsilon(self) -> str:
+        """The limit as people state it."""
+        return self.changed.epsilon if self.changed else self.opened.epsilon
+
+    @property
+    def left(self) -> int:
+        """The amount that can still be reserved; negative after a limit was lowered below what is spent and held."""
+        return self.limit - self.held - self.spent
+
+
+@dataclass(slots=True)
+class Grant:
+    """Budget reserved for one release, or for one site's part in one federated run."""
+
+    reserved: Reserved | Recovered
+    state: str = "held"  # "held" | "spent" | "freed"
+    used: int = 0
+    last_round: int = 0
+    sent: int = 0  # in a site's own ledger: what set out under it has consumed, answered or not
+
+
+class KeyReusedError(RefusedError, ValueError):
     """An idempotency key came back with other content."""
 
 
 @dataclass(slots=True)
-class State(Office):
+class State(Approvers):
     """The fold of a ledger's entries."""
 
     sites: dict[str, Enrolled] = field(default_factory=dict)
@@ -64,7 +101,7 @@ class State(Office):
     amended: dict[str, int] = field(default_factory=dict)  # site -> number of its newest amendment
     issued: dict[str, Issued] = field(default_factory=dict)  # by the certificate's number
     revoked: set[str] = field(default_factory=set)  # numbers of certificates
-    barred: set[str] = field(default_factory=set)  # sites that are enrolled and may do nothing
+    revoked_sites: set[str] = field(default_factory=set)  # sites that are enrolled and may do nothing
     accounts: dict[str, Account] = field(default_factory=dict)
     grants: dict[str, Grant] = field(default_factory=dict)
     granted: set[tuple[str, str]] = field(default_factory=set)  # (site, run) that a grant was ever for
@@ -78,8 +115,10 @@ class State(Office):
     epoch: int = 1
     restored_at: int = 0  # seq of the entry that opened it
     nonce: str = ""  # of the restore
-    waiting: set[str] = field(default_factory=set)  # sites that have not presented their receipts: all are frozen
-    late: set[str] = field(default_factory=set)  # enrolled after a restore, or barred at it: until they do
+    # These sites must present their receipts after a restore; until then all sites are frozen.
+    sites_awaited: set[str] = field(default_factory=set)
+    # Enrolled after a restore, or revoked at it: each stays frozen until it presents its receipts.
+    sites_pending_receipts: set[str] = field(default_factory=set)
     recovered: Counter[str] = field(default_factory=Counter)  # site -> grants recovered in this epoch
     refused: set[bytes] = field(default_factory=set)  # envelopes of reservations that were never granted
     size: int = 0
@@ -89,10 +128,10 @@ class State(Office):
         """Take one more record into the books.
 
         Raises:
-            InvalidEntry: the record breaks a rule. The books are as before.
+            InvalidEntryError: the record breaks a rule. The books are as before.
         """
         if record.key in self.keys:
-            raise InvalidEntry("an idempotency key is used twice")
+            raise InvalidEntryError("an idempotency key is used twice")
         _APPLY[type(record.entry)](self, record.entry)
         self.keys[record.key] = self.size
         self.size += 1
@@ -102,101 +141,103 @@ class State(Office):
         """The held grant of this name.
 
         Raises:
-            InvalidEntry: there is none, or it was resolved before.
+            InvalidEntryError: there is none, or it was resolved before.
         """
         grant = self.grants.get(name)
         if grant is None or grant.state != "held":
-            raise InvalidEntry("no open grant of that name")
+            raise InvalidEntryError("no open grant of that name")
         return grant
 
     def frozen(self, site: str) -> bool:
         """After a restore: is nothing granted to this site yet?"""
-        return bool(self.waiting) or site in self.late
+        return bool(self.sites_awaited) or site in self.sites_pending_receipts
 
     def admits(self, site: str, number: str) -> bool:
         """May a peer with this certificate speak for this site? Its end is for who has a clock to check."""
         known = self.issued.get(number)
         valid = known is not None and known.site == site and number not in self.revoked
-        return valid and site in self.sites and site not in self.barred
+        return valid and site in self.sites and site not in self.revoked_sites
 
     def _enrolled(self, e: Enrolled) -> None:
-        if e.site in self.sites and e.site not in self.barred:
-            raise InvalidEntry("the site is enrolled already")
+        if e.site in self.sites and e.site not in self.revoked_sites:
+            raise InvalidEntryError("the site is enrolled already")
         if e.envelope in self.requests:  # approvals of before, used or not, bring nobody back
-            raise InvalidEntry("this very request was enrolled before: a fresh one must be sealed and approved")
+            raise InvalidEntryError("this very request was enrolled before: a fresh one must be sealed and approved")
         others = {known.sign_key for known in self.sites.values() if known.site != e.site}
         if not is_owned(e.sign_key) or e.sign_key in others:
-            raise InvalidEntry("not an Ed25519 key of one owner, or another site's")
+            raise InvalidEntryError("not an Ed25519 key of one owner, or another site's")
         office = self.office()
         if office:
             self._agree(e.serial, "enrol", e.site, e.envelope.hex(), len(office))
         elif e.serial:
-            raise InvalidEntry("where nobody may approve, an enrolment has no serial")
+            raise InvalidEntryError("where nobody may approve, an enrolment has no serial")
         if self.epoch > 1 and e.site not in self.sites:  # enrolled before, perhaps, and the backup had lost it
-            self.late.add(e.site)
+            self.sites_pending_receipts.add(e.site)
         self.sites[e.site] = e
         self.policies[e.site] = e.envelope
         self.requests.add(e.envelope)
-        self.barred.discard(e.site)
+        self.revoked_sites.discard(e.site)
 
     def _issued(self, e: Issued) -> None:
-        if e.site not in self.sites or e.site in self.barred:
-            raise InvalidEntry("a certificate is for a site that is enrolled and not barred")
+        if e.site not in self.sites or e.site in self.revoked_sites:
+            raise InvalidEntryError("a certificate is for a site that is enrolled and not barred")
         if not _NUMBER.fullmatch(e.number) or e.number in self.issued:
-            raise InvalidEntry("not a certificate's number in hexadecimal, or used before")
+            raise InvalidEntryError("not a certificate's number in hexadecimal, or used before")
         if len(e.certificate) != 32 or not e.not_after > 0:
-            raise InvalidEntry("a certificate has a SHA-256 and an end")
+            raise InvalidEntryError("a certificate has a SHA-256 and an end")
         self.issued[e.number] = e
 
     def _revoked(self, e: Revoked) -> None:
         if not ID.fullmatch(e.why):
-            raise InvalidEntry("why is a short word")
-        if e.site not in self.sites or e.site in self.barred:
-            raise InvalidEntry("the site is not enrolled, or barred already")
+            raise InvalidEntryError("why is a short word")
+        if e.site not in self.sites or e.site in self.revoked_sites:
+            raise InvalidEntryError("the site is not enrolled, or barred already")
         known = self.issued.get(e.number)
         if not e.number:
-            self.barred.add(e.site)
+            self.revoked_sites.add(e.site)
             self.revoked.update(number for number, issued in self.issued.items() if issued.site == e.site)
         elif known is None or known.site != e.site or e.number in self.revoked:
-            raise InvalidEntry("that certificate was not issued to the site, or is revoked already")
+            raise InvalidEntryError("that certificate was not issued to the site, or is revoked already")
         else:
             self.revoked.add(e.number)
 
     def _amended(self, e: Amended) -> None:
-        if e.site not in self.sites or e.site in self.barred or not e.number > self.amended.get(e.site, 0):
-            raise InvalidEntry("the site is not enrolled or was revoked, or the amendment is not newer than the last")
+        if e.site not in self.sites or e.site in self.revoked_sites or not e.number > self.amended.get(e.site, 0):
+            raise InvalidEntryError(
+                "the site is not enrolled or was revoked, or the amendment is not newer than the last"
+            )
         self.policies[e.site], self.amended[e.site] = e.envelope, e.number
 
     def _opened(self, e: Opened) -> None:
         if e.account in self.accounts:
-            raise InvalidEntry("the account is open already")
+            raise InvalidEntryError("the account is open already")
         kind = e.account.rpartition("/")[2]
         if not ((kind == "rdp" and e.order >= 2) or (kind == "k" and e.order == 0)):
-            raise InvalidEntry("an account is of kind rdp with an order, or of kind k without")
+            raise InvalidEntryError("an account is of kind rdp with an order, or of kind k without")
         self.accounts[e.account] = Account(e)
 
     def _limit_set(self, e: LimitSet) -> None:
         account = self.accounts.get(e.account)
         if account is None:
-            raise InvalidEntry("no such account")
+            raise InvalidEntryError("no such account")
         opened, stated = account.opened, e.epsilon or str(e.limit)  # what persons sign is what they understand
         if not (_says(e, opened) if opened.order else not e.epsilon):
-            raise InvalidEntry("a limit of kind rdp is what its epsilon allows, and one of kind k has none")
+            raise InvalidEntryError("a limit of kind rdp is what its epsilon allows, and one of kind k has none")
         self._agree(e.serial, "limit", e.account, stated, 2 if e.limit > account.limit else 1)
         account.changed = e
 
     def _reserved(self, e: Reserved) -> None:
         account = self.accounts.get(e.account)
         if account is None or e.account.rpartition("/")[0] != e.site:
-            raise InvalidEntry("no such account of that site")
+            raise InvalidEntryError("no such account of that site")
         if e.grant in self.grants or e.envelope in self.refused:
-            raise InvalidEntry("the grant exists already, or this very request was refused")
+            raise InvalidEntryError("the grant exists already, or this very request was refused")
         if self.frozen(e.site):
-            raise InvalidEntry("nothing is granted before every site has presented its receipts")
-        if e.site in self.barred:
-            raise InvalidEntry("nothing is granted to a site that was revoked")
+            raise InvalidEntryError("nothing is granted before every site has presented its receipts")
+        if e.site in self.revoked_sites:
+            raise InvalidEntryError("nothing is granted to a site that was revoked")
         if not 0 < e.amount <= account.left:
-            raise InvalidEntry("the account would be overspent")
+            raise InvalidEntryError("the account would be overspent")
         account.held += e.amount
         self._grant(e, Grant(e))
 
@@ -207,7 +248,7 @@ class State(Office):
 
     def _refused(self, e: Refused) -> None:
         if not e.findings:
-            raise InvalidEntry("a refusal has a reason")
+            raise InvalidEntryError("a refusal has a reason")
         if e.stage == "release" and e.envelope:
             self.envelopes.add(e.envelope)
         elif e.stage == "reservation" and not self.frozen(e.site):  # a frozen ledger refuses what it had granted too
@@ -217,29 +258,29 @@ class State(Office):
         grant = self.open_grant(e.grant)
         held = grant.reserved
         if (e.site, e.run, e.mechanism) != (held.site, held.run, held.mechanism):
-            raise InvalidEntry("the grant is another's")
+            raise InvalidEntryError("the grant is another's")
         if e.release in self.sent:
-            raise InvalidEntry("the release was sent before")
+            raise InvalidEntryError("the release was sent before")
         if self.proposals.get(refusal(e.release), Proposal()).approvals:
-            raise InvalidEntry("a person has refused the release")
+            raise InvalidEntryError("a person has refused the release")
         if not grant.sent < e.used <= held.amount:
-            raise InvalidEntry("the grant does not cover the release")
+            raise InvalidEntryError("the grant does not cover the release")
         self.sent[e.release] = e
         grant.sent = e.used
 
     def _admitted(self, e: Admitted) -> None:
         grant = self.open_grant(e.grant)
         if bool(e.run) is not (e.round >= 1):
-            raise InvalidEntry("a release of a run has a round, and no other has")
+            raise InvalidEntryError("a release of a run has a round, and no other has")
         held = grant.reserved
         if (e.site, e.run, e.mechanism) != (held.site, held.run, held.mechanism):
-            raise InvalidEntry("the grant is another's")
-        if e.site in self.barred:
-            raise InvalidEntry("nothing is admitted of a site that was revoked")
+            raise InvalidEntryError("the grant is another's")
+        if e.site in self.revoked_sites:
+            raise InvalidEntryError("nothing is admitted of a site that was revoked")
         if e.release in self.releases or e.envelope in self.envelopes:
-            raise InvalidEntry("the release was reviewed before")
+            raise InvalidEntryError("the release was reviewed before")
         if not grant.used < e.used <= held.amount or (e.run and e.round <= grant.last_round):
-            raise InvalidEntry("the grant does not cover the release")
+            raise InvalidEntryError("the grant does not cover the release")
         grant.used, grant.last_round = e.used, e.round
         self.releases[e.release] = e
         self.envelopes.add(e.envelope)
@@ -249,9 +290,9 @@ class State(Office):
     def _spent(self, e: Spent) -> None:
         grant = self.open_grant(e.grant)
         if not max(grant.used, grant.sent, 1) <= e.used <= grant.reserved.amount:
-            raise InvalidEntry("what is spent lies between what left and what was reserved")
+            raise InvalidEntryError("what is spent lies between what left and what was reserved")
         if bool(e.envelope) is not (e.used < grant.reserved.amount):
-            raise InvalidEntry("something is given back on the site's signed word, and only then")
+            raise InvalidEntryError("something is given back on the site's signed word, and only then")
         self._close(grant, e.used)
 
     def _expired(self, e: Expired) -> None:
@@ -261,7 +302,7 @@ class State(Office):
     def _freed(self, e: Freed) -> None:
         grant = self.open_grant(e.grant)
         if grant.used or grant.sent:
-            raise InvalidEntry("something was released under the grant; it cannot be freed")
+            raise InvalidEntryError("something was released under the grant; it cannot be freed")
         self._close(grant, 0)
 
     def _close(self, grant: Grant, used: int) -> None:
@@ -272,41 +313,45 @@ class State(Office):
 
     def _round_closed(self, e: RoundClosed) -> None:
         if e.round != self.rounds.get(e.run, 0) + 1:
-            raise InvalidEntry("rounds close one after the other")
+            raise InvalidEntryError("rounds close one after the other")
         if e.sites != sorted(set(e.sites)) or len(e.model) != 32:
-            raise InvalidEntry("the sites of a round are sorted, each once, and a model has a SHA-256")
+            raise InvalidEntryError("the sites of a round are sorted, each once, and a model has a SHA-256")
         if not e.sites or not all((e.run, e.round, site) in self.updates for site in e.sites):
-            raise InvalidEntry("the round counts a site without an admitted update")
+            raise InvalidEntryError("the round counts a site without an admitted update")
         self.rounds[e.run] = e.round
         self.aggregated.update((e.run, e.round, site) for site in e.sites)
 
     def _restored(self, e: Restored) -> None:
         if (e.epoch, e.size) != (self.epoch + 1, self.size) or len(e.root) != 32 or not e.nonce:
-            raise InvalidEntry("an epoch follows the one before, where the backup ends")
+            raise InvalidEntryError("an epoch follows the one before, where the backup ends")
         self.epoch, self.restored_at, self.nonce = e.epoch, self.size, e.nonce
-        self.waiting, self.late, self.recovered = set(self.sites) - self.barred, set(self.barred), Counter()
+        self.sites_awaited = set(self.sites) - self.revoked_sites
+        self.sites_pending_receipts, self.recovered = set(self.revoked_sites), Counter()
+
+    def _owes_receipts(self, site: str) -> bool:
+        return site in (self.sites_awaited | self.sites_pending_receipts) - self.revoked_sites
 
     def _recovered(self, e: Recovered) -> None:
         account, owner = self.accounts.get(e.account), e.account.rpartition("/")[0]
-        if e.site not in (self.waiting | self.late) - self.barred or account is None or owner != e.site:
-            raise InvalidEntry("only after a restore, and only into the site's own account")
+        if not self._owes_receipts(e.site) or account is None or owner != e.site:
+            raise InvalidEntryError("only after a restore, and only into the site's own account")
         if e.grant in self.grants or e.envelope in self.refused or e.amount <= 0:
-            raise InvalidEntry("the grant is known, was refused, or is for nothing")
+            raise InvalidEntryError("the grant is known, was refused, or is for nothing")
         account.spent += e.amount  # even beyond the limit: it is what was granted before the restore
         self._grant(e, Grant(e, "spent", e.amount))
         self.recovered[e.site] += 1
 
     def _presented(self, e: Presented) -> None:
-        if e.site not in (self.waiting | self.late) - self.barred or e.nonce != self.nonce:
-            raise InvalidEntry("nothing is awaited from that site after this restore")
+        if not self._owes_receipts(e.site) or e.nonce != self.nonce:
+            raise InvalidEntryError("nothing is awaited from that site after this restore")
         if e.grants != self.recovered[e.site]:
-            raise InvalidEntry("another number of lost grants than were recovered")
-        self.waiting.discard(e.site)
-        self.late.discard(e.site)
+            raise InvalidEntryError("another number of lost grants than were recovered")
+        self.sites_awaited.discard(e.site)
+        self.sites_pending_receipts.discard(e.site)
 
     def _waived(self, e: Waived) -> None:
-        if e.site not in self.waiting:
-            raise InvalidEntry("nothing is awaited from that site")
+        if e.site not in self.sites_awaited:
+            raise InvalidEntryError("nothing is awaited from that site")
         restore, before = waiver(self.epoch, self.nonce), str(self.epoch)  # what ledgers of before signed: the number
         new = self.agreeing(e.serial, "waive", e.site, restore) or not self.agreeing(
             e.serial, "waive", e.site, before
@@ -318,7 +363,7 @@ class State(Office):
         for account in self.accounts.values():  # what it holds receipts of is unknown, so all of it is spent
             if account.opened.account.rpartition("/")[0] == e.site:
                 account.spent += max(0, account.left)
-        self.waiting.discard(e.site)
+        self.sites_awaited.discard(e.site)
 
 
 def waiver(epoch: int, nonce: str) -> str:

@@ -1,10 +1,10 @@
 """A ledger that one process appends to: durable before visible, many at once, exactly once.
 
-The entries are the truth; the state in memory is their fold, made again at every start. A review and its entry happen
-under one lock (:meth:`Store.exclusive`); the wait for the disk comes after it, so that whoever waits for a commit
-carries everything staged meanwhile (group commit). Where the bytes are kept is a :class:`Disk`:
-:class:`policies.sqlite.Sqlite` by default, or :class:`policies.postgres.Postgres`. Any error while writing stops the
-ledger; a restart replays.
+The entries are authoritative; the state in memory is computed from them at every start. A review and its entry happen
+under one lock (:meth:`Store.exclusive`). The wait for the disk comes after it, so one commit carries everything
+staged meanwhile (group commit). A :class:`LedgerBackend` stores the bytes:
+:class:`policies.ledger.backends.sqlite.Sqlite` by default, or :class:`policies.ledger.backends.postgres.Postgres`.
+Any write error stops the ledger; a restart replays it.
 """
 
 from __future__ import annotations
@@ -21,34 +21,39 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from policies.cbor import MalformedEntry
-from policies.entries import Entry, InvalidEntry, Record, Restored, decode, encode
-from policies.export import Export
-from policies.ledger import KeyReused, State
-from policies.merkle import Checkpoint, CompactRange, Tree, leaf_hash, sign_checkpoint
+from policies.ledger.cbor import EntryEncodingError
+from policies.ledger.entries import Entry, InvalidEntryError, Record, Restored, decode, encode
+from policies.ledger.export import Export
+from policies.ledger.merkle import Checkpoint, CompactRange, Tree, leaf_hash, sign_checkpoint
+from policies.ledger.state import KeyReusedError, State
+from protos.common.errors import LedgerIntegrityError, StorageError
 
 _SEAL: Final = b"lazaret ledger head/1"
 
 
-class LedgerBusy(RuntimeError):
+class LedgerBusyError(StorageError, RuntimeError):
     """Another process writes this ledger."""
 
 
-class LedgerUnsound(RuntimeError):
+class LedgerUnsoundError(LedgerIntegrityError, RuntimeError):
     """What is on disk does not fold; nothing may be appended before an audit."""
 
 
-class LedgerTurnedBackError(LedgerUnsound):
-    """The ledger is behind what it has acknowledged: its log was lost, or an older copy lies in its place."""
+class LedgerTurnedBackError(LedgerUnsoundError):
+    """The ledger is behind what it has acknowledged: its log was lost, or an older copy replaced it."""
 
 
-class LedgerStopped(RuntimeError):
+class MarkUnknownError(LedgerUnsoundError):
+    """The holder of the high-water mark does not answer, so a rollback of the ledger cannot be excluded."""
+
+
+class LedgerStoppedError(LedgerIntegrityError, RuntimeError):
     """A write failed. What the disk holds is unknown until the process is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """What the disk says of itself: size, root, and a MAC by this ledger's key over both."""
+class SealedHead:
+    """The stored head: size, root, and a MAC by this ledger's key over both."""
 
     size: int
     root: bytes
@@ -62,16 +67,16 @@ class Batch:
     first: int  # the seq of the first body
     bodies: tuple[bytes, ...]
     envelopes: tuple[bytes, ...]
-    head: Head
+    head: SealedHead
 
 
-class Disk(Protocol):
+class LedgerBackend(Protocol):
     """Where a ledger's bytes are kept. One writer; every method may be called from any thread."""
 
     def bodies(self, upto: int | None = None) -> Iterator[bytes]:
-        """The entries in their order, the first ``upto`` of them; a gap raises :class:`LedgerUnsound`."""
+        """The entries in their order, the first ``upto`` of them; a gap raises :class:`LedgerUnsoundError`."""
 
-    def head(self) -> Head | None:
+    def head(self) -> SealedHead | None:
         """The head of the last commit; None before the first."""
 
     def body(self, seq: int) -> bytes | None:
@@ -86,14 +91,15 @@ class Disk(Protocol):
     def commit(self, batch: Batch) -> None:
         """Durable when this returns, and marked as such; after any exception it may or may not be."""
 
-    def marks(self) -> Sequence[Head]:
+    def marks(self) -> Sequence[SealedHead]:
         """Heads that were acknowledged, kept where what turns the entries back does not reach them.
 
         Raises:
-            LedgerUnsound: there should be one, and it is missing or cannot be read.
+            LedgerUnsoundError: there should be one, and it is missing or cannot be read.
+            MarkUnknownError: nobody who could hold one answers.
         """
 
-    def mark(self, head: Head) -> None:
+    def mark(self, head: SealedHead) -> None:
         """The ledger was held against its marks, and is at this head: durable before anything is answered from it."""
 
     def close(self) -> None:
@@ -101,7 +107,7 @@ class Disk(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class AppendRequest:
     """Entries to append together under one idempotency key, with the envelopes they rest on."""
 
     entries: tuple[Entry, ...]
@@ -109,7 +115,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StoredRecord:
     """A record in its place."""
 
     seq: int
@@ -117,8 +123,8 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What a ledger shows of itself to somebody who has seen an earlier head."""
+class ProofBundle:
+    """The proof that a ledger gives to a client that has seen an earlier head."""
 
     checkpoint: str  # signed note of what is durable
     proof: tuple[bytes, ...]  # RFC 6962 consistency with what was seen
@@ -141,7 +147,7 @@ class _Pending:
 class Store:
     """A ledger that this process alone appends to."""
 
-    def __init__(self, disk: Disk, origin: str, key: Ed25519PrivateKey, clock: Callable[[], int]) -> None:
+    def __init__(self, disk: LedgerBackend, origin: str, key: Ed25519PrivateKey, clock: Callable[[], int]) -> None:
         """Fold what the disk holds.
 
         Args:
@@ -151,7 +157,7 @@ class Store:
             clock: seconds since 1970, for the ``at`` of records; no decision rests on it. Where it went back, a
                 record bears the time of the one before it.
         Raises:
-            LedgerUnsound: the entries on disk do not fold, or are not those of the last commit.
+            LedgerUnsoundError: the entries on disk do not fold, or are not those of the last commit.
             LedgerTurnedBackError: they end before what was acknowledged.
         """
         self.origin, self._disk, self._key, self._clock = origin, disk, key, clock
@@ -163,9 +169,10 @@ class Store:
         self._staged, self._flying = _Pending(), _Pending()
         self._durable = 0
         try:
-            marks = disk.marks()  # before the entries: who only looks must not take what comes meanwhile for lost
+            # before the entries: who only looks must not take what comes meanwhile for lost
+            self.marks: Final = tuple(disk.marks())
             self._fold()
-            self.reaches(marks)
+            self.reaches(self.marks)
             disk.mark(self.head())
         except BaseException:
             disk.close()
@@ -175,17 +182,17 @@ class Store:
         """Everything on the disk.
 
         Raises:
-            LedgerUnsound: it does not fold, or is not what was committed last.
+            LedgerUnsoundError: it does not fold, or is not what was committed last.
         """
         try:
             self._replay(None)
             self._durable = self.state.size
             if self._disk.head() != (self._head() if self.state.size else None):
-                raise InvalidEntry("the entries are not the ones that this key committed last")
-        except (ValueError, LedgerUnsound) as error:
-            raise LedgerUnsound(f"entry {self.state.size} of {self.origin}: {error}") from None
+                raise InvalidEntryError("the entries are not the ones that this key committed last")
+        except (ValueError, LedgerUnsoundError) as error:
+            raise LedgerUnsoundError(f"entry {self.state.size} of {self.origin}: {error}") from None
 
-    def reaches(self, marks: Sequence[Head]) -> None:
+    def reaches(self, marks: Sequence[SealedHead]) -> None:
         """Does the ledger hold everything that it has acknowledged?
 
         Raises:
@@ -206,12 +213,12 @@ class Store:
                 self.state.apply(decode(body))
                 self._tree.append(leaf_hash(body))
 
-    def head(self) -> Head:
+    def head(self) -> SealedHead:
         """Size and root of what is durable, sealed."""
         with self._books:
             return _sealed(self.origin, self._durable, self._tree.root(self._durable), self._mac)
 
-    def _head(self) -> Head:
+    def _head(self) -> SealedHead:
         return _sealed(self.origin, self._tree.size, self._tree.root(), self._mac)
 
     def close(self) -> None:
@@ -233,7 +240,7 @@ class Store:
         Whatever the books hold when the outermost block ends is durable when it is left.
 
         Raises:
-            LedgerStopped: the disk failed, now or before; the process must end.
+            LedgerStoppedError: the disk failed, now or before; the process must end.
         """
         self._books.acquire()
         self._depth += 1
@@ -260,24 +267,24 @@ class Store:
                     self._flying, self._staged = self._staged, _Pending()
                     flying, head = self._flying, self._head()
                     if not self.state.size == head.size == self._durable + len(flying.bodies):
-                        raise InvalidEntry("the books hold what is staged nowhere")
+                        raise InvalidEntryError("the ledger state has entries that are not staged")
                 bodies, envelopes = tuple(flying.bodies), tuple(flying.envelopes.values())
                 self._disk.commit(Batch(self._durable, bodies, envelopes, head))
             except BaseException:  # noqa: BLE001 - whatever it was, what the disk holds is unknown: stop
                 self._stopped = True
-                raise LedgerStopped("the ledger could not be written; restart to replay it") from None
+                raise LedgerStoppedError("the ledger could not be written; restart to replay it") from None
             with self._books:
                 self._durable, self._flying = head.size, _Pending()
 
-    def append(self, key: str, draft: Draft) -> list[Line]:
+    def append(self, key: str, draft: AppendRequest) -> list[StoredRecord]:
         """Append the draft's entries, all or none; durable when this returns, or inside :meth:`exclusive` at its end.
 
         A key that is known returns the lines it made before, if the content is the same (exactly once).
 
         Raises:
-            KeyReused: the key stands for other content.
-            InvalidEntry: an entry breaks the books; nothing was appended.
-            LedgerStopped: the disk failed; the process must end.
+            KeyReusedError: the key stands for other content.
+            InvalidEntryError: an entry breaks the books; nothing was appended.
+            LedgerStoppedError: the disk failed; the process must end.
         """
         with self.exclusive():
             keys = [key if i == 0 else f"{key}+{i}" for i in range(len(draft.entries))]
@@ -287,17 +294,17 @@ class Store:
 
     def _not_stopped(self) -> None:
         if self._stopped:
-            raise LedgerStopped("an earlier write failed; restart to replay the ledger")
+            raise LedgerStoppedError("an earlier write failed; restart to replay the ledger")
 
-    def _again(self, keys: Sequence[str], draft: Draft) -> list[Line]:
+    def _again(self, keys: Sequence[str], draft: AppendRequest) -> list[StoredRecord]:
         lines = self.answer(keys[0])
         if [line.record.entry for line in lines] != list(draft.entries):
-            raise KeyReused("the key was used for something else")
+            raise KeyReusedError("the key was used for something else")
         return lines
 
-    def _stage(self, keys: Sequence[str], draft: Draft) -> list[Line]:
+    def _stage(self, keys: Sequence[str], draft: AppendRequest) -> list[StoredRecord]:
         if not draft.entries or "+" in keys[0]:
-            raise InvalidEntry("a draft has entries, and its key no plus sign")
+            raise InvalidEntryError("a draft has entries, and its key no plus sign")
         now = max(self._clock(), self.state.latest)  # a clock that went back tells none earlier
         lines, bodies = [], []
         try:
@@ -305,32 +312,32 @@ class Store:
                 record = Record(now, key, entry)
                 body = encode(record)
                 if decode(body) != record:  # it would end the ledger at the next start
-                    raise InvalidEntry("the entry does not read back as it was written")
-                lines.append(Line(self.state.size, record))
+                    raise InvalidEntryError("the entry does not read back as it was written")
+                lines.append(StoredRecord(self.state.size, record))
                 self.state.apply(record)
                 bodies.append(body)
             for body in bodies:
                 self._tree.append(leaf_hash(body))
             self._staged.bodies += bodies
             self._staged.envelopes.update((hashlib.sha256(e).digest(), e) for e in draft.envelopes)
-        except (InvalidEntry, MalformedEntry) as error:
+        except (InvalidEntryError, EntryEncodingError) as error:
             if bodies:  # the first of several was taken into the books before another broke them
                 self._replay(self._durable, [*self._flying.bodies, *self._staged.bodies])
-            raise InvalidEntry(str(error)) from None
+            raise InvalidEntryError(str(error)) from None
         except BaseException:  # no memory, an interrupt: the books may hold what is staged nowhere
             self._stopped = True
             raise
         return lines
 
-    def line(self, seq: int) -> Line:
+    def line(self, seq: int) -> StoredRecord:
         """One record by its place."""
         with self._books:
             at = seq - self._durable
             pending = [*self._flying.bodies, *self._staged.bodies] if at >= 0 else []
             body = pending[at] if 0 <= at < len(pending) else self._disk.body(seq)
         if body is None:
-            raise LedgerUnsound(f"entry {seq} is missing")
-        return Line(seq, decode(body))
+            raise LedgerUnsoundError(f"entry {seq} is missing")
+        return StoredRecord(seq, decode(body))
 
     def envelope(self, digest: bytes) -> bytes | None:
         """The sealed envelope with that SHA-256, or None."""
@@ -338,7 +345,7 @@ class Store:
             pending = self._staged.envelopes.get(digest) or self._flying.envelopes.get(digest)
         return pending or self._disk.envelope(digest)
 
-    def answer(self, key: str) -> list[Line]:
+    def answer(self, key: str) -> list[StoredRecord]:
         """What an idempotency key has led to, durable; empty if it is unknown."""
         with self.exclusive() as state:
             found, i = [], 0
@@ -361,11 +368,11 @@ class Store:
         """The signed head of what is durable now.
 
         Raises:
-            LedgerStopped: a write failed, so what is durable is unknown until a restart.
+            LedgerStoppedError: a write failed, so what is durable is unknown until a restart.
         """
         return self.prove(0).checkpoint
 
-    def prove(self, seen: int, seq: int = -1) -> Shown:
+    def prove(self, seen: int, seq: int = -1) -> ProofBundle:
         """The signed head of what is durable, and what it proves.
 
         Args:
@@ -386,7 +393,7 @@ class Store:
         body = self._disk.body(at) if epoch > 1 else None
         entry = self._disk.body(seq) if 0 <= seq < size else None
         note = sign_checkpoint(head, self._key)
-        return Shown(note, proof, entry or b"", included, epoch, at, body or b"", restored)
+        return ProofBundle(note, proof, entry or b"", included, epoch, at, body or b"", restored)
 
     def holds(self, head: Checkpoint) -> bool:
         """Is this a head of this ledger, of now or of earlier?"""
@@ -406,7 +413,7 @@ class Store:
         """
         with self.exclusive() as state:
             entry = Restored(state.epoch + 1, state.size, self._tree.root(), nonce)
-            self.append(f"restore-{entry.epoch}", Draft((entry,)))
+            self.append(f"restore-{entry.epoch}", AppendRequest((entry,)))
 
 
 def turned_back(evidence: str) -> str:
@@ -423,17 +430,17 @@ def _mac_key(key: Ed25519PrivateKey) -> bytes:
     return HKDF(algorithm=SHA256(), length=32, salt=None, info=_SEAL).derive(key.private_bytes_raw())
 
 
-def _sealed(origin: str, size: int, root: bytes, mac: bytes) -> Head:
-    return Head(size, root, hmac.digest(mac, f"{origin}\n{size}\n".encode() + root, "sha256"))
+def _sealed(origin: str, size: int, root: bytes, mac: bytes) -> SealedHead:
+    return SealedHead(size, root, hmac.digest(mac, f"{origin}\n{size}\n".encode() + root, "sha256"))
 
 
-def export(disk: Disk, origin: str, key: Ed25519PrivateKey, witnessed: Sequence[str] = ()) -> bytes:
+def export(disk: LedgerBackend, origin: str, key: Ed25519PrivateKey, witnessed: Sequence[str] = ()) -> bytes:
     """Everything an auditor needs of what a disk holds, as one text for ``lazaret-verify``.
 
     The head is read first, so that what another process commits meanwhile is left out, entries and envelopes alike.
 
     Raises:
-        LedgerUnsound: the entries are not those of the last commit; the ledger's key signs nothing about them.
+        LedgerUnsoundError: the entries are not those of the last commit; the ledger's key signs nothing about them.
     """
     bodies, resting = list[bytes](), set[bytes]()
 
@@ -448,12 +455,15 @@ def export(disk: Disk, origin: str, key: Ed25519PrivateKey, witnessed: Sequence[
 
 
 def signed_head(
-    disk: Disk, origin: str, key: Ed25519PrivateKey, heed: Callable[[bytes, Entry], None] = lambda _body, _entry: None
+    disk: LedgerBackend,
+    origin: str,
+    key: Ed25519PrivateKey,
+    heed: Callable[[bytes, Entry], None] = lambda _body, _entry: None,
 ) -> str:
     """The signed checkpoint of what a disk holds, entry by entry; ``heed`` gets each.
 
     Raises:
-        LedgerUnsound: the entries are not those of the last commit; the ledger's key signs nothing about them.
+        LedgerUnsoundError: the entries are not those of the last commit; the ledger's key signs nothing about them.
     """
     head, tree = disk.head(), CompactRange()
     epoch, nonce = 1, ""
@@ -464,9 +474,9 @@ def signed_head(
             heed(body, entry)
             epoch, nonce = (entry.epoch, entry.nonce) if isinstance(entry, Restored) else (epoch, nonce)
     except ValueError as error:
-        raise LedgerUnsound(f"entry {tree.size - 1}: {error}") from None
+        raise LedgerUnsoundError(f"entry {tree.size - 1}: {error}") from None
     if head != (_sealed(origin, tree.size, tree.root(), _mac_key(key)) if tree.size else None):
-        raise LedgerUnsound("the entries are not the ones that this key committed last; nothing was signed")
+        raise LedgerUnsoundError("the entries are not the ones that this key committed last; nothing was signed")
     return sign_checkpoint(Checkpoint(origin, tree.size, tree.root(), epoch, nonce), key)
 
 
@@ -475,6 +485,6 @@ def _later(note: str) -> list[str]:
     return note.partition("\n\n")[0].split("\n")[3:]
 
 
-def lines(disk: Disk) -> list[Line]:
+def lines(disk: LedgerBackend) -> list[StoredRecord]:
     """All records that a disk holds."""
-    return [Line(seq, decode(body)) for seq, body in enumerate(disk.bodies())]
+    return [StoredRecord(seq, decode(body)) for seq, body in enumerate(disk.bodies())]

@@ -1,4 +1,4 @@
-"""What the law knows of each mechanism: what it must claim, may release, has to name and is vetted against."""
+"""The review's terms for each mechanism: its claim, its artifacts, its components and its vetting."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from policies.claims import Composed, DistributedGaussian, Gaussian, KAnonymous, NoClaim, SubsampledGaussian
+from policies.accounting.claims import (
+    Composed,
+    DistributedGaussian,
+    Gaussian,
+    KAnonymous,
+    NoClaim,
+    SubsampledGaussian,
+)
 
 ARTIFACT_TYPES: Final = frozenset({"image-set", "volume-set", "update", "masked-update", "model"})
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The claim that a mechanism must make, what it releases, which components it names, what it is vetted with."""
+    """The claim that a mechanism must make, its artifact type, the components that it names, and its vetting."""
 
     claim: type[KAnonymous] | type[NoClaim] | type[Gaussian]
     artifact_types: tuple[str, ...]  # of ``ARTIFACT_TYPES``: any one of them; the first is the usual one
@@ -71,5 +78,28 @@ TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
         ),
         # patients' own scans with another face: nothing is synthesised of the brain, by which they remain linkable
         "remodel": Terms(NoClaim, ("volume-set",), frozenset({"generator", "atlas"}), rounds=False, vetted="private"),
+    }
+)
+# What each makes, in plain words: the consoles and reports of both sides show it.
+TEXTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "ksame": "Synthetic images, each averaged over a group of patients",
+        "ksalsa": "Synthetic images, each averaged over a group of patients, with their local texture (k-SALSA)",
+        "anonfaces": "Synthetic images, each mixed from a group of patients and tested by recognisers (AnonFACES)",
+        "privimage": "Synthetic images from a generator that was trained on patients with noise (PrivImage)",
+        "centroids": "Synthetic images of averages over patients, taken with noise",
+        "distill": (
+            "A model, or its images, that learned from a secret one's images, of which those like a patient's were "
+            "dropped (Privacy Distillation)"
+        ),
+        "distill-dp": (
+            "A model, or its images, that learned from the images of one that was trained on patients with noise "
+            "(Privacy Distillation)"
+        ),
+        "remodel": (
+            "Patients' own head scans with another face (C-DeID-GAN): face removed; the brain itself remains linkable"
+        ),
+        "federated": "Federated training with noise",
+        "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",
     }
 )

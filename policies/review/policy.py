@@ -12,28 +12,30 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+from protos.common.errors import ConfigError
+
 PRESETS: Final = Path(__file__).parent / "presets"
 
 
-class PolicyError(ValueError):
+class PolicyError(ConfigError, ValueError):
     """The policy cannot be used; the text names the file and every key that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What may leave a site, and what it may cost over the lifetime of the site's data."""
+    """A policy: what may leave a site, and the privacy budget over the lifetime of the site's data."""
 
-    name: str
+    name: str  # of the policy, for reports
     epsilon: float  # lifetime budget of the site's patients, for all DP releases together
     delta: float  # must stay below 1 / patients
     k_min: int  # smallest cluster, in distinct patients
     l_diversity: int  # distinct labels in each released cluster
     max_releases_per_patient: int  # releases without an epsilon that a patient may be part of, ever (P5)
-    max_artifact_bytes: int
+    max_artifact_bytes: int  # largest file of a release
     max_reid_rate: float  # largest share of synthetic images that vetting may re-identify, upper confidence bound
-    mechanisms: frozenset[str]
+    mechanisms: frozenset[str]  # that may release
     modalities: frozenset[str]  # DICOM codes, (0008,0060)
-    artifact_types: frozenset[str]
+    artifact_types: frozenset[str]  # that may leave: image-set, model, update, masked-update
     components: frozenset[str]  # provenance admitted of generators, encoders, ... (P6)
     levels: frozenset[str]  # claim levels admitted: "A", "A*", "B", "C"
     approvals: frozenset[str]  # roles of the persons who must have approved a release before it leaves

@@ -1,4 +1,4 @@
-"""The only place that says yes: pure reviews of what a site signed, against its account and the policy.
+"""The only code that admits: pure reviews of a site's signed statement, against its account and the policy.
 
 Every comparison is written so that NaN, a missing value or a wrong type is a finding. A verdict without
 findings is an admission; the caller appends it, refusals too, to the ledger.
@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from policies.accounts import Account, Grant
-from policies.claims import (
+from policies.accounting.claims import (
     RELATION,
     UNIT,
     Claim,
@@ -21,16 +20,17 @@ from policies.claims import (
     KAnonymous,
     NoClaim,
     Stepwise,
-    UnsupportedClaim,
+    UnsupportedClaimError,
     assumption,
 )
-from policies.figures import epsilon_text
-from policies.policy import Policy
-from policies.rdp import allowance, cost, epsilon_nano
-from policies.statement import (
+from policies.accounting.rdp import allowance, cost, epsilon_nano
+from policies.accounting.rounding import epsilon_text
+from policies.ledger.state import Account, Grant
+from policies.review.mechanism_terms import ARTIFACT_TYPES, TERMS, Terms
+from policies.review.policy import Policy
+from policies.statements import (
     Release,
     Reservation,
-    canonical,
     claim_from,
     claim_json,
     decimal,
@@ -39,7 +39,7 @@ from policies.statement import (
     menu_of,
     release_id,
 )
-from policies.terms import ARTIFACT_TYPES, TERMS, Terms
+from protos.common.canonical_json import canonical
 
 __all__ = ["ARTIFACT_TYPES", "TERMS", "Terms"]
 # Of planted near-duplicates, the share that the vetting of a release of level C must at least have caught: nothing
@@ -71,8 +71,8 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What the books say of the one thing under review."""
+class AccountContext:
+    """The ledger's context of the statement under review."""
 
     account: Account | None
     grant: Grant | None = None
@@ -90,7 +90,7 @@ def price(claim: Claim, account: Account) -> int:
     """What a claim takes from an account: nano-nats at its order, or, without an epsilon, one release per patient.
 
     Raises:
-        UnsupportedClaim: the claim cannot be priced in an account of that kind.
+        UnsupportedClaimError: the claim cannot be priced in an account of that kind.
     """
     if isinstance(claim, KAnonymous | NoClaim) and account.opened.order == 0:
         return 1
@@ -141,8 +141,8 @@ def _scope(statement: Reservation | Release, policy: Policy) -> Iterator[Finding
         yield Finding("modality", f"the policy {policy.name} does not admit {statement.modality}")
 
 
-def review_reservation(reservation: Reservation, standing: Standing, policy: Policy) -> Verdict:
-    """May this claim's price be held? Depends on configuration and the books only, never on an image (P1, P9)."""
+def review_reservation(reservation: Reservation, standing: AccountContext, policy: Policy) -> Verdict:
+    """Review a reservation. Depends on configuration and the ledger only, never on an image (P1, P9)."""
     wrong = malformed(reservation)
     if wrong:
         return Verdict((Finding("malformed", wrong),))
@@ -165,7 +165,7 @@ def review_reservation(reservation: Reservation, standing: Standing, policy: Pol
     if findings or account is None:
         return Verdict(tuple(findings))
     amount = price(reservation.claim, account)
-    if not amount <= room(account, policy):
+    if not amount <= remaining(account, policy):
         findings.append(Finding("budget", _shortage(reservation.claim, account)))
     return Verdict(tuple(findings), amount=amount)
 
@@ -190,12 +190,12 @@ def account_name(site: str, mechanism: str) -> str:
 def review_together(
     asked: Sequence[Reservation], alone: Sequence[Verdict], left: Mapping[str, int], least: int | None = None
 ) -> list[Verdict]:
-    """What each of several may have when all are asked at once: no account pays twice from the same room.
+    """The verdicts of several simultaneous requests: no account pays twice from the same remaining budget.
 
     Args:
         asked: the reservations, in the order in which they are served.
         alone: the verdict on each, had it been the only one.
-        left: :func:`room` of every account that they touch, by name.
+        left: :func:`remaining` of every account that they touch, by name.
         least: those that are refused are left out, if so many are granted; fewer, and none is. None: all or none.
     """
     each = [(account_name(r.site, r.mechanism), r, said) for r, said in zip(asked, alone, strict=True)]
@@ -222,8 +222,8 @@ def review_together(
     return [other if v.admitted else v for v in out]
 
 
-def room(account: Account, policy: Policy) -> int:
-    """What may still be reserved under the policy of today; negative after it was tightened below what is gone."""
+def remaining(account: Account, policy: Policy) -> int:
+    """The amount that can still be reserved under today's policy; negative if tightened below what is used."""
     return min(account.limit, _ceiling(account, policy)) - account.held - account.spent
 
 
@@ -372,7 +372,7 @@ def _figure(text: str | None) -> float:
     try:
         number = decimal(text)
         return number if not str(text).startswith("-") else float("nan")
-    except UnsupportedClaim:
+    except UnsupportedClaimError:
         return float("nan")
 
 
@@ -385,7 +385,7 @@ def level_of(release: Release) -> str:
     return "B" if once and public else "C"
 
 
-def review(release: Release, standing: Standing, policy: Policy) -> Verdict:
+def review(release: Release, standing: AccountContext, policy: Policy) -> Verdict:
     """May this release be admitted? The artifact's bytes are checked against the statement by the caller."""
     wrong = malformed(release)
     if wrong:

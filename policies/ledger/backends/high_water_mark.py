@@ -1,8 +1,8 @@
 """The high-water mark of a ledger file: size and root of its last commit, kept beside it, synced before an answer.
 
-A ledger whose write-ahead log was lost, or in whose place an older copy lies, is sound by itself: it only ends too
-early, and would grant again what was granted. The mark tells. It is a file of its own, so that neither SQLite nor
-whoever copies ``ledger.db`` back takes it along.
+A ledger that lost its write-ahead log, or was replaced by an older copy, is consistent in itself: it only ends too
+early, and would grant the same budget twice. The mark reveals this. It is a separate file, so neither SQLite nor a
+copy of ``ledger.db`` moves it back.
 
 One commit writes one of two slots, in turn, and syncs it: no name changes, so that one ``fdatasync`` is all it costs.
 A slot that a crash tore is told by its checksum; the other one holds the commit before. The root binds the epoch,
@@ -20,20 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from policies.store import Head, LedgerUnsound
+from policies.ledger.store import LedgerUnsoundError, SealedHead
+from protos.common.durable_files import flush_directory
 
 SLOT: Final = 4096  # bytes: each slot lies in a sector, and in a page, of its own
 _MAGIC: Final = b"lazaret ledger mark/1\n\0\0"
 _BODY: Final = struct.Struct(">24sQQ32s32s")  # what it is, the writing's number, size, root, seal
 _SUM: Final = 32  # SHA-256 over the body
-_DAMAGED: Final = "the ledger's high-water mark ({}) cannot be read, so nobody can tell whether entries were lost"
+_DAMAGED: Final = "the ledger's high-water mark ({}) cannot be read, so it is unknown whether entries were lost"
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the file says."""
+    """The contents of the file."""
 
-    head: Head
+    head: SealedHead
     damaged: bool  # a slot cannot be read: a crash tore it, or it is older damage; a newer head may have stood there
 
 
@@ -47,10 +48,10 @@ class MarkFile:
         self._number = 0
 
     def read(self) -> Mark | None:
-        """What the file says; None where there is none.
+        """The contents of the file; None if there is none.
 
         Raises:
-            LedgerUnsound: no slot of it can be read.
+            LedgerUnsoundError: no slot of it can be read.
         """
         for _ in range(3):  # a writer may be in the middle of one slot
             found = self._slots()
@@ -59,20 +60,20 @@ class MarkFile:
             if len(found) == 2:
                 break
         if not found:
-            raise LedgerUnsound(_DAMAGED.format(self.path.name))
+            raise LedgerUnsoundError(_DAMAGED.format(self.path.name))
         return Mark(max(found, key=lambda one: one[0])[1], len(found) < 2)
 
-    def _slots(self) -> list[tuple[int, Head]] | None:
+    def _slots(self) -> list[tuple[int, SealedHead]] | None:
         try:
             raw = self.path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError:
-            raise LedgerUnsound(_DAMAGED.format(self.path.name)) from None
+            raise LedgerUnsoundError(_DAMAGED.format(self.path.name)) from None
         slots = (raw[at : at + _BODY.size + _SUM] for at in (0, SLOT))
         return [one for slot in slots if (one := _decoded(slot)) is not None]
 
-    def begin(self, head: Head) -> None:
+    def begin(self, head: SealedHead) -> None:
         """Say ``head``, durable when this returns; a file that says it already goes on as it is.
 
         Raises:
@@ -95,7 +96,7 @@ class MarkFile:
             raise
         self._file, self._number = file, number
 
-    def _begin_anew(self, head: Head) -> None:
+    def _begin_anew(self, head: SealedHead) -> None:
         """Put a new file in the old one's place."""
         part = self.path.with_name(self.path.name + ".part")
         file = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_NOFOLLOW, 0o600)
@@ -104,13 +105,13 @@ class MarkFile:
             _whole(os.pwrite(file, both, 0), both)
             os.fsync(file)
             os.replace(part, self.path)
-            _sync_names(self.path.parent)
+            flush_directory(self.path.parent)
         except BaseException:
             os.close(file)
             raise
         self._file, self._number = file, 2
 
-    def write(self, head: Head) -> None:
+    def write(self, head: SealedHead) -> None:
         """Say ``head`` from here on, durable when this returns.
 
         Raises:
@@ -137,23 +138,15 @@ def _whole(written: int, what: bytes) -> None:
         raise OSError(errno.ENOSPC, "the mark was written in part")
 
 
-def _encoded(number: int, head: Head) -> bytes:
+def _encoded(number: int, head: SealedHead) -> bytes:
     body = _BODY.pack(_MAGIC, number, head.size, head.root, head.seal)
     return body + hashlib.sha256(body).digest()
 
 
-def _decoded(slot: bytes) -> tuple[int, Head] | None:
+def _decoded(slot: bytes) -> tuple[int, SealedHead] | None:
     """The writing's number and the head; None for what is not whole."""
     body = slot[: _BODY.size]
     if len(slot) != _BODY.size + _SUM or hashlib.sha256(body).digest() != slot[_BODY.size :]:
         return None
     magic, number, size, root, seal = _BODY.unpack(body)
-    return (number, Head(size, root, seal)) if magic == _MAGIC else None
-
-
-def _sync_names(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return (number, SealedHead(size, root, seal)) if magic == _MAGIC else None

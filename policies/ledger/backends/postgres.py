@@ -1,15 +1,19 @@
 """A ledger's bytes in PostgreSQL (14 or newer): one function, one round trip, the head row taken ``FOR UPDATE``.
 
-What keeps two coordinators apart, from courtesy to safety: a session advisory lock refuses the second one when it
-opens; opening raises the ledger's term, and a commit names the term it was opened in and the head it extends, so that
-a writer that was taken over (lost session, failover, a pooler in between) is refused whatever it believes. Its role
-may call the two functions and read the tables, nothing else; :func:`install` arranges it.
+Two coordinators are kept apart at three levels. A session advisory lock refuses the second one when it opens. Opening
+raises the ledger's term. A commit names the term in which its writer opened the ledger and the head it extends, so
+the server refuses a writer that was replaced (lost session, failover, a pooler in between), whatever that writer
+believes. The writer's role may only call the two functions and read the tables; :func:`install` arranges this.
 
-Durable means what PostgreSQL promises with ``fsync``, ``full_page_writes`` and ``synchronous_commit`` on: all three
-are looked at when a ledger is opened and again inside every commit. On a server with synchronous standbys a commit
-waits for them, and so does opening: what a crash left committed here alone is not served before a standby has it.
-So a standby's head row is the ledger's high-water mark. Where the address names several hosts, each of them is asked
-for it when the ledger is opened; a server that was turned back, or a standby that lagged and took over, is refused.
+Durable means what PostgreSQL promises with ``fsync``, ``full_page_writes`` and ``synchronous_commit`` on. All three
+are checked when a ledger is opened and again inside every commit. On a server with synchronous standbys a commit
+waits for them, and so does opening: data that a crash left committed on this server alone is not served before a
+standby has it. So a standby's head row is the ledger's high-water mark. If the address names several hosts, each of
+them is asked for it when the ledger is opened. A server that was turned back, or a lagging standby that took over, is
+refused. So is a server whose commits wait for a standby, or whose address names one, if too few standbys answer. An
+answer counts if the standby has replayed everything it received (what it acknowledged was received, and perhaps no
+more). So many must answer that one of them has acknowledged each commit (:func:`answers_needed`). A single host
+without synchronous standbys has no mark.
 
 The driver is psycopg 3, imported unchanged (LGPL-3.0, which an Apache-2.0 program may do) and optional (the extra
 ``postgres``). pg8000 is BSD and a fifth of the size without libpq, but psycopg is kept by a team, typed, and speaks
@@ -21,38 +25,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import psycopg
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from policies.forms import FORM, TABLE, number, readable, writable
-from policies.store import Batch, Head, LedgerBusy, LedgerUnsound
+from policies.ledger.backends.postgres_connection import ABSENT, NO_HEAD, Link, hosts_of
+from policies.ledger.backends.schema_version import FORM, TABLE, parse_version, require_readable, require_writable
+from policies.ledger.store import Batch, LedgerBusyError, LedgerUnsoundError, MarkUnknownError, SealedHead
 
 PAGE: Final = 10_000  # entries read at a time
 PATIENCE: Final = 60.0  # seconds until an answer is given up; a hung server or an absent standby stops the ledger
 _ASKING: Final = 15.0  # seconds for another host's head
+_REPLAYING: Final = 5.0  # seconds in which a standby is asked again whether it has replayed what it received
 
 _SCHEMA: Final = Path(__file__).with_suffix(".sql")
+# As `synchronous_standby_names` is written: "ANY 1 (a, b)", "FIRST 2 (a, b)", "2 (a, b)" or "a, b".
+_WAITED_FOR: Final = re.compile(r"\s*(?:(?:ANY|FIRST)\s+)?(\d+)\s*\((.*)\)\s*", re.IGNORECASE | re.DOTALL)
+_STANDBY: Final = re.compile(r'"(?:[^"]|"")*"|[^\s,"]+')
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,50}")  # with the prefix it stays below PostgreSQL's 63 bytes
 
-# libpq's settings, unless the address has its own. A server that is gone is noticed within half a minute.
-_CONNECT: Final = {
-    "connect_timeout": "10",
-    "keepalives": "1",
-    "keepalives_idle": "15",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
-    "sslmode": "verify-full",  # not for Unix sockets; a man in the middle could say "durable"
-    "application_name": "lazaret",
-    "client_encoding": "UTF8",
-}
 # The server's side of the session. It notices within a minute that this host is gone, and then drops the lock.
 _SESSION: Final = {
     "synchronous_commit": "on",  # or remote_apply, if that is what the server is set to
@@ -66,31 +60,25 @@ _SESSION: Final = {
     "search_path": "pg_catalog",
     "row_security": "off",  # an error where a policy would hide rows
 }
-_MISTYPED: Final = "the address of PostgreSQL cannot be read; write 'host=… dbname=… user=…', or percent-encode a URL"
-_ABSENT: Final = "the ledger is not installed here, or not for this role: install it as its owner first"
-_NO_HEAD: Final = "the ledger's head is missing or there are two"
-_FAILURES: Final[Mapping[str, tuple[type[Exception], str]]] = {  # by SQLSTATE; LZ are those of postgres.sql
-    "LZ001": (LedgerBusy, "another coordinator has taken this ledger over; nothing was written"),
-    "LZ002": (ValueError, "a commit would not be durable: fsync, full_page_writes, synchronous_commit must be on"),
-    "55P03": (LedgerBusy, "another session holds this ledger; nothing was written"),
-    **dict.fromkeys(("P0002", "P0003"), (LedgerUnsound, _NO_HEAD)),
-    **dict.fromkeys(("XX001", "XX002"), (LedgerUnsound, "PostgreSQL finds its own files damaged; use a backup")),
-    **dict.fromkeys(("3F000", "42501", "42883", "42P01"), (ValueError, _ABSENT)),
-}
-# What libpq says when it cannot connect may quote a mistyped address, password and all: only these are passed on.
-_CANNOT_CONNECT: Final = (
-    ("password authentication failed", "it refuses the role's password"),
-    ("no password supplied", "it wants a password: put it into a password file (PGPASSFILE, mode 0600)"),
-    ("no pg_hba.conf entry", "its pg_hba.conf does not let this role in from here"),
-    ("certificate", "its certificate could not be verified: set sslrootcert, and use the name in the certificate"),
-    ("does not support SSL", "it does not speak TLS: turn ssl on, or write sslmode=disable if this network is safe"),
-    ("Connection refused", "nothing listens there: is it running, is the port right?"),
-    ("No such file or directory", "there is no such socket: is it running on this machine?"),
-    ("starting up", "it is starting up: try again"),
-    ("too many", "it has no connection left"),
-    ("timeout", "it did not answer in time"),
-    ("could not translate host name", "its host name is unknown"),
-    ("does not exist", "it has no such role or database"),
+_ONE_HOST: Final = (
+    "PostgreSQL's commits wait for a standby (synchronous_standby_names = '{}'), and the address names one host, so "
+    "nobody can tell whether this server was turned back: add the standby's host to `ledger` in coordinator.toml "
+    "('host=a,b target_session_attrs=read-write …'), or empty that setting if there is no standby any more"
+)
+_NO_ANSWER: Final = (
+    "the address names several hosts of PostgreSQL, and no other host of the address answers as its standby, so "
+    "nobody can tell whether this server was turned back: start one, or let `ledger` in coordinator.toml name the "
+    "hosts that there are"
+)
+_NOT_REPLAYED: Final = (
+    "a standby of PostgreSQL has received more than it has replayed, or cannot say how much, so nobody can tell "
+    "whether this server was turned back: wait until it has caught up; if it does not, look there whether its replay "
+    "is paused (pg_wal_replay_resume()) or delayed (recovery_min_apply_delay)"
+)
+_TOO_FEW: Final = (
+    "with synchronous_standby_names = '{}' a commit may be at some standbys alone; {} of them must answer so that "
+    "one has every commit, and {} did, so nobody can tell whether this server was turned back: start the others, and "
+    "let `ledger` in coordinator.toml name each of them"
 )
 
 
@@ -110,125 +98,46 @@ def lock_of(schema: str) -> int:
     return int.from_bytes(hashlib.sha256(schema.encode()).digest()[:8], "big", signed=True)
 
 
-def connect(dsn: str, *, autocommit: bool = True) -> psycopg.Connection[Any]:
-    """A connection with a ledger's settings, unless the address has its own.
+def answers_needed(names: str, others: int) -> int:
+    """How many standbys must answer so that one of them has every commit.
 
-    Raises:
-        ValueError: the address cannot be read.
-        ConnectionError: no connection.
+    A commit waits for k of n standbys. ``ANY`` and ``FIRST`` alike may have had any k of them, so all but k - 1 must
+    answer. ``*`` may be any number, so every other host must.
+
+    Args:
+        names: the server's ``synchronous_standby_names``; where it is empty, one answer is all that can be asked for.
+        others: hosts of the address besides the server itself; where they are more than the names, some share a name
+            or are waited for by none, and who is who cannot be seen.
     """
-    try:
-        address = {**_CONNECT, **{k: v for k, v in conninfo_to_dict(dsn).items() if v is not None}}
-    except psycopg.Error:
-        raise ValueError(_MISTYPED) from None
-    try:
-        return psycopg.connect("", autocommit=autocommit, **address)  # type: ignore[arg-type]
-    except psycopg.Error as error:
-        raise _cannot_connect(error) from None
-
-
-def hosts_of(dsn: str) -> tuple[str, ...]:
-    """An address for each of the hosts that an address names; none where it names one.
-
-    Raises:
-        ValueError: the address cannot be read.
-    """
-    try:
-        words = {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
-    except psycopg.Error:
-        raise ValueError(_MISTYPED) from None
-    named = {name: words[name].split(",") for name in ("host", "hostaddr", "port") if words.get(name)}
-    count = max((len(found) for name, found in named.items() if name != "port"), default=1)
-    if count == 1:
-        return ()
-    single = [{name: found[i] if len(found) > 1 else found[0] for name, found in named.items()} for i in range(count)]
-    return tuple(make_conninfo(**{**words, **one, "target_session_attrs": "any"}) for one in single)
-
-
-def _cannot_connect(error: psycopg.Error) -> ConnectionError:
-    why = next((said for sign, said in _CANNOT_CONNECT if sign in str(error)), "see its log, check the address")
-    return ConnectionError(f"no connection to PostgreSQL: {why}")
-
-
-def _failed(error: psycopg.Error) -> Exception:
-    """What went wrong, in words of ours: a server's text may quote the row that it could not write."""
-    state = error.sqlstate or ""
-    if state in _FAILURES:
-        kind, text = _FAILURES[state]
-        return kind(text)
-    if not state or state[:2] in {"08", "57"}:  # the connection, or an operator's or a timeout's intervention
-        return ConnectionError("PostgreSQL was lost or gave no answer; restart to replay the ledger")
-    return RuntimeError(f"PostgreSQL refused (SQLSTATE {state}); its log says more")
-
-
-class _Link:
-    """One connection: one thread at a time, no wait without an end, no warning overlooked."""
-
-    def __init__(self, dsn: str, patience: float) -> None:
-        self._db = connect(dsn)
-        self.process = self._db.info.backend_pid  # as the server, or what stands before it, says
-        self._patience = patience
-        self._wire = socket.fromfd(self._db.fileno(), socket.AF_UNSPEC, socket.SOCK_STREAM)  # a copy of our own
-        self._one = threading.Lock()
-        self._warned = False
-        self._db.add_notice_handler(self._heed)
-
-    def _heed(self, said: psycopg.errors.Diagnostic) -> None:
-        self._warned |= said.severity_nonlocalized == "WARNING"
-
-    def _sever(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wire.shutdown(socket.SHUT_RDWR)
-
-    def ask(self, query: sql.SQL | sql.Composed, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Send one statement, or several without values, as one transaction.
-
-        Raises:
-            ConnectionError: no answer within the patience, or the connection is gone.
-            LedgerBusy, LedgerUnsound, ValueError, RuntimeError: see :func:`_failed`.
-        """
-        with self._one:
-            self._warned = False
-            watch = threading.Timer(self._patience, self._sever)
-            watch.daemon = True
-            watch.start()
-            try:
-                cursor = self._db.execute(query, values or None, binary=bool(values))
-                rows = cursor.fetchall() if cursor.description else []
-            except psycopg.Error as error:
-                raise _failed(error) from None
-            finally:
-                watch.cancel()
-            if self._warned:  # a commit that no standby has confirmed is reported as done, with a warning
-                self._sever()
-                raise ConnectionError("PostgreSQL warned that the commit may not have reached a standby")
-            return rows
-
-    def close(self) -> None:
-        """End the session."""
-        with self._one:
-            self._db.close()
-            self._wire.close()
+    if not names.strip():
+        return 1
+    counted = _WAITED_FOR.fullmatch(names)
+    acknowledged, listed = (int(counted[1]), counted[2]) if counted else (1, names)
+    standbys = _STANDBY.findall(listed)
+    if any(name.strip('"') == "*" for name in standbys):
+        return max(1, others)
+    return max(1, max(others, len(standbys)) - acknowledged + 1)
 
 
 class Postgres:
-    """The :class:`policies.store.Disk` in one schema of a PostgreSQL database."""
+    """The :class:`policies.ledger.store.LedgerBackend` in one schema of a PostgreSQL database."""
 
-    def __init__(self, schema: str, link: _Link, hosts: Sequence[str] = ()) -> None:
+    def __init__(self, schema: str, link: Link, hosts: Sequence[str] = ()) -> None:
         """Use :func:`open_postgres` or :func:`look_postgres`; ``hosts``: each one's address, if there are more."""
         self._schema, self._link, self._hosts = schema, link, hosts
         self._brought_back = False
         self._term: int | None = None  # None: a reader
-        self._last = Head(0, b"", b"")  # what the next commit extends
+        self._last = SealedHead(0, b"", b"")  # what the next commit extends
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         return self._link.ask(sql.SQL(query).format(sql.Identifier(self._schema)), values)
 
     def form(self) -> int:
-        """The form of the ledger's tables: see :mod:`policies.forms`; 0 where there are none for this role.
+        """The form of the ledger's tables: see :mod:`policies.ledger.backends.schema_version`; 0 where there are none
+        for this role.
 
         Raises:
-            LedgerUnsound: they do not say one.
+            LedgerUnsoundError: they do not say one.
         """
         return form_of(self._link.ask, self._schema)
 
@@ -244,18 +153,18 @@ class Postgres:
             rows = self._rows(query, (at, end, PAGE))
             for seq, body in rows:
                 if seq != at:
-                    raise LedgerUnsound(f"entry {at} is missing")
+                    raise LedgerUnsoundError(f"entry {at} is missing")
                 at += 1
                 yield body
             if len(rows) < PAGE:
                 return
 
-    def head(self) -> Head | None:
+    def head(self) -> SealedHead | None:
         """The head of the last commit."""
         rows = self._rows("SELECT size, root, seal FROM {}.head")
         if len(rows) != 1:
-            raise LedgerUnsound(_NO_HEAD)
-        return None if Head(*rows[0]) == Head(0, b"", b"") else Head(*rows[0])
+            raise LedgerUnsoundError(NO_HEAD)
+        return None if SealedHead(*rows[0]) == SealedHead(0, b"", b"") else SealedHead(*rows[0])
 
     def body(self, seq: int) -> bytes | None:
         """One entry."""
@@ -280,7 +189,7 @@ class Postgres:
         """One call of one function; the server (and its synchronous standbys) synced the log when it returns.
 
         Raises:
-            LedgerBusy: another writer has opened the ledger since; nothing was written.
+            LedgerBusyError: another writer has opened the ledger since; nothing was written.
             ValueError: the server's settings became unsafe, or this is a reader; nothing was written.
             ConnectionError: no answer; the batch may be durable or not.
         """
@@ -294,29 +203,85 @@ class Postgres:
         self._rows(query, (self._term, batch.first, last.root, last.seal, bodies, envelopes, head.root, head.seal))
         self._last = head
 
-    def marks(self) -> Sequence[Head]:
-        """The heads that the hosts of the address hold; none where it names one host, or on a standby, which may lag.
+    def marks(self) -> Sequence[SealedHead]:
+        """The heads that the other hosts of the address hold; none on a standby, which may lag.
+
+        None either where the address names one host, and the server's commits wait for no standby.
 
         Raises:
-            LedgerUnsound: the server waits for standbys, and none of those that the address names answers.
+            MarkUnknownError: there are standbys, by the server's word or by the address, and too few of them answer.
         """
-        if not self._hosts or self._brought_back or self._rows("SELECT pg_is_in_recovery()")[0][0]:
+        standby, own = self._identity()
+        if self._brought_back or standby:
             return ()
-        found, standbys = list[Head](), 0
-        for address in self._hosts:
-            with contextlib.suppress(ConnectionError, ValueError), contextlib.ExitStack() as stack:
-                there = stack.enter_context(contextlib.closing(Postgres(self._schema, _Link(address, _ASKING))))
-                standbys += bool(there._rows("SELECT pg_is_in_recovery()")[0][0])
-                if (head := there.head()) is not None:
-                    found.append(head)
-        if self.synchronous_standbys and not standbys:
-            raise LedgerUnsound(
-                "PostgreSQL waits for a standby, and none of those in the address answers: nobody can tell whether "
-                "this server was turned back: start one, or correct the hosts of `ledger` in coordinator.toml"
-            )
-        return found
+        names = self.synchronous_standbys
+        if not self._hosts:
+            if names:
+                raise MarkUnknownError(_ONE_HOST.format(names))
+            return ()
+        heads, standbys, replayed, silent = self._others(own)
+        needed = answers_needed(names, len(heads) + silent)
+        if len(replayed) < needed <= len(standbys):
+            raise MarkUnknownError(_NOT_REPLAYED)
+        if not standbys:
+            raise MarkUnknownError(_NO_ANSWER)
+        if len(replayed) < needed:
+            raise MarkUnknownError(_TOO_FEW.format(names, needed, len(replayed)))
+        return [head for head in heads.values() if head is not None]
 
-    def mark(self, _head: Head) -> None:
+    def _others(self, own: str) -> tuple[dict[str, SealedHead | None], set[str], set[str], int]:
+        """The other hosts' heads, which of them are standbys, and replayed, each by identity; how many are silent."""
+        heads, standbys, replayed, silent = dict[str, SealedHead | None](), set[str](), set[str](), 0
+        for address in self._hosts:
+            try:
+                with contextlib.closing(Postgres(self._schema, Link(address, _ASKING))) as there:
+                    follows, identity = there._identity()
+                    if not follows and identity == own:  # this very server
+                        continue
+                    whole = follows and there._has_replayed()
+                    heads[identity] = there.head()  # after that look
+                standbys |= {identity} if follows else set()
+                replayed |= {identity} if whole else set()
+            except (ConnectionError, ValueError):
+                silent += 1
+        return heads, standbys, replayed, silent
+
+    def _has_replayed(self) -> bool:
+        """Of a standby: has it replayed all that it received? It is asked again for :data:`_REPLAYING` seconds.
+
+        One that has not yet asked its primary for more since it was started says null: it may have more on its disk.
+        """
+        end = time.monotonic() + _REPLAYING
+        while self._rows("SELECT pg_last_wal_receive_lsn() <= pg_last_wal_replay_lsn()") != [(True,)]:
+            if not time.monotonic() < end:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def unmarked(self) -> str:
+        """What the other hosts' heads do not show here, as a sentence; "" where each commit waits for a standby."""
+        if self._rows("SELECT pg_is_in_recovery()")[0][0]:
+            return "this is a standby, and the primary alone is held against a mark"
+        if self.synchronous_standbys:
+            return ""
+        if not self._hosts:
+            return (
+                "there is no standby to ask: a server that was turned back is noticed by the cosigned heads and the "
+                "shelf alone"
+            )
+        return (
+            "synchronous_standby_names is empty, so commits wait for no standby, and the one that was asked may lag: "
+            "set it (ALTER SYSTEM, then pg_reload_conf()), or know that the newest entries have no mark"
+        )
+
+    def _identity(self) -> tuple[bool, str]:
+        """Is it a standby, and when was the server started? No two servers are at the same microsecond."""
+        ((standby, since),) = self._rows(
+            "SELECT pg_is_in_recovery(), extract(epoch FROM pg_postmaster_start_time())::text"
+        )
+        return bool(standby), str(since)
+
+    def mark(self, _head: SealedHead) -> None:
         """Opening wrote a new term, and waited for the standbys to have it with everything before it."""
 
     def brought_back(self) -> None:
@@ -376,7 +341,7 @@ class Postgres:
             WHERE n.nspname = %s AND c.relkind = 'r' AND c.relname IN ('entry', 'envelope', 'head')"""
         rows = self._rows(query, (self._schema,))
         if len(rows) != 3:
-            raise ValueError(_ABSENT)
+            raise ValueError(ABSENT)
         if not all(logged for logged, _ in rows):
             raise ValueError("the ledger's tables are unlogged, a crash empties them: ALTER TABLE … SET LOGGED")
         if any(able for _, able in rows):
@@ -390,12 +355,12 @@ class Postgres:
         lock = lock_of(self._schema)
         try:
             self._rows("SELECT pg_advisory_lock(%s)", (lock,))
-        except LedgerBusy:
+        except LedgerBusyError:
             raise self._held_by(lock) from None
         rows = self._rows("SELECT term, size, root, seal FROM {}.lazaret_open()")
-        self._term, self._last = rows[0][0], Head(*rows[0][1:])
+        self._term, self._last = rows[0][0], SealedHead(*rows[0][1:])
 
-    def _held_by(self, lock: int) -> LedgerBusy:
+    def _held_by(self, lock: int) -> LedgerBusyError:
         query = """
             SELECT l.pid, coalesce(host(a.client_addr), 'this machine'), a.backend_start::timestamp(0)::text
             FROM pg_locks l JOIN pg_stat_activity a USING (pid)
@@ -406,7 +371,7 @@ class Postgres:
         if rows:
             pid, address, since = rows[0]
             who += f" (server process {pid}, from {address}, since {since})"
-        return LedgerBusy(
+        return LedgerBusyError(
             f"{who} is writing this ledger; stop it first. If its machine is gone, PostgreSQL ends the session "
             "within a minute; pg_terminate_backend does so at once"
         )
@@ -421,9 +386,9 @@ def form_of(ask: Callable[..., Sequence[tuple[Any, ...]]], schema: str) -> int:
     said = ask(sql.SQL("SELECT version_num FROM {}").format(sql.Identifier(schema, TABLE)))
     try:
         ((form,),) = said
-        return number(form)
+        return parse_version(form)
     except ValueError:
-        raise LedgerUnsound("the ledger's tables do not say their form: they are damaged") from None
+        raise LedgerUnsoundError("the ledger's tables do not say their form: they are damaged") from None
 
 
 def open_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) -> Postgres:
@@ -435,16 +400,16 @@ def open_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) ->
         ledger: its name; several ledgers may live in one database.
         patience: seconds after which an unanswered commit or read is given up.
     Raises:
-        LedgerBusy: another process has it open for writing.
+        LedgerBusyError: another process has it open for writing.
         ValueError: the address, the role, the server's settings or the installation will not do, with what to do.
-        WrongForm: an older or a newer program installed it.
+        SchemaVersionError: an older or a newer program installed it.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(schema_of(ledger), _Link(dsn, patience), hosts_of(dsn))
+    disk = Postgres(schema_of(ledger), Link(dsn, patience), hosts_of(dsn))
     try:
         disk._set_up(default_transaction_read_only="off")
         disk._check_server()
-        writable(disk.form())
+        require_writable(disk.form())
         disk._check_role()
         disk._take()
     except BaseException:
@@ -453,17 +418,17 @@ def open_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) ->
     return disk
 
 
-def look_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) -> Postgres:
+def open_read_only_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) -> Postgres:
     """Open an installed ledger to read, also while another process is writing it, also on a standby.
 
     Raises:
         ValueError: the address will not do, or there is no such ledger for this role.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(schema_of(ledger), _Link(dsn, patience), hosts_of(dsn))
+    disk = Postgres(schema_of(ledger), Link(dsn, patience), hosts_of(dsn))
     try:
         disk._set_up(default_transaction_read_only="on")
-        readable(disk.form())
+        require_readable(disk.form())
         disk.head()
     except BaseException:
         disk.close()
@@ -480,11 +445,11 @@ def install(dsn: str, writer: str, ledger: str = "main") -> None:
         ledger: the ledger's name.
     Raises:
         ValueError: the role does not exist, or could do more than it is granted.
-        WrongForm: the ledger that is there was installed by an older or a newer program.
+        SchemaVersionError: the ledger that is there was installed by an older or a newer program.
         ConnectionError: no connection, or no answer.
     """
     schema = schema_of(ledger)
-    with contextlib.closing(_Link(dsn, PATIENCE)) as link:
+    with contextlib.closing(Link(dsn, PATIENCE)) as link:
         role = "SELECT rolsuper OR pg_has_role(oid, current_user, 'MEMBER') FROM pg_roles WHERE rolname = %s"
         rows = link.ask(sql.SQL(role), (writer,))
         if not rows:
@@ -494,6 +459,6 @@ def install(dsn: str, writer: str, ledger: str = "main") -> None:
         owned = "SELECT nspowner = current_user::regrole FROM pg_namespace WHERE nspname = %s"
         if link.ask(sql.SQL(owned), (schema,)) == [(False,)]:
             raise ValueError("the ledger belongs to another role; install it as that one")
-        writable(form_of(link.ask, schema))
+        require_writable(form_of(link.ask, schema))
         text, names = sql.SQL(_SCHEMA.read_text()), (sql.Identifier(schema), sql.Identifier(writer))
         link.ask(text.format(schema=names[0], writer=names[1], form=sql.Literal(str(FORM))))

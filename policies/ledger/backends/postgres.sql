@@ -1,4 +1,4 @@
--- A ledger in one schema. policies/postgres.py fills in the schema's and the writer's quoted names, and runs all of it
+-- A ledger in one schema. policies/ledger/backends/postgres.py fills in the schema's and the writer's quoted names, and runs all of it
 -- as one transaction. Running it again renews functions, triggers and grants, and leaves the rows alone.
 
 CREATE SCHEMA IF NOT EXISTS {schema};
@@ -8,7 +8,7 @@ CREATE TABLE IF NOT EXISTS {schema}.envelope(digest bytea PRIMARY KEY, body byte
 CREATE TABLE IF NOT EXISTS {schema}.head(one boolean PRIMARY KEY CHECK (one), term bigint NOT NULL,
   size bigint NOT NULL, root bytea NOT NULL, seal bytea NOT NULL);
 INSERT INTO {schema}.head VALUES(true, 0, 0, '', '') ON CONFLICT DO NOTHING;
--- Which form this is: see policies/forms.py. Alembic's version table.
+-- Which form this is: see policies/ledger/backends/schema_version.py.
 CREATE TABLE IF NOT EXISTS {schema}.form(version_num varchar(32) NOT NULL,
   CONSTRAINT form_pkc PRIMARY KEY (version_num));
 INSERT INTO {schema}.form VALUES({form}) ON CONFLICT DO NOTHING;

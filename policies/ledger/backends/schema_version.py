@@ -1,54 +1,57 @@
 """Which form the database beneath a ledger has, which one this program writes, and what to do where they differ.
 
-The form is how entries are kept, never what they say: entries, envelopes and heads are the same bytes in every form,
-so whatever an older program signed stays verifiable. :mod:`policies.migrations` holds the steps from one form to the
-next; this module is all of it that opening a ledger needs.
+The form is how entries are stored, not what they contain: entries, envelopes and heads are the same bytes in every
+form, so signatures of an older program stay verifiable. :mod:`policies.ledger.backends.migrations` has the steps from
+one form to the next; opening a ledger needs only this module.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from protos.common.errors import StorageError
+
 # 1: entries, envelopes, head. 2: says its form, and keeps its envelopes and its head. 3: has a high-water mark beside
-# it (:mod:`policies.high_water_mark`; in PostgreSQL the head at the standby), without which it is not opened.
+# it (:mod:`policies.ledger.backends.high_water_mark`; in PostgreSQL the head at the standby), without which it is not
+# opened.
 FORM: Final = 3
-TABLE: Final = "form"  # Alembic's version table, under a name that says what it is
+TABLE: Final = "form"  # of one row and one column, ``version_num``
 
 
-class WrongForm(RuntimeError):
-    """The ledger's database was made by a newer program, or by an older one; the text says what to do."""
+class SchemaVersionError(StorageError, RuntimeError):
+    """A newer or an older program made the ledger's database; the text says what to do."""
 
 
-def readable(found: int) -> None:
+def require_readable(found: int) -> None:
     """Refuse a form that this program cannot know.
 
     Args:
         found: 0 for a database that holds nothing yet.
     Raises:
-        WrongForm: it is newer.
+        SchemaVersionError: it is newer.
     """
     if not found <= FORM:
-        raise WrongForm(
-            f"the ledger's database has form {found}, and this program knows forms up to {FORM}: a newer program has "
-            "upgraded it, and there is no way back; install that one again"
+        raise SchemaVersionError(
+            f"the ledger's database has form {found}, and this program knows forms up to {FORM}: a newer version has "
+            "upgraded it, which cannot be undone; install that version again"
         )
 
 
-def writable(found: int) -> None:
+def require_writable(found: int) -> None:
     """Refuse to append to any form but this program's own.
 
     Raises:
-        WrongForm: it is newer or older.
+        SchemaVersionError: it is newer or older.
     """
-    readable(found)
+    require_readable(found)
     if 0 < found < FORM:
-        raise WrongForm(
+        raise SchemaVersionError(
             f"the ledger's database has form {found}, and this program writes form {FORM}: stop everything, "
             "and run `upgrade`, which makes a backup first"
         )
 
 
-def number(text: object) -> int:
+def parse_version(text: object) -> int:
     """A form as a database says it.
 
     Raises:

@@ -1,8 +1,8 @@
 """Several SQLite files copied as of one moment, while other processes go on writing them.
 
-A ledger and a vault that were copied one after the other may disagree: a release that is in one of them only. So a
-read transaction is opened on every file, and the moment counts only if nobody committed to any of them between the
-first and the last; else it is tried again. What is copied is what those transactions see.
+A ledger and a vault that are copied one after the other may disagree: a release may be in only one of them. So a read
+transaction is opened on every file. The snapshot is valid only if no process committed to any file between the first
+and the last; otherwise it is tried again. The copy holds what those transactions see.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from typing import Any, Final
 
 import apsw
 
+from protos.common.durable_files import flush_file
+from protos.common.errors import StorageError
+
 TRIES: Final = 200
 PAUSE_S: Final = 0.05
 _BUSY_MS: Final = 10_000
 
 
-class Unquiet(RuntimeError):
+class SnapshotError(StorageError, RuntimeError):
     """No moment was found, or a file cannot be read; nothing was left behind."""
 
 
-def copy_together(files: Sequence[tuple[Path, Path]]) -> None:
+def consistent_snapshot(files: Sequence[tuple[Path, Path]]) -> None:
     """Copy databases as of one moment, each durable when this returns.
 
     Args:
@@ -33,7 +36,7 @@ def copy_together(files: Sequence[tuple[Path, Path]]) -> None:
     Raises:
         FileNotFoundError: a database is missing.
         FileExistsError: a new file is there already.
-        Unquiet: somebody commits all the time, or a file cannot be read.
+        SnapshotError: somebody commits all the time, or a file cannot be read.
     """
     for source, _ in files:
         if not source.exists():
@@ -48,7 +51,7 @@ def copy_together(files: Sequence[tuple[Path, Path]]) -> None:
                 undo.callback(target.unlink, missing_ok=True)
                 _copy(reader, target)
         except apsw.Error as error:
-            raise Unquiet(f"a database could not be copied ({type(error).__name__})") from None
+            raise SnapshotError(f"a database could not be copied ({type(error).__name__})") from None
         undo.pop_all()
 
 
@@ -70,7 +73,7 @@ def _hold(readers: Sequence[apsw.Connection], probes: Sequence[apsw.Connection])
         for reader in readers:
             reader.execute("ROLLBACK")
         time.sleep(PAUSE_S)
-    raise Unquiet("somebody writes all the time: wait for an ingest to end, or stop it, and try again")
+    raise SnapshotError("another process keeps writing: wait for an ingest to end, or stop it, and try again")
 
 
 def _version(probe: apsw.Connection) -> Any:
@@ -89,5 +92,4 @@ def _copy(reader: apsw.Connection, target: Path) -> None:
         copy.execute("PRAGMA journal_mode=DELETE").fetchall()
     finally:
         copy.close()
-    with target.open("rb") as whole:
-        os.fsync(whole.fileno())
+    flush_file(target)

@@ -1,9 +1,9 @@
 """A ledger's bytes in SQLite: WAL, ``synchronous=FULL``, one writer.
 
-Through ``apsw``, whose SQLite has the WAL-reset fix that the standard library's may lack. Anything weaker than FULL
-loses acknowledged spends at a power cut; ``tests/policies/test_power_loss.py`` keeps that control red. A lock file
-keeps a second writer out; readers may look while the writer works. Each commit is marked in a file beside the
-database (:mod:`policies.high_water_mark`) before it is answered.
+Uses ``apsw``, whose SQLite has the WAL-reset fix that the standard library's may lack. Any setting weaker than FULL
+loses acknowledged spends at a power cut; ``tests/policies/ledger/backends/test_sqlite_power_loss.py`` shows this for
+the weaker setting. A lock file keeps a second writer out; readers may read while the writer works. Each commit is
+marked in a file next to the database (:mod:`policies.ledger.backends.high_water_mark`) before it is acknowledged.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from typing import IO, Any, Final
 import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.forms import FORM, TABLE, number, readable, writable
-from policies.high_water_mark import MarkFile
-from policies.store import (
+from policies.ledger.backends.high_water_mark import MarkFile
+from policies.ledger.backends.schema_version import FORM, TABLE, parse_version, require_readable, require_writable
+from policies.ledger.store import (
     Batch,
-    Head,
-    LedgerBusy,
+    LedgerBusyError,
     LedgerTurnedBackError,
-    LedgerUnsound,
-    Line,
+    LedgerUnsoundError,
+    SealedHead,
+    StoredRecord,
     export,
     lines,
     turned_back,
 )
+from protos.common.durable_files import flush_directory, flush_file
 
 SCHEMA: Final = f"""
 CREATE TABLE IF NOT EXISTS entry(seq INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
@@ -60,12 +61,12 @@ PAGE: Final = 10_000  # entries read at a time
 
 
 class Sqlite:
-    """The :class:`policies.store.Disk` in one SQLite file."""
+    """The :class:`policies.ledger.store.LedgerBackend` in one SQLite file."""
 
     def __init__(
         self, connection: apsw.Connection, lock: IO[str] | None = None, mark: MarkFile | None = None
     ) -> None:
-        """Use :func:`open_sqlite` or :func:`look`; a connection of one's own, without a mark, is for simulators."""
+        """Use :func:`open_sqlite` or :func:`open_read_only`; only simulators pass their own connection, unmarked."""
         self._db, self._lock, self._mark = connection, lock, mark
         self._brought_back = False
         self._one = threading.Lock()  # a connection serves one thread at a time
@@ -75,23 +76,23 @@ class Sqlite:
             with self._one:
                 return self._db.execute(query, values).fetchall()
         except (apsw.Error, UnicodeDecodeError) as error:
-            raise LedgerUnsound(f"the database cannot be read ({type(error).__name__})") from None
+            raise LedgerUnsoundError(f"the database cannot be read ({type(error).__name__})") from None
 
     def _one_of(self, query: str, values: tuple[Any, ...]) -> bytes | None:
         rows = self._rows(query, values)
         return _bytes(rows[0][0]) if rows else None
 
     def form(self) -> int:
-        """The database's form: see :mod:`policies.forms`.
+        """The database's form: see :mod:`policies.ledger.backends.schema_version`.
 
         Raises:
-            LedgerUnsound: it does not say one, or cannot be read.
+            LedgerUnsoundError: it does not say one, or cannot be read.
         """
         try:
             with self._one:
                 return form_of(self._db)
         except apsw.Error as error:
-            raise LedgerUnsound(f"the database cannot be read ({type(error).__name__})") from None
+            raise LedgerUnsoundError(f"the database cannot be read ({type(error).__name__})") from None
 
     def bodies(self, upto: int | None = None) -> Iterator[bytes]:
         """The entries in their order."""
@@ -101,16 +102,16 @@ class Sqlite:
             rows = self._rows(query, (at, end, PAGE))
             for seq, body in rows:
                 if seq != at:
-                    raise LedgerUnsound(f"entry {at} is missing")
+                    raise LedgerUnsoundError(f"entry {at} is missing")
                 at += 1
                 yield _bytes(body)
             if len(rows) < PAGE:
                 return
 
-    def head(self) -> Head | None:
+    def head(self) -> SealedHead | None:
         """The head of the last commit."""
         rows = self._rows("SELECT size, root, seal FROM head")
-        return Head(*rows[0]) if rows else None
+        return SealedHead(*rows[0]) if rows else None
 
     def body(self, seq: int) -> bytes | None:
         """One entry."""
@@ -144,38 +145,38 @@ class Sqlite:
         if self._mark is not None:
             self._mark.write(head)
 
-    def marks(self) -> Sequence[Head]:
+    def marks(self) -> Sequence[SealedHead]:
         """The mark in the file beside it; none where there is no entry, or an older form, and there never was one.
 
         Raises:
-            LedgerUnsound: it is missing, damaged, or was damaged where a newer one may have stood.
+            LedgerUnsoundError: it is missing, damaged, or was damaged where a newer one may have stood.
         """
         if self._mark is None or self._brought_back:
             return ()
         mark, head = self._mark.read(), self.head()
         if mark is None and head is not None and self.form() == FORM:
-            raise LedgerUnsound(
-                f"the ledger's high-water mark ({self._mark.path.name}) is missing, so nobody can tell whether "
+            raise LedgerUnsoundError(
+                f"the ledger's high-water mark ({self._mark.path.name}) is missing, so it is unknown whether "
                 "entries were lost: put it back, or bring the ledger back with `restore`: deploy/docs/restore.md"
             )
         if mark is not None and mark.damaged and not (head is not None and head.size > mark.head.size):
-            raise LedgerUnsound(
+            raise LedgerUnsoundError(
                 f"the ledger's high-water mark ({self._mark.path.name}) is damaged, and a newer one may have stood "
                 "there: bring the ledger back with `restore`: deploy/docs/restore.md"
             )
         return () if mark is None else (mark.head,)
 
-    def mark(self, head: Head) -> None:
+    def mark(self, head: SealedHead) -> None:
         """Begin the mark's file anew; but of a ledger that came from a backup, only with its first commit.
 
         Raises:
-            LedgerUnsound: it cannot be written.
+            LedgerUnsoundError: it cannot be written.
         """
         if self._mark is not None and self._lock is not None and not self._brought_back:
             try:
                 self._mark.begin(head)
             except OSError as error:
-                raise LedgerUnsound(f"{self._mark.path.name} cannot be written: {error.strerror}") from None
+                raise LedgerUnsoundError(f"{self._mark.path.name} cannot be written: {error.strerror}") from None
         _keep_log(self._db, False)
 
     def brought_back(self) -> None:
@@ -213,15 +214,16 @@ class Sqlite:
 def _bytes(value: object) -> bytes:
     """A blob; a page that rotted may hold anything."""
     if type(value) is not bytes:
-        raise LedgerUnsound("the database holds something else than bytes")
+        raise LedgerUnsoundError("the database holds something else than bytes")
     return value
 
 
 def form_of(connection: apsw.Connection) -> int:
-    """The form of a ledger's database: see :mod:`policies.forms`; 0 where it holds nothing yet.
+    """The form of a ledger's database: see :mod:`policies.ledger.backends.schema_version`; 0 where it holds nothing
+    yet.
 
     Raises:
-        LedgerUnsound: it does not say one form.
+        LedgerUnsoundError: it does not say one form.
     """
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
     if TABLE not in tables:
@@ -229,19 +231,19 @@ def form_of(connection: apsw.Connection) -> int:
     said = connection.execute(f"SELECT version_num FROM {TABLE}").fetchall()  # noqa: S608 - a constant
     try:
         ((form,),) = said
-        return number(form)
+        return parse_version(form)
     except ValueError:
-        raise LedgerUnsound("the database does not say its form: it is damaged") from None
+        raise LedgerUnsoundError("the database does not say its form: it is damaged") from None
 
 
 def prepare(connection: apsw.Connection) -> None:
     """The settings and tables that a writer needs.
 
     Raises:
-        WrongForm: the tables are there, in another form than this program's; nothing was changed.
+        SchemaVersionError: the tables are there, in another form than this program's; nothing was changed.
     """
     form = form_of(connection)
-    writable(form)
+    require_writable(form)
     for pragma in PRAGMAS:
         connection.execute(f"PRAGMA {pragma}").fetchall()
     connection.set_wal_hook(_checkpoint)  # instead of SQLite's own, which ignores that it failed
@@ -256,23 +258,14 @@ def _checkpoint(connection: apsw.Connection, name: str, pages: int) -> int:
     return apsw.SQLITE_OK
 
 
-def _sync_names(folder: Path) -> None:
-    """Make the names of the ledger's files durable; SQLite tries, and ignores that it failed."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def open_sqlite(path: Path) -> Sqlite:
     """Open or create a ledger file for this process alone to write.
 
     Raises:
-        LedgerBusy: another process has it open for writing.
-        LedgerUnsound: the file is no ledger, or cannot be read or written.
+        LedgerBusyError: another process has it open for writing.
+        LedgerUnsoundError: the file is no ledger, or cannot be read or written.
         LedgerTurnedBackError: it is gone, and its mark is there.
-        WrongForm: an older or a newer program made it.
+        SchemaVersionError: an older or a newer program made it.
         FileNotFoundError: its directory does not exist.
     """
     with contextlib.ExitStack() as undo:
@@ -285,8 +278,8 @@ def open_sqlite(path: Path) -> Sqlite:
             _not_lost(connection, mark_of(path))
             prepare(connection)
         except apsw.Error as error:
-            raise LedgerUnsound(f"{path.name} cannot be opened ({type(error).__name__})") from None
-        _sync_names(path.parent)
+            raise LedgerUnsoundError(f"{path.name} cannot be opened ({type(error).__name__})") from None
+        flush_directory(path.parent)
         undo.pop_all()
     return Sqlite(connection, lock, mark_of(path))
 
@@ -303,7 +296,7 @@ def _not_lost(connection: apsw.Connection, mark: MarkFile) -> None:
         LedgerTurnedBackError: the file holds nothing, and there is a mark.
     """
     if not form_of(connection) and mark.path.exists():
-        raise LedgerTurnedBackError(turned_back(f"the ledger is empty or gone, and {mark.path.name} is there"))
+        raise LedgerTurnedBackError(turned_back(f"the ledger is empty or missing, but {mark.path.name} exists"))
 
 
 def mark_of(path: Path) -> MarkFile:
@@ -311,19 +304,19 @@ def mark_of(path: Path) -> MarkFile:
     return MarkFile(path.with_suffix(".mark"))
 
 
-def look(path: Path) -> Sqlite:
+def open_read_only(path: Path) -> Sqlite:
     """Open a ledger file to read, also while another process is writing it.
 
     Raises:
         FileNotFoundError: there is no ledger.
-        WrongForm: a newer program made it.
-        LedgerUnsound: it cannot be read.
+        SchemaVersionError: a newer program made it.
+        LedgerUnsoundError: it cannot be read.
     """
     if not path.exists():
         raise FileNotFoundError(f"no ledger at {path.name}")
     disk = Sqlite(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY), mark=mark_of(path))
     try:
-        readable(disk.form())
+        require_readable(disk.form())
     except BaseException:
         disk.close()
         raise
@@ -334,24 +327,26 @@ def lock_file(path: Path) -> IO[str]:
     """Keep every other writer out until it is closed.
 
     Raises:
-        LedgerBusy: somebody else has it.
+        LedgerBusyError: somebody else has it.
     """
     handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         handle.close()
-        raise LedgerBusy(f"another process is writing {path.stem}; stop it first") from None
+        raise LedgerBusyError(
+            f"another process is writing the {path.stem}: stop `serve`, or the other command, first"
+        ) from None
     return handle
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[StoredRecord]:
     """All records of a ledger file, while another process may be writing it.
 
     Raises:
         FileNotFoundError: there is no ledger.
     """
-    with contextlib.closing(look(path)) as disk:
+    with contextlib.closing(open_read_only(path)) as disk:
         return lines(disk)
 
 
@@ -363,14 +358,13 @@ def backup_file(path: Path, to: Path) -> None:
     Raises:
         FileNotFoundError: there is no ledger.
         FileExistsError: there is something at ``to``; nothing was written.
-        LedgerUnsound: the database cannot be read.
+        LedgerUnsoundError: the database cannot be read.
     """
     os.close(os.open(to, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     try:
-        with contextlib.closing(look(path)) as disk:
+        with contextlib.closing(open_read_only(path)) as disk:
             disk.copy(to)
-        with to.open("rb") as copy:
-            os.fsync(copy.fileno())
+        flush_file(to)
     except BaseException:
         to.unlink()
         raise
@@ -382,5 +376,5 @@ def export_file(path: Path, origin: str, key: Ed25519PrivateKey, witnessed: Sequ
     Raises:
         FileNotFoundError: there is no ledger.
     """
-    with contextlib.closing(look(path)) as disk:
+    with contextlib.closing(open_read_only(path)) as disk:
         return export(disk, origin, key, witnessed=witnessed)

@@ -1,0 +1,186 @@
+"""The commands by which persons decide about a ledger; both sides have them, over their own ledger and keys.
+
+A proposal is a serial, an action, a subject and a value. Each person signs it on a machine of their own (``sign``);
+the sealed approvals are handed to whoever runs the ledger (``approve``), and the action then names the serial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+from rich.table import Table
+
+from policies.audit.display import as_json, rows
+from policies.governance import decisions
+from policies.governance.options import VALUES
+from policies.ledger.approvals import APPROVING
+from policies.ledger.ed25519 import is_owned
+from policies.ledger.entries import InvalidEntryError, Record
+from policies.ledger.store import Store
+from policies.statements import HEX, ID, PAYLOAD_TYPE, Request
+from protos.common.dsse import seal
+
+
+@dataclass(frozen=True, slots=True)
+class CliContext:
+    """What the commands need of the side that offers them."""
+
+    open_store: Callable[[argparse.Namespace], AbstractContextManager[Store]]
+    origin: Callable[[argparse.Namespace], str]
+    read_key: Callable[[Path], Ed25519PrivateKey]
+    write_key: Callable[[Path, Ed25519PrivateKey], None]
+    say: Callable[[str], None]
+
+
+def run(arguments: argparse.Namespace, tools: CliContext) -> int:
+    """Carry out one of the commands of :mod:`policies.governance.options`; it is the last word of ``command``."""
+    act = _COMMANDS[arguments.command.rpartition(" ")[2]]
+    act(arguments, tools)
+    return 0
+
+
+def show(origin: str, records: Sequence[Record], as_lines: bool) -> int:
+    """Print a whole ledger, as a table or as JSON; the exit status."""
+    if as_lines:
+        sys.stdout.write(json.dumps(as_json(origin, records), indent=2) + "\n")
+        return 0
+    table = Table("#", "time (UTC)", "entry", "who", "what", title=f"ledger of {origin}")
+    for row in rows(records):
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _person(arguments: argparse.Namespace, tools: CliContext) -> None:
+    key = Ed25519PrivateKey.generate()
+    tools.write_key(arguments.out, key)
+    tools.say(base64.b64encode(key.public_key().public_bytes_raw()).decode())
+
+
+def _appoint(arguments: argparse.Namespace, tools: CliContext) -> None:
+    try:
+        key = _key(arguments.key)
+    except ValueError:
+        raise InvalidEntryError("the public key is not 32 bytes in base64, as `ledger person` prints it") from None
+    if not ID.fullmatch(arguments.person):
+        raise InvalidEntryError("a person's name is 1 to 64 of a-z, 0-9, - and _")
+    with tools.open_store(arguments) as store:
+        decisions.appoint(store, arguments.person, arguments.role, key, arguments.serial)
+    tools.say(f"appointed {arguments.person}, {arguments.role}")
+
+
+def _dismiss(arguments: argparse.Namespace, tools: CliContext) -> None:
+    with tools.open_store(arguments) as store:
+        decisions.dismiss(store, arguments.person, arguments.serial)
+    tools.say(f"{arguments.person} is no longer active")
+
+
+def _sign(arguments: argparse.Namespace, tools: CliContext) -> None:
+    _sealed("approval/v1", "approves", arguments, tools)
+
+
+def _ask(arguments: argparse.Namespace, tools: CliContext) -> None:
+    _sealed("request/v1", "asks for", arguments, tools)
+
+
+def _sealed(kind: str, verb: str, a: argparse.Namespace, tools: CliContext) -> None:
+    """A person's word, signed with the person's own key, in a file."""
+    value = _value(a.action, a.subject, a.value)
+    if not a.ledger and a.home is None:
+        raise InvalidEntryError(
+            "name the ledger: --ledger lazaret/coordinator, --ledger lazaret/SITE, or --home DIR before the command"
+        )
+    raw = decisions.statement_bytes(
+        kind, (a.person, a.ledger or tools.origin(a), a.serial, a.action, a.subject, value)
+    )
+    sealed = seal(raw, PAYLOAD_TYPE, tools.read_key(a.key))
+    with a.out.open("xb") as out:
+        out.write(sealed)
+    tools.say(f"{a.person} {verb} {a.action} {a.subject} {value}: give {a.out.name} to the operator of the ledger")
+
+
+def _key(text: str) -> bytes:
+    """A public key: in base64, as ``ledger person`` prints it, or in hexadecimal, as statements hold it.
+
+    Raises:
+        ValueError: neither, not of 32 bytes (64 hexadecimal digits are base64 too, of 48), or one that everybody can
+            sign for.
+    """
+    key = bytes.fromhex(text) if HEX.fullmatch(text) else base64.b64decode(text, validate=True)
+    if not is_owned(key):
+        raise ValueError("a public key has 32 bytes, and an owner")
+    return key
+
+
+def _value(action: str, subject: str, words: Sequence[str]) -> str:
+    """What is signed, from what people type.
+
+    Raises:
+        InvalidEntryError: not of the form that the action needs.
+    """
+    try:
+        if action == "limit":
+            (budget,) = words
+            return budget if subject.endswith("/k") else repr(float(budget))
+        if action == "appoint":
+            role, key = words
+            return f"{role} {_key(key).hex()}"
+        if action == "refuse":
+            digest, reason = words
+            return f"{digest} {reason}"
+        (value,) = words
+        if action == "enrol" and not HEX.fullmatch(value):
+            raise ValueError(value)
+    except ValueError:
+        raise InvalidEntryError(f"to sign {action} {subject} give {VALUES[action]}") from None
+    return value
+
+
+def _propose(arguments: argparse.Namespace, tools: CliContext) -> None:
+    with tools.open_store(arguments) as store:
+        limit, epsilon = decisions.limit_value(store, arguments.account, arguments.budget)
+        more = limit > store.state.accounts[arguments.account].limit
+    needed = f"{' and '.join(sorted(APPROVING))}, one of each" if more else f"one of {', '.join(sorted(APPROVING))}"
+    tools.say(f"sign: limit {arguments.account} {epsilon or limit}  (needed: {needed})")
+
+
+def _limit(arguments: argparse.Namespace, tools: CliContext) -> None:
+    with tools.open_store(arguments) as store:
+        decisions.set_limit(store, arguments.account, arguments.budget, arguments.serial)
+    tools.say(f"the limit of {arguments.account} is now {arguments.budget}; the site's own policy still applies")
+
+
+def _approve(arguments: argparse.Namespace, tools: CliContext) -> None:
+    envelopes = [path.read_bytes() for path in arguments.approvals]  # all of them, before anything is written
+    with tools.open_store(arguments) as store:
+        for envelope in envelopes:
+            asked = isinstance(decisions.said_by(envelope), Request)
+            word = (decisions.request if asked else decisions.approve)(store, envelope)
+            tools.say(
+                f"{word.person} {'asks for' if asked else 'approves'} {word.action} {word.subject} ({word.serial})"
+            )
+
+
+_COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace, CliContext], None]]] = MappingProxyType(
+    {
+        "person": _person,
+        "appoint": _appoint,
+        "dismiss": _dismiss,
+        "ask": _ask,
+        "sign": _sign,
+        "propose": _propose,
+        "limit": _limit,
+        "approve": _approve,
+    }
+)
