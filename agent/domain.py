@@ -11,32 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 _PART: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
-
-
-class CohortTooSmall(ValueError):
-    """Fewer eligible patients than the mechanism needs. The text never says how many there are (P14)."""
-
-    def __init__(self) -> None:
-        """Say only that the cohort does not qualify."""
-        super().__init__("the cohort does not qualify for this release")
-
-
-class Unreachable(Exception):
-    """No answer from the coordinator. The outcome is unknown, so the grant counts as spent until it is known."""
-
-
-class NotKept(RuntimeError):
-    """The site's store could not keep something, or give it back: a fault of the disk and not of what was made."""
-
-
-class Forked(Unreachable):
-    """The coordinator's ledger is not the one seen before; nothing goes to it until people have looked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +108,7 @@ class Cohort:
 class Split:
     """Patients divided among named parts by chance, but for ever: a keyed hash of the pseudonym decides.
 
-    A patient keeps its part whoever comes or goes later, and all its images are in it, so that no picture of a
+    A patient keeps its part whoever comes or goes later, and all its images are in it, so that no image of a
     tested patient was trained on. Two names give two independent divisions.
     """
 
@@ -149,13 +129,13 @@ class Selection:
     """Which images count for one purpose. The rule is public configuration; what it finds is not."""
 
     modality: str  # DICOM Modality (0008,0060)
-    shape: tuple[int, ...]  # (h, w) pixels, coloured pictures as luma; or (h, w, 3), coloured pictures only
+    shape: tuple[int, ...]  # (h, w) pixels, coloured images as luma; or (h, w, 3), coloured images only
     body_part: str = ""  # DICOM Body Part Examined (0018,0015); "": any
     labels: frozenset[str] = frozenset()  # none named: any label, but a label there must be
     split: Split | None = None
     part: str = ""  # of the split: the patients of this part only
     min_instances: int = 1  # a series with fewer is not complete yet, and waits
-    fit: bool = False  # pictures of any size, fitted to the square shape; those too small for it do not count
+    fit: bool = False  # images of any size, fitted to the square shape; those too small for it do not count
 
     def __post_init__(self) -> None:
         """Refuse what could select nothing, or everything by mistake."""
@@ -230,3 +210,13 @@ class Update:
             raise ValueError("vector must be a non-empty (p,) float32 array")
         if not bool(np.isfinite(self.vector).all()):
             raise ValueError("vector must be finite")
+
+
+class CheckpointStore(Protocol):
+    """Where a checkpoint lies: a file, or a sealed row of the vault."""
+
+    def read(self) -> bytes | None:
+        """What was written last; None when nothing was."""
+
+    def write(self, data: bytes) -> None:
+        """Replace it; durable when this returns, and never a half."""

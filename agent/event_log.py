@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from agent.edges.home import BadSite
-from protos.journal import BadLog, UnlistedKey, open_journal
+from agent.errors import SiteConfigError
+from protos.operations.event_log import LogConfigError, UnlistedKeyError, open_journal
 
-__all__ = ["KEYS", "UnlistedKey", "open_log"]
+__all__ = ["KEYS", "UnlistedKeyError", "open_log"]
 KEYS: Final = frozenset(
     {
         "event", "level", "timestamp", "site", "step", "mechanism", "grant", "release", "run", "round", "epoch",
@@ -23,10 +23,10 @@ def open_log(path: Path) -> Any:
     """A logger that appends to ``path`` (0600) as JSON lines; ``log.toml`` beside it says more.
 
     Raises:
-        BadSite: ``log.toml`` cannot be used.
+        SiteConfigError: ``log.toml`` cannot be used.
     """
     logging.getLogger("flwr").disabled = True
     try:
         return open_journal(path, "lazaret-agent", KEYS)
-    except BadLog as error:
-        raise BadSite(str(error)) from None
+    except LogConfigError as error:
+        raise SiteConfigError(str(error)) from None

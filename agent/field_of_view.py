@@ -1,8 +1,8 @@
-"""Pictures of any size at one size: the square that shows something, averaged down. A public rule, no patient's data.
+"""Images of any size at one size: the square that shows something, averaged down. A public rule, no patient's data.
 
-A photograph of a retina is a bright disc on black. The black says which camera took it and nothing of the eye, so it
-is cut away; of anything else the centred square is taken. Nothing is ever enlarged: detail that was not there cannot
-be learned from, and an enlarged picture tells by its blur where it came from.
+A photograph of a retina is a bright disc on black. The black identifies the camera and shows nothing of the eye, so
+it is cropped; any other image is cropped to the centred square. Images are never enlarged: the missing detail cannot
+be learned, and blur reveals where an enlarged image came from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 _DARK: Final = 0.06  # of the brightest channel: the black around a field of view, with the noise of JPEG
 _DISC: Final = 0.93  # least overlap of a field of view with the disc around it
 _CORNER: Final = 0.02  # of a side: in all four corners a field of view leaves such a square black
-_LEAST_FIELD: Final = 0.2  # of the picture's shorter side: what is smaller is a spot, and not a field of view
+_LEAST_FIELD: Final = 0.2  # of the image's shorter side: what is smaller is a spot, and not a field of view
 
 
 def fit(pixels: NDArray[np.float32], side: int) -> NDArray[np.float32]:
@@ -43,8 +43,8 @@ def fit(pixels: NDArray[np.float32], side: int) -> NDArray[np.float32]:
 def field(pixels: NDArray[np.float32]) -> tuple[int, int, int]:
     """Top, left and side of the square that :func:`fit` takes.
 
-    A field of view is bright, all four corners of the picture are not, and its outline is a disc, which may be cut by
-    the picture's edge. Rows are filled between their first and last bright pixel, since a dark macula is inside.
+    A field of view is bright, all four corners of the image are not, and its outline is a disc, which may be cut by
+    the image's edge. Rows are filled between their first and last bright pixel, since a dark macula is inside.
     """
     height, width = pixels.shape[:2]
     lit = (pixels if pixels.ndim == 2 else pixels.max(axis=2)) > _DARK

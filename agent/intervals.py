@@ -1,19 +1,39 @@
 """How sure a number is: Wilson's interval of a rate, the bootstrap by patient of all else, and one line of print.
 
-A figure never stands alone: it carries its interval, how many trials it rests on, and what chance alone reaches.
-These numbers are computed from patients; what leaves the site is coarse or nothing (design, section 5).
+Every figure has its interval, its number of trials, and the level of chance. These numbers are computed from
+patients; only coarse figures, or none, leave the site (design, section 5).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.wilson import bounds
+
+def bounds(hits: float, of: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a binomial rate (Wilson 1927, JASA 22): low and high, with the rate between them.
+
+    ``hits`` may be fractional: a tie between t answers of which one is right counts as 1/t.
+
+    Raises:
+        ValueError: no trial, hits outside [0, of], or a level outside (0, 1).
+    """
+    if not of >= 1 or not 0.0 <= hits <= of:
+        raise ValueError("a rate needs a trial, and no more hits than trials")
+    if not 0.0 < level < 1.0:
+        raise ValueError("a level lies between 0 and 1")
+    z = NormalDist().inv_cdf(0.5 + level / 2)
+    p, z2 = hits / of, z * z
+    centre = (p + z2 / (2 * of)) / (1 + z2 / of)
+    half = z / (1 + z2 / of) * sqrt(p * (1 - p) / of + z2 / (4 * of * of))
+    return min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half))
+
 
 Rows = NDArray[np.int64]  # (r,): row numbers of a resampled set, some of them several times
 LEVEL: Final = 0.95
@@ -81,7 +101,7 @@ def table(figures: Iterable[Figure], title: str = "") -> str:
 
 
 def wilson(hits: float, of: int, level: float = LEVEL) -> Interval:
-    """Wilson's score interval; see :func:`agent.wilson.bounds`.
+    """Wilson's score interval; see :func:`agent.intervals.bounds`.
 
     Raises:
         ValueError: no trial, or hits outside [0, of].
@@ -157,3 +177,19 @@ def centred(draws: NDArray[np.float64], value: float, level: float = LEVEL) -> I
     """
     moved = finite(draws) - draws.mean() + value
     return percentile(np.maximum(moved, 0.0), value, level)
+
+
+@dataclass(frozen=True, slots=True)
+class Proportion:
+    """A share with Wilson's 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        """NaN is no share."""
+        if not all(type(v) is float for v in (self.value, self.low, self.high)):
+            raise ValueError("a share is a number")
+        if not 0 <= self.low <= self.value <= self.high <= 1:
+            raise ValueError("a share lies in [0, 1], and within its interval")

@@ -1,4 +1,4 @@
-"""A site opened for work: its ledger, vault, door and log, once; and what comes before anything new."""
+"""A site opened for work: ledger, vault, gateway client and log; and recovery before any new work."""
 
 from __future__ import annotations
 
@@ -15,80 +15,80 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from agent.edges import home as homes
-from agent.edges import projects
-from agent.edges.credentials import Credentials
-from agent.edges.door import GrpcDoor
-from agent.edges.log import open_log
-from agent.edges.looking import HEAD, check_history
-from agent.edges.own_ledger import binding, found
-from agent.edges.vault import Vault
-from agent.edges.watch import Watch
-from agent.kept import listed
-from agent.recovery import present, recover
-from agent.site import Site
-from policies import governance
-from policies.merkle import open_checkpoint
-from policies.policy import parse as parse_policy
-from policies.policy import strictest
-from policies.register import Register
-from policies.review import Verdict
-from policies.sqlite import open_sqlite
-from policies.statement import (
-    PAYLOAD_TYPE,
-    Amendment,
-    MalformedStatement,
-    Release,
-    Statement,
-    encode,
-    parse,
-)
-from policies.store import Store
-from protos.envelope import open_sealed, seal
+from agent import errors as agent_errors
+from agent.event_log import open_log
+from agent.gateway.client import GatewayClient
+from agent.gateway.credentials import Credentials
+from agent.gateway.witness import LedgerWitness
+from agent.release.ports import SiteContext
+from agent.release.recovery import present, recover
+from agent.release.unsent import listed
+from agent.storage import projects, site_directory
+from agent.storage.read_only_access import HEAD, check_history
+from agent.storage.site_ledger import initialise_ledger, policy_in_force
+from agent.storage.vault import Vault
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.merkle import open_checkpoint
+from policies.ledger.store import Store
+from policies.ledger_service import LedgerService
+from policies.review.policy import parse as parse_policy
+from policies.review.policy import strictest
+from policies.review.rules import Verdict
+from policies.statements import PAYLOAD_TYPE, Amendment, Release, Statement, StatementError, encode, parse
+from protos.common.dsse import open_sealed, seal
 
 ERR = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class AgentRuntime:
     """What a command works with, opened once."""
 
-    home: homes.Home
-    settings: homes.Settings
-    site: Site
+    home: site_directory.SiteDirectory
+    settings: site_directory.Settings
+    site: SiteContext
     vault: Vault
-    door: GrpcDoor
-    watch: Watch
+    door: GatewayClient
+    watch: LedgerWitness
     log: Any
 
 
 @contextmanager
-def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.MAIN) -> Iterator[Desk]:
+def open_runtime(
+    root: Path, say: Callable[[str, str], None], project: str = site_directory.MAIN
+) -> Iterator[AgentRuntime]:
     """Open the site: ledger (this process alone), a project's vault, door, log."""
-    home = homes.Home(root)
+    home = site_directory.SiteDirectory(root)
     settings, key = home.settings(), home.sign_key()
     log = open_log(root / "agent.log")
     vault = projects.open_vault(home, project)
-    with Store(open_sqlite(root / "ledger.db"), homes.origin(settings.site), key, lambda: int(time.time())) as store:
+    with Store(
+        open_sqlite(root / "ledger.db"), site_directory.origin(settings.site), key, lambda: int(time.time())
+    ) as store:
         check_history(vault, store)  # before anything is written: in place of a lost ledger no other one is begun
-        found(home, store)
-        register = Register(store, binding(home, store))
+        initialise_ledger(home, store)
+        register = LedgerService(store, policy_in_force(home, store))
         policy = register.policy_of(settings.site)
-        watch = Watch(root / "watch", home.coordinator_key())
+        watch = LedgerWitness(root / "watch", home.coordinator_key())
         epoch, nonce, seen = vault.note("head") or [1, "", 0]
         if watch.memory.epoch < epoch or (watch.memory.restored == nonce and watch.seen < seen):
-            raise homes.BadSite("watch/ is missing, or older than this vault: restore it; nothing is sent before")
-        door = GrpcDoor(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
+            raise agent_errors.SiteConfigError(
+                "watch/ is missing, or older than this vault: restore it; nothing is sent before"
+            )
+        door = GatewayClient(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
         door.own = store.prove
         patients = vault.patients()
         if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
-            raise homes.BadSite("policy.toml: delta must be below 1 / the number of this site's patients")
+            raise agent_errors.SiteConfigError(
+                "policy.toml: delta must be below 1 / the number of this site's patients"
+            )
 
         def step(name: str, detail: str) -> None:
             log.info("step", step=name)
             say(name, detail)
 
-        site = Site(
+        site = SiteContext(
             name=settings.site,
             books=register,
             door=door,
@@ -98,18 +98,18 @@ def open_desk(root: Path, say: Callable[[str, str], None], project: str = homes.
             new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
             say=step,
         )
-        note_history(vault, store)
+        record_ledger_head(vault, store)
         try:
-            yield Desk(home, settings, site, vault, door, watch, log)
+            yield AgentRuntime(home, settings, site, vault, door, watch, log)
         finally:
             door.close()
             if not store.stopped:  # else what is durable is unknown
-                note_history(vault, store)
+                record_ledger_head(vault, store)
             _note(vault, "head", [watch.memory.epoch, watch.memory.restored, watch.seen])
             vault.close()
 
 
-def note_history(vault: Vault, store: Store) -> None:
+def record_ledger_head(vault: Vault, store: Store) -> None:
     """Have the vault remember the ledger as it is now."""
     head = open_checkpoint(store.checkpoint(), store.public)
     _note(vault, HEAD, [head.size, head.root.hex()])
@@ -126,7 +126,7 @@ def _seal(statement: Statement, key: Ed25519PrivateKey) -> bytes:
     """Seal what reads back as it was written, and nothing else: an unreadable signature binds for ever."""
     payload = encode(statement)
     if parse(payload) != statement:
-        raise MalformedStatement("the statement does not read back")
+        raise StatementError("the statement does not read back")
     return seal(payload, PAYLOAD_TYPE, key)
 
 
@@ -138,7 +138,7 @@ def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
     return statement
 
 
-def greet(desk: Desk) -> bool:
+def sync_with_coordinator(desk: AgentRuntime) -> bool:
     """Meet the coordinator: its ledger must extend what was seen; after a restore, show every receipt first.
 
     Then the certificate is renewed, if two thirds of its life are over.
@@ -146,16 +146,17 @@ def greet(desk: Desk) -> bool:
     Returns:
         Whether there is a new certificate.
     Raises:
-        Unreachable: it does not answer; or its ledger forked, and nothing goes to it; or this site's own ledger is
+        CoordinatorUnreachableError: it does not answer; or its ledger forked, and nothing goes to it; or this site's
+        own ledger is
             behind what it showed there before.
         Refused: it does not take the receipts.
     """
     watch, key = desk.watch, desk.home.sign_key()
     desk.door.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
-    if watch.must_present and desk.settings.site in desk.site.books.store.state.waiting:
+    if watch.must_present and desk.settings.site in desk.site.books.store.state.sites_awaited:
         # what it would show is not all there was; its certificate is renewed all the same
         desk.log.warning("recover_first", epoch=watch.memory.epoch)
-        ERR.print("this site came back from a backup: run `recover` before it can show its receipts")
+        ERR.print("this site was restored from a backup: run `recover`, so that it can show its receipts")
     elif watch.must_present:
         desk.log.warning("ledger_restored", epoch=watch.memory.epoch)
         desk.door.hello()  # with the head of this site's own ledger: one that went back has not all its receipts
@@ -169,13 +170,13 @@ def greet(desk: Desk) -> bool:
     return renewed
 
 
-def start_anew(desk: Desk) -> None:
+def recover_at_startup(desk: AgentRuntime) -> None:
     """Greet the coordinator, and find out how the interrupted ended."""
-    greet(desk)
-    close_interrupted(desk)
+    sync_with_coordinator(desk)
+    close_open_grants(desk)
 
 
-def close_interrupted(desk: Desk) -> None:
+def close_open_grants(desk: AgentRuntime) -> None:
     """Every grant that an earlier process left without an end has one now."""
     closed = recover(desk.site)
     for grant in closed:
@@ -187,19 +188,19 @@ def close_interrupted(desk: Desk) -> None:
             ERR.print(f"{name} is made and kept here, under its grant: `release send {name}`", soft_wrap=True)
 
 
-def amend(desk: Desk, text: str) -> Verdict:
+def amend(desk: AgentRuntime, text: str) -> Verdict:
     """Sign a new policy of this site: at the coordinator, and then in the site's own ledger.
 
     Raises:
-        InvalidEntry: it loosens something, and not everybody in office has approved this very text.
+        InvalidEntryError: it loosens something, and not everybody in office has approved this very text.
         PolicyError: it is no policy.
-        Unreachable: the coordinator does not answer; nothing has changed.
+        CoordinatorUnreachableError: the coordinator does not answer; nothing has changed.
     """
     books, name = desk.site.books, desk.settings.site
     state = books.store.state
     signed = desk.home.signed_policy(books.store.envelope(state.policies[name]) or b"")
     before = strictest(desk.home.policy(), signed)  # what binds by this site's word: the file may be the tighter one
-    governance.may_amend(state, name, before, parse_policy(text, "policy.toml"), text)
+    decisions.may_amend(state, name, before, parse_policy(text, "policy.toml"), text)
     number = max(state.amended.get(name, 0) + 1, int(time.time()))  # larger than any before, here and there
     statement = Amendment(name, number, text)
     envelope = desk.site.seal(statement)

@@ -23,29 +23,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from sklearn.datasets import load_digits
 
-from agent.attacks.dp_audit import (
+from agent.dp.clipping import ClippedSum, bookkeeping_engine, loop_engine, vmap_engine
+from agent.dp.noise import SystemEntropy
+from agent.privacy_audit.canaries import OneRun
+from agent.privacy_audit.conformance import Conformance
+from agent.privacy_audit.gate import (
     conformance,
     histogram_conformance,
     one_run_bound,
     part_conformance,
+    repeat_if_failed,
     sum_conformance,
     toy_sensitivity,
-    twice,
 )
-from agent.attacks.dp_controls import CONTROLS, ENGINES, LARGE, Control, proved
-from agent.attacks.dp_law import Conformance
-from agent.attacks.dp_patients import OneRun
-from agent.stages.clipping import ClippedSum, bookkept, chunked, looped
-from agent.stages.noise import SystemEntropy
-from policies.figures import epsilon_at_least, epsilon_text
+from agent.privacy_audit.negative_controls import CONTROLS, ENGINES, LARGE, Control, proved
+from policies.accounting.rounding import epsilon_at_least, epsilon_text
 
 ERR = Console(stderr=True, highlight=False)
 _PEOPLE: Final = 200
 _CHUNK: Final = 64
 _ENGINES: Final[dict[str, ClippedSum]] = {
-    "looped": looped,
-    "chunked": chunked(_CHUNK),
-    "bookkept": bookkept(_CHUNK),
+    "looped": loop_engine,
+    "chunked": vmap_engine(_CHUNK),
+    "bookkept": bookkeeping_engine(_CHUNK),
 }
 
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         for check in (c for c in checks if c.part == part):
             table.add_row("ok" if check.good else "FAIL", check.what, check.told, f"{check.seconds:.1f}")
         out.print(table)
-    out.print("passed" if passed else "FAILED: release nothing differentially private from this machine")
+    out.print("passed" if passed else "FAILED: do not release differentially private data from this machine")
     return 0 if passed else 1
 
 
@@ -96,7 +96,7 @@ def _shipped(device: str) -> list[Todo]:
         todo.append(
             ("shipped", f"one patient moves a sum by the clip at most ({name})", partial(_moved, engine, device))
         )
-        run = partial(twice, partial(conformance, entropy, engine, device=device))
+        run = partial(repeat_if_failed, partial(conformance, entropy, engine, device=device))
         todo.append(("shipped", f"training follows its law ({name})", partial(_conforms, run)))
     queries = (
         ("a noisy sum", sum_conformance),
@@ -105,7 +105,11 @@ def _shipped(device: str) -> list[Todo]:
     )
     for what, query in queries:
         todo.append(
-            ("shipped", f"{what} follows its law", partial(_conforms, partial(twice, partial(query, entropy))))
+            (
+                "shipped",
+                f"{what} follows its law",
+                partial(_conforms, partial(repeat_if_failed, partial(query, entropy))),
+            )
         )
     return todo
 

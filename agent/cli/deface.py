@@ -18,23 +18,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from agent.edges import deface_page
-from agent.edges.brain_masks import mask_from
-from agent.edges.defaced_files import DONE, BadOrder, Row, defaced, planned
-from agent.edges.defacing import tools
-from agent.edges.faces import FacesSettings
-from agent.edges.home import BadSite, Home
-from agent.edges.log import open_log
-from agent.edges.page import write
-from agent.edges.sweep import Swept, sweep
-from agent.edges.volumes import read
-from agent.edges.way import open_way
-from agent.heads.grid import oriented
-from agent.heads.reasons import REASONS, NotDefaced
+from agent.defacing.batch import DONE, VolumeOutcome, deface_batch, plan_batch
+from agent.defacing.config import FacesSettings
+from agent.defacing.engine import tools
+from agent.errors import CommandError, SiteConfigError
+from agent.event_log import open_log
+from agent.ingest.context import open_ingest
+from agent.ingest.vault_defacing import Swept, sweep
+from agent.reports import defacing
+from agent.reports.html_page import write
+from agent.storage.site_directory import SiteDirectory
+from agent.volumes.brain_masks import mask_from
+from agent.volumes.errors import REASONS, NotDefacedError
+from agent.volumes.grid import oriented
+from agent.volumes.volume_io import read
+from protos.common.errors import LazaretError
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
-_EXPECTED: Final = (BadOrder, BadSite, FileExistsError, NotDefaced)  # other texts may quote a file (P14)
+_EXPECTED: Final = (
+    CommandError,
+    SiteConfigError,
+    FileExistsError,
+    NotDefacedError,
+)  # other texts may quote a file (P14)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,9 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _vault(arguments) if arguments.vault else _files(arguments)
     except _EXPECTED as error:
-        said = "an output is there already: name a new folder" if isinstance(error, FileExistsError) else str(error)
+        said = (
+            "an output file already exists: name a new folder" if isinstance(error, FileExistsError) else str(error)
+        )
         ERR.print(f"refused: {said}", markup=False, soft_wrap=True)
         return 1
+    except LazaretError as error:
+        ERR.print(f"refused: {type(error).__name__}", markup=False, soft_wrap=True)
+        return error.exit_code
 
 
 # -- files
@@ -52,26 +64,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _files(arguments: argparse.Namespace) -> int:
     if arguments.source is None or arguments.out is None:
-        raise BadOrder("deface needs what to read, and where to write; or --vault")
+        raise CommandError("deface needs IN and OUT, or --vault")
     settings = _settings(arguments)
-    work = planned(arguments.source, arguments.out)
+    work = plan_batch(arguments.source, arguments.out)
     if arguments.report is not None and arguments.report.exists():
         raise FileExistsError
     mask = _mask(arguments)
     with_ = tools(settings)
     if mask is not None:
         with_ = replace(with_, made_of=with_.made_of + hashlib.sha256(mask.tobytes()).hexdigest())
-    rows: list[Row] = []
+    rows: list[VolumeOutcome] = []
     try:
         with _bar("de-face", silent=arguments.json) as progress:
             task = progress.add_task("de-face", total=len(work))
-            for some in defaced(work, arguments.out, with_, mask, pictures=arguments.report is not None):
+            for some in deface_batch(work, arguments.out, with_, mask, pictures=arguments.report is not None):
                 rows += some
                 progress.advance(task)
     finally:
         if rows:
             if arguments.report is not None:
-                write(arguments.report, deface_page.render(rows, arguments.method, arguments.parts))
+                write(arguments.report, defacing.render(rows, arguments.method, arguments.parts))
             _print(rows, arguments)
     return 1 if any(row.why for row in rows) else 0
 
@@ -79,17 +91,19 @@ def _files(arguments: argparse.Namespace) -> int:
 def _settings(arguments: argparse.Namespace) -> FacesSettings:
     digest, network = "", arguments.network
     if arguments.method == "remodel" and network is None:
-        raise BadOrder("remodel needs --network, a file of `train remodeller`; or choose another --method")
+        raise CommandError("remodel needs --network, a file of `train remodeller`; or choose another --method")
     if network is not None:
         if not network.is_file():
-            raise BadOrder(f"--network: no such file: {network.name}")
+            raise CommandError(f"--network: file not found: {network.name}")
         digest = hashlib.sha256(network.read_bytes()).hexdigest()
     try:
         settings = FacesSettings(arguments.method, network, digest, arguments.parts)
     except ValueError as error:
-        raise BadOrder(str(error)) from None
+        raise CommandError(str(error)) from None
     if network is not None:
-        ERR.print("the network counts as one of public heads: that nobody here is among them is your word")
+        ERR.print(
+            "the network counts as trained on public head scans: you vouch that no patient of yours is among them"
+        )
     return settings
 
 
@@ -97,12 +111,12 @@ def _mask(arguments: argparse.Namespace) -> NDArray[np.bool_] | None:
     if arguments.mask is None:
         return None
     if not arguments.source.is_file():
-        raise BadOrder("--mask goes with one file")
+        raise CommandError("--mask works with one file only")
     return mask_from(arguments.mask, oriented(read(arguments.source).volume))
 
 
-def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    method, says = arguments.method, deface_page.says(arguments.method, arguments.parts)
+def _print(rows: Sequence[VolumeOutcome], arguments: argparse.Namespace) -> None:
+    method, says = arguments.method, defacing.describe_result(arguments.method, arguments.parts)
     if arguments.json:
         told: dict[str, Any] = {"method": method, "says": says}
         sys.stdout.write(json.dumps({**told, "volumes": [row.told() for row in rows]}) + "\n")
@@ -115,7 +129,7 @@ def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
     for code in dict.fromkeys(row.state for row in rows if row.why):
         OUT.print(f"{code}: {REASONS[code]}", markup=False, soft_wrap=True)
     if any(row.state == DONE for row in rows):
-        OUT.print(f"{says}; headers are as they were", markup=False, soft_wrap=True)
+        OUT.print(f"{says}; headers are unchanged", markup=False, soft_wrap=True)
 
 
 def _bar(title: str, *, silent: bool) -> Progress:
@@ -128,11 +142,11 @@ def _bar(title: str, *, silent: bool) -> Progress:
 
 def _vault(arguments: argparse.Namespace) -> int:
     if arguments.source is not None or arguments.mask is not None:
-        raise BadOrder("--vault takes no files: it works by the table [faces] of ingest.toml")
+        raise CommandError("--vault takes no files: it uses the table [faces] of ingest.toml")
     if arguments.home is None:
-        raise BadOrder("--vault needs --home")
-    home = Home(arguments.home)
-    with open_way(home, arguments.project) as way, _bar("de-face", silent=arguments.json) as progress:
+        raise CommandError("--vault needs --home")
+    home = SiteDirectory(arguments.home)
+    with open_ingest(home, arguments.project) as way, _bar("de-face", silent=arguments.json) as progress:
         task = progress.add_task("de-face", total=None)
         swept = sweep(
             way, lambda done, of: progress.update(task, completed=done, total=of), once_more=arguments.once_more

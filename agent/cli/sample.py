@@ -1,4 +1,4 @@
-"""``draw``: pictures of a model that was released. No site is needed: who has the file draws what they like."""
+"""``draw``: draw images from a released model. Needs no site: anyone with the file can draw."""
 
 from __future__ import annotations
 
@@ -19,32 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from agent.nets.conditions import Conditions
-from agent.nets.latent_diffusion import Drawer, NotFinite, Where, latent_from
-from agent.synthesis_commands import OUT, BadOrder, answered, as_sentences, shown, there
-from agent.training.loop import own_generator
+from agent.cli.output import OUT, as_sentences, progress_columns, require_device
+from agent.errors import CommandError
+from agent.models.diffusion.latent import ComputeSettings, LatentSampler, latent_from
+from agent.models.diffusion.prompts import Conditions
+from agent.models.training_loop import torch_generator
 
 LABELS: Final = "labels.csv"
 EVERY: Final = "all"  # conditions
-_BLOCK: Final = 256  # pictures in memory at once
+_BLOCK: Final = 256  # images in memory at once
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``draw``; what it expects to go wrong becomes a sentence and exit status 1."""
-    return answered(draw, arguments, (NotFinite,))
-
-
-def draw(arguments: argparse.Namespace) -> int:
-    """Draw pictures and write them, with a list of what each shows, into a new folder: all of them, or none."""
-    there(arguments.device, "--device cpu")
+    """Draw images and write them, with a list of what each shows, into a new folder: all of them, or none."""
+    require_device(arguments.device, "--device cpu")
     refuse_folder(arguments.out)
     if not arguments.model.is_file():
-        raise BadOrder(f"--model: there is no such file: {arguments.model.name}")
+        raise CommandError(f"--model: file not found: {arguments.model.name}")
     raw = arguments.model.read_bytes()
     drawer = latent_from(raw)
     names, drawing = asked(drawer.conditions, arguments.condition), drawer.drawing
     labels = np.array([drawer.conditions.place(name) for name in names], np.int64).repeat(arguments.count)
-    with as_sentences(), shown(arguments.json) as bar:
+    with as_sentences(), progress_columns(arguments.json) as bar:
         task = bar.add_task("drawing", total=len(labels), told="")
         _whole(
             arguments.out,
@@ -55,9 +51,9 @@ def draw(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({**told, "model_sha256": hashlib.sha256(raw).hexdigest()}) + "\n")
         return 0
     each = f"{arguments.count} of {', '.join(names)}"
-    text = f"{arguments.out.name}: {len(labels)} pictures, {each}; {LABELS} lists them"
+    text = f"{arguments.out.name}: {len(labels)} images, {each}; {LABELS} lists them"
     OUT.print(text, markup=False, soft_wrap=True)
-    OUT.print(f"guidance {drawing.guidance:g}, as the file has it; nobody has vetted these pictures", soft_wrap=True)
+    OUT.print(f"guidance {drawing.guidance:g}, as the file has it; these images are not vetted", soft_wrap=True)
     return 0
 
 
@@ -65,22 +61,24 @@ def refuse_folder(folder: Path) -> None:
     """A folder is never added to, and one in no folder is not made.
 
     Raises:
-        BadOrder: either.
+        CommandError: either.
     """
     if folder.exists() or not folder.parent.is_dir():
-        raise BadOrder(f"{folder.name}: name a new folder, in one that is there")
+        raise CommandError(f"{folder.name}: name a new folder in an existing one")
 
 
 def asked(conditions: Conditions, condition: str) -> tuple[str, ...]:
     """The conditions that are meant by a name, or by ``all``.
 
     Raises:
-        BadOrder: the model knows none of this name; the text lists those that it knows, which are public.
+        CommandError: the model knows none of this name; the text lists those that it knows, which are public.
     """
     if condition in conditions.names:
         return (condition,)
     if condition != EVERY:
-        raise BadOrder(f"--condition: the model knows {', '.join(conditions.names)}; or {EVERY}, for each of them")
+        raise CommandError(
+            f"--condition: the model knows {', '.join(conditions.names)}; or {EVERY}, for each of them"
+        )
     return conditions.names
 
 
@@ -88,7 +86,7 @@ def _whole(folder: Path, fill: Callable[[Path], None]) -> None:
     """A folder with all that ``fill`` writes into it, or none.
 
     Raises:
-        BadOrder: it has come up meanwhile, or the disk does not take it.
+        CommandError: it has come up meanwhile, or the disk does not take it.
     """
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -96,7 +94,7 @@ def _whole(folder: Path, fill: Callable[[Path], None]) -> None:
         refuse_folder(folder)
         part.rename(folder)
     except OSError as error:
-        raise BadOrder(f"{folder.name}: {error.strerror}: nothing is kept") from None
+        raise CommandError(f"{folder.name}: {error.strerror}: nothing is kept") from None
     finally:
         with suppress(FileNotFoundError):
             shutil.rmtree(part)
@@ -104,14 +102,14 @@ def _whole(folder: Path, fill: Callable[[Path], None]) -> None:
 
 def _fill(
     folder: Path,
-    drawer: Drawer,
+    drawer: LatentSampler,
     labels: NDArray[np.int64],
     arguments: argparse.Namespace,
     say: Callable[[int], None],
 ) -> None:
     """Draw, and write one file after the other; in the order of the labels, from one generator."""
     drawer = replace(drawer, autoencoder=drawer.autoencoder.to(arguments.device))
-    generator, where = own_generator(arguments.seed), Where(arguments.device, _BLOCK)
+    generator, where = torch_generator(arguments.seed), ComputeSettings(arguments.device, _BLOCK)
     wide = len(str(len(labels) - 1))
     with (folder / LABELS).open("x", newline="", encoding="utf-8") as stream:
         rows = csv.writer(stream)

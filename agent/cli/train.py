@@ -7,8 +7,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,76 +15,37 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
+
+from agent.cli.output import OUT, as_sentences, progress_columns, require_device
+from agent.cli.train_semantics import SemanticsOrder, in_words
+from agent.errors import CommandError
+from agent.models.features.extractors import RandomFeatures
+from agent.models.features.simclr_training import RepresentationConfig, train_features
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.image_folder import read_identities, read_image_folder
+from agent.models.published.loading import load_official
+from agent.models.recognition.recogniser_training import (
+    ENOUGH,
+    RecognitionConfig,
+    TooFewPeopleError,
+    split,
+    suited,
+    train_recogniser,
 )
-from rich.table import Column
+from agent.models.stylegan.network import PRESETS, Architecture, Generator, generator_from
+from agent.models.stylegan.restyle_training import FILE as ENCODER
+from agent.models.stylegan.restyle_training import InversionConfig, train_encoder
+from agent.models.stylegan.training import GENERATOR, GanConfig, auto, train_generator
+from agent.models.training_loop import Progress as Done
+from protos.common.durable_files import replace_file
 
-from agent import commands
-from agent.edges.home import BadSite
-from agent.edges.pictures import BadPictures, read_identities, read_pictures
-from agent.edges.semantics import SemanticsOrder, in_words
-from agent.nets.features import RandomFeatures
-from agent.nets.official import load_official
-from agent.nets.siamese import KnowsNobody
-from agent.nets.stylegan import PRESETS, Architecture, Generator, generator_from
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.weights import BadWeights
-from agent.reproduce.datasets import BadDataset
-from agent.reproduce.kept import BadCell, Busy
-from agent.stages.align import NotFinite
-from agent.stages.freeze import BadRecord
-from agent.stages.styled import NothingShown
-from agent.training.gan import GENERATOR, GanConfig, auto, train_generator
-from agent.training.inversion import FILE as ENCODER
-from agent.training.inversion import InversionConfig, train_encoder
-from agent.training.loop import BadCheckpoint, Diverged, OtherRun, write_whole
-from agent.training.loop import Progress as Done
-from agent.training.recognition import ENOUGH, RecognitionConfig, TooFewPeople, split, suited, train_recogniser
-from agent.training.representation import RepresentationConfig, train_features
-
-OUT = Console(highlight=False)
-ERR = Console(stderr=True, highlight=False)
-
-
-class BadOrder(ValueError):
-    """What was typed cannot be done; the text says why, and what to type."""
-
-
-EXPECTED: Final = (
-    *(BadCell, BadCheckpoint, BadDataset, BadOrder, BadPictures, BadRecord, BadSite, BadWeights, Busy),
-    *(Diverged, KnowsNobody, NotFinite, NothingShown, OtherRun, TooFewPeople),
-)
 _SMALL: Final = 64  # pixels: up to it, an encoder learns in thousands of steps, at a higher rate
-_BATCH: Final = 64  # pictures from which features are learned at once, if there are so many
-
-
-@contextmanager
-def as_sentences() -> Iterator[None]:
-    """What public pictures are no good for is said as it is: no patient is among them."""
-    try:
-        yield
-    except (*EXPECTED, *commands.EXPECTED):
-        raise
-    except ValueError as error:
-        raise BadPictures(f"{error}") from error
-
-
-def there(device: str, instead: str) -> None:
-    """Refuse a device that this machine lacks, and say what to type ``instead``."""
-    if device != "cpu" and not torch.cuda.is_available():
-        raise BadOrder(f"this machine has no accelerator: {instead}")
+_BATCH: Final = 64  # images from which features are learned at once, if there are so many
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Public:
-    """What a network is trained on, and by what it is said how far it is."""
+class PublicTraining:
+    """The public training set of a network, and how progress is shown."""
 
     images: NDArray[np.uint8]  # (n, s, s[, 3])
     names: tuple[str, ...]  # n
@@ -102,21 +62,20 @@ Trained = tuple[Path, Mapping[str, Any]]  # the file, and what else there is to 
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class NetworkKind:
     """How one kind of network is trained: for so many steps if none are typed, after a check of what was typed."""
 
     steps: int
     check: Callable[[argparse.Namespace], object]
-    make: Callable[[argparse.Namespace, Public, Generator | None], Trained]
+    make: Callable[[argparse.Namespace, PublicTraining, Generator | None], Trained]
 
 
-def train(arguments: argparse.Namespace, kind: Kind | None = None) -> int:
-    """Train one network on public pictures, or go on where an earlier call stopped."""
-    kind = kind or KINDS[arguments.network]
+def train(arguments: argparse.Namespace, kind: NetworkKind) -> int:
+    """Train one network on public images, or go on where an earlier call stopped."""
     generator = _asked(arguments, kind)
     steps = arguments.steps or kind.steps
     found, began = 0, list[int]()
-    with shown(arguments.json) as bar:
+    with progress_columns(arguments.json) as bar:
         reading = bar.add_task("reading", total=None, told="")
 
         def count(done: int, every: int) -> None:
@@ -124,7 +83,7 @@ def train(arguments: argparse.Namespace, kind: Kind | None = None) -> int:
             found = every
             bar.update(reading, completed=done, total=every)
 
-        images, names = read_pictures(arguments.pictures, arguments.side, arguments.grey, count)
+        images, names = read_image_folder(arguments.pictures, arguments.side, arguments.grey, count)
         bar.remove_task(reading)
         task = bar.add_task(arguments.network, total=steps, told="")
 
@@ -135,7 +94,7 @@ def train(arguments: argparse.Namespace, kind: Kind | None = None) -> int:
             losses = ", ".join(f"{name} {value:.3g}" for name, value in done.losses.items())
             bar.update(task, completed=done.step, told=losses)
 
-        public = Public(images, names, steps, say)
+        public = PublicTraining(images, names, steps, say)
         with as_sentences():
             path, more = kind.make(arguments, public, generator)
         bar.update(task, completed=steps)
@@ -143,24 +102,24 @@ def train(arguments: argparse.Namespace, kind: Kind | None = None) -> int:
     return _trained(arguments, path, {**told, **more})
 
 
-def _asked(arguments: argparse.Namespace, kind: Kind) -> Generator | None:
-    """What was typed can be done, as far as it is known before a picture is read; an encoder's generator.
+def _asked(arguments: argparse.Namespace, kind: NetworkKind) -> Generator | None:
+    """What was typed can be done, as far as it is known before an image is read; an encoder's generator.
 
     Raises:
-        BadOrder, BadWeights: it cannot.
+        CommandError, WeightsError: it cannot.
     """
-    there(arguments.device, "--device cpu, and a small --side")
+    require_device(arguments.device, "--device cpu, and a small --side")
     if arguments.network == "encoder":
         generator = _drawing(arguments)
         side, grey = generator.architecture.resolution, generator.architecture.channels == 1
         if arguments.side not in (None, side) or (arguments.grey and not grey):
-            raise BadOrder(f"the generator draws {side} pixels in {'grey' if grey else 'colour'}")
+            raise CommandError(f"the generator draws {side} pixels in {'grey' if grey else 'colour'}")
         arguments.side, arguments.grey = side, grey
         return generator
     try:
         kind.check(arguments)
     except ValueError as error:
-        raise BadOrder(f"{error}") from None
+        raise CommandError(f"{error}") from None
     return None
 
 
@@ -173,9 +132,9 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
         sys.stdout.write(json.dumps(line) + "\n")
         return 0
     if more["passed_over"]:
-        told = f"{more['passed_over']} passed over: not readable, or smaller than {arguments.side} pixels a side"
+        told = f"{more['passed_over']} skipped: not readable, or smaller than {arguments.side} pixels a side"
         OUT.print(f"{told} once their dark border is cut", soft_wrap=True)
-    done = "trained" if more["trained"] else "there was nothing left to do: trained before"
+    done = "trained" if more["trained"] else "nothing to do: the training is complete"
     OUT.print(
         f"{path}: {done}, on {more['pictures']} pictures in {more['steps']} steps", markup=False, soft_wrap=True
     )
@@ -183,12 +142,14 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
         first, true, false = (more["judged"][name] for name in ("first", "matched", "mistaken"))
         rank = f"rank-1 {first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"
         rates = f"true matches {true['value']:.3f}, false matches {false['value']:.4f}"
-        OUT.print(f"on people it never saw: {rank}, {rates}", markup=False, soft_wrap=True)
+        OUT.print(f"on people outside the training: {rank}, {rates}", markup=False, soft_wrap=True)
     if "semantics" in more:
         OUT.print(in_words(more), markup=False, soft_wrap=True)
     if "said" in more:
         OUT.print(more["said"], markup=False, soft_wrap=True)
-    OUT.print("if nobody of the cohort is on them, vouch for it in site.toml's public_components:", soft_wrap=True)
+    OUT.print(
+        "if no patient of the cohort is in them, vouch for it in site.toml's public_components:", soft_wrap=True
+    )
     OUT.print(digest)
     return 0
 
@@ -198,7 +159,7 @@ def _drawing(arguments: argparse.Namespace) -> Generator:
     kind, _, name = arguments.generator.partition(":")
     if kind == "stylegan2-ada":
         if not arguments.sha256:
-            raise BadOrder("look up the SHA-256 of the generator at its authors', and give it with --sha256")
+            raise CommandError("get the SHA-256 of the generator from its authors, and give it with --sha256")
         net, _origin = load_official(kind, Path(name).read_bytes(), arguments.sha256.lower())
         assert isinstance(net, Generator)
         return net
@@ -210,11 +171,13 @@ def _architecture(arguments: argparse.Namespace) -> Architecture:
     known = {p.resolution: p for p in reversed(list(PRESETS.values()))}
     found = PRESETS.get(arguments.preset) if arguments.preset else known.get(arguments.side)
     if found is None or found.resolution != arguments.side:
-        raise BadOrder(f"no generator of {arguments.side} pixels; --preset is one of: {', '.join(PRESETS)}")
+        raise CommandError(
+            f"there is no generator of {arguments.side} pixels; --preset is one of: {', '.join(PRESETS)}"
+        )
     return found.with_channels(1 if arguments.grey else 3)
 
 
-def _generator(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
+def _generator(arguments: argparse.Namespace, public: PublicTraining, _generator: Generator | None) -> Trained:
     architecture = _architecture(arguments)
     config = GanConfig(architecture, public.steps, arguments.seed)
     if arguments.device != "cpu":
@@ -224,7 +187,7 @@ def _generator(arguments: argparse.Namespace, public: Public, _generator: Genera
     return arguments.out / GENERATOR, {}
 
 
-def _encoder(arguments: argparse.Namespace, public: Public, generator: Generator | None) -> Trained:
+def _encoder(arguments: argparse.Namespace, public: PublicTraining, generator: Generator | None) -> Trained:
     assert generator is not None
     pairs = public.steps // 2
     config = InversionConfig(
@@ -245,12 +208,12 @@ def _trunk(arguments: argparse.Namespace) -> TrunkArchitecture:
     return TrunkArchitecture(arguments.side, 1 if arguments.grey else 3)
 
 
-def _features(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
+def _features(arguments: argparse.Namespace, public: PublicTraining, _generator: Generator | None) -> Trained:
     batch = min(_BATCH, len(public.images))
     config = RepresentationConfig("features", _trunk(arguments), public.steps, batch, seed=arguments.seed)
     config = replace(config, checkpoint_every=public.often)
     raw = train_features(public.images, config, arguments.out, public.say, torch.device(arguments.device))
-    write_whole(path := arguments.out / "features.safetensors", raw)
+    replace_file(path := arguments.out / "features.safetensors", raw)
     return path, {}
 
 
@@ -258,11 +221,11 @@ def _order(arguments: argparse.Namespace) -> SemanticsOrder:
     return SemanticsOrder(**{one.name: getattr(arguments, one.name) for one in fields(SemanticsOrder)})
 
 
-def _semantics(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
+def _semantics(arguments: argparse.Namespace, public: PublicTraining, _generator: Generator | None) -> Trained:
     return _order(arguments).make(public.images, public.names, public.steps, arguments.out, public.say)
 
 
-def _recogniser(arguments: argparse.Namespace, public: Public, _generator: Generator | None) -> Trained:
+def _recogniser(arguments: argparse.Namespace, public: PublicTraining, _generator: Generator | None) -> Trained:
     places, whose = read_identities(arguments.identities, public.names)
     name, rate = f"recogniser-{arguments.seed}", arguments.false_match_rate
     config = suited(name, arguments.side, 1 if arguments.grey else 3, public.steps)
@@ -270,10 +233,10 @@ def _recogniser(arguments: argparse.Namespace, public: Public, _generator: Gener
     images = public.images[places]
     try:
         split(images, whose, config)
-    except TooFewPeople as error:
-        raise TooFewPeople(f"{error}; {_needed(whose, config)}") from None
+    except TooFewPeopleError as error:
+        raise TooFewPeopleError(f"{error}; {_needed(whose, config)}") from None
     trained = train_recogniser(images, whose, config, arguments.out, public.say, torch.device(arguments.device))
-    write_whole(path := arguments.out / f"{name}.safetensors", trained.file)
+    replace_file(path := arguments.out / f"{name}.safetensors", trained.file)
     return path, {"judged": asdict(trained.judged)}
 
 
@@ -282,7 +245,7 @@ def _needed(whose: NDArray[np.int64], config: RecognitionConfig) -> str:
     _, counts = np.unique(whose, return_counts=True)
     pairs = math.ceil(ENOUGH / config.false_match_rate)
     each = max(2.0, float(counts.mean()))
-    some = math.ceil((1.0 + math.sqrt(1.0 + 8.0 * pairs / each**2)) / 2.0)  # people whose pictures make so many pairs
+    some = math.ceil((1.0 + math.sqrt(1.0 + 8.0 * pairs / each**2)) / 2.0)  # people whose images make so many pairs
     enough = math.ceil(some / config.held_out)
     return (
         f"the list has {len(counts)} people, {int((counts < 2).sum())} of them with one picture. "
@@ -292,43 +255,15 @@ def _needed(whose: NDArray[np.int64], config: RecognitionConfig) -> str:
     )
 
 
-KINDS: Final[dict[str, Kind]] = {
-    "generator": Kind(25_000, _architecture, _generator),
-    "encoder": Kind(20_000, _drawing, _encoder),
-    "features": Kind(2_000, _trunk, _features),
-    "recogniser": Kind(2_000, _trunk, _recogniser),
-    "semantics": Kind(2_000, _order, _semantics),
+KINDS: Final[dict[str, NetworkKind]] = {
+    "generator": NetworkKind(25_000, _architecture, _generator),
+    "encoder": NetworkKind(20_000, _drawing, _encoder),
+    "features": NetworkKind(2_000, _trunk, _features),
+    "recogniser": NetworkKind(2_000, _trunk, _recogniser),
+    "semantics": NetworkKind(2_000, _order, _semantics),
 }
 
 
-def shown(silent: bool) -> Progress:
-    """Name, bar, counts, clocks; the losses take the room that is left, and are cut where there is none."""
-    fixed = Column(no_wrap=True)
-    columns = (
-        TextColumn("{task.description}", table_column=fixed),
-        BarColumn(16, table_column=Column(min_width=16)),
-        MofNCompleteColumn(table_column=fixed),
-        TimeElapsedColumn(table_column=fixed),
-        TimeRemainingColumn(table_column=fixed),
-        TextColumn("{task.fields[told]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-    )
-    return Progress(*columns, console=ERR, disable=silent, expand=True)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Train one of these networks; what it expects to go wrong becomes a sentence."""
-    return answered(train, arguments)
-
-
-def answered(
-    command: Callable[[argparse.Namespace], int],
-    arguments: argparse.Namespace,
-    more: tuple[type[Exception], ...] = (),
-) -> int:
-    """Run a command; what it expects to go wrong becomes a sentence and exit status 1."""
-    expected: tuple[type[Exception], ...] = (*more, *EXPECTED, *commands.EXPECTED)
-    try:
-        return command(arguments)
-    except expected as error:
-        ERR.print(f"refused: {error}", markup=False, soft_wrap=True)
-        return 1
+    """Train one of these networks."""
+    return train(arguments, KINDS[arguments.network])

@@ -1,4 +1,4 @@
-"""``train semantics``: a semantic query function of a folder of public pictures, by their labels or without any."""
+"""``train semantics``: a semantic query function of a folder of public images, by their labels or without any."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.edges.pictures import read_labels
-from agent.nets.features import RandomFeatures, features_from
-from agent.training.loop import Progress, write_whole
-from agent.training.semantics import SemanticsConfig, cluster_semantics, suited, train_semantics
+from agent.models.features.extractors import RandomFeatures, features_from
+from agent.models.image_folder import read_labels
+from agent.models.semantics.training import SemanticsConfig, cluster_semantics, suited, train_semantics
+from agent.models.training_loop import Progress
+from protos.common.durable_files import replace_file
 
-FOLDERS: Final = "folders"  # in the place of a list: a picture's folder names its label
+FOLDERS: Final = "folders"  # in the place of a list: an image's folder names its label
 FILE: Final = "semantics.safetensors"
 
 
@@ -33,24 +34,24 @@ class SemanticsOrder:
     seed: int
 
     def __post_init__(self) -> None:
-        """Refuse an order that cannot be carried out, before a picture is read.
+        """Refuse an order that cannot be carried out, before an image is read.
 
         Raises:
             ValueError: it cannot; the text says what to type.
         """
         suited(self.side, self.channels)
         if (self.labels is None) is (self.clusters is None):
-            raise ValueError("semantics are made of --labels or of --clusters")
+            raise ValueError("semantics need --labels or --clusters")
         if self.labels is not None and self.features is not None:
-            raise ValueError("--features are for --clusters: with --labels a network of its own is trained")
+            raise ValueError("--features works with --clusters only: with --labels a separate network is trained")
         if self.features is not None and not self.features.is_file():
-            raise ValueError(f"--features: there is no such file: {self.features.name}")
+            raise ValueError(f"--features: file not found: {self.features.name}")
         if self.clusters is not None and self.clusters < 2:
-            raise ValueError("--clusters: 2 or more")
+            raise ValueError("--clusters: give 2 or more")
 
     @property
     def channels(self) -> int:
-        """Of the pictures."""
+        """Of the images."""
         return 1 if self.grey else 3
 
     def make(
@@ -72,8 +73,8 @@ class SemanticsOrder:
         Returns:
             The file, and what there is to say of it.
         Raises:
-            BadPictures: labels that cannot be read.
-            ValueError: pictures that make no semantics; see :mod:`agent.training.semantics`.
+            ImageFolderError: labels that cannot be read.
+            ValueError: images that make no semantics; see :mod:`agent.models.semantics.training`.
         """
         if self.labels is None:
             return self._clustered(images, out, say)
@@ -87,20 +88,20 @@ class SemanticsOrder:
         trained = train_semantics(
             images[places], labels.astype(np.int64), config, out, say, torch.device(self.device)
         )
-        write_whole(path := out / FILE, trained.file)
+        replace_file(path := out / FILE, trained.file)
         judged = {"accuracy": asdict(trained.accuracy), "guess": trained.guess, "pictures": len(places)}
         return path, {"semantics": len(bins), **judged}
 
     def _clustered(
         self, images: NDArray[np.uint8], out: Path, say: Callable[[Progress], None]
     ) -> tuple[Path, Mapping[str, Any]]:
-        """As :meth:`make`, of pictures without labels."""
+        """As :meth:`make`, of images without labels."""
         assert self.clusters is not None
         features = features_from(self.features.read_bytes()) if self.features else RandomFeatures()
         made = cluster_semantics(features, images, self.clusters, self.seed, torch.device(self.device))
         say(Progress(made.iterations, made.iterations, {}))
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(path := out / FILE, made.file)
+        replace_file(path := out / FILE, made.file)
         return path, {"semantics": self.clusters, "sizes": list(made.sizes), "steps": made.iterations}
 
 
@@ -109,8 +110,8 @@ def in_words(more: Mapping[str, Any]) -> str:
     if "sizes" in more:
         return f"{more['semantics']} clusters of {min(more['sizes'])} to {max(more['sizes'])} pictures"
     right, guess = more["accuracy"], more["guess"]
-    told = f"of pictures it never saw it names {right['value']:.3f} [{right['low']:.3f}, {right['high']:.3f}] rightly"
-    told += f", of {more['semantics']} labels; the commonest label alone would be right for {guess:.3f}"
+    told = f"on images outside the training it names {right['value']:.3f} [{right['low']:.3f}, {right['high']:.3f}]"
+    told += f", of {more['semantics']} labels; always the commonest label would be right for {guess:.3f}"
     if not right["low"] > guess:
-        told += ". That is no more than guessing, and would select by chance: train it longer, or on more pictures"
+        told += ". That is no better than guessing: train it longer, or on more images"
     return told

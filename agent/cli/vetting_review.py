@@ -1,6 +1,7 @@
 """What is shown of a vetting of representatives before anything leaves: figures, and the reviewer's page.
 
-Compared with are the pictures that are comparable (:func:`agent.vetted.compared`), and the shares are of clusters.
+Compared with are the images that are comparable (:func:`agent.release.cluster_vetting.compared`), and the shares
+are of clusters.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agent.edges.page import write
-from agent.edges.sheet_page import by_chance, caught, span, threshold, why
-from agent.edges.vetting_page import labels, render
-from agent.nouns import NotKept
-from agent.stages.vet import Power, Vetting
-from agent.vetted import Inspection, Sifted
+from agent.errors import SiteStorageError
+from agent.release.cluster_vetting import VettingRequest
+from agent.release.vetting_statement import VettingReport
+from agent.reports.contact_sheet import by_chance, caught, explain_drop, span, threshold
+from agent.reports.html_page import write
+from agent.reports.vetting import labels, render
+from agent.vetting.filter import Power, Vetting
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class VettingOutput:
     """How it is said, and where the page goes."""
 
     mechanism: str
@@ -32,16 +34,16 @@ class Telling:
     sheet: Path | None = None
 
 
-def inspection(vetting: Vetting | None, telling: Telling) -> Inspection | None:
+def inspection(vetting: Vetting | None, telling: VettingOutput) -> VettingRequest | None:
     """A vetting that is told as ``telling`` says; None where nothing is vetted."""
     if vetting is None:
         return None
 
-    def shown(found: Sifted) -> None:
+    def shown(found: VettingReport) -> None:
         """Write the page, print the figures.
 
         Raises:
-            NotKept: the page cannot be written; nothing leaves then.
+            SiteStorageError: the page cannot be written; nothing leaves then.
         """
         if telling.sheet is not None:
             _keep(telling.sheet, render(found, telling.mechanism))
@@ -52,7 +54,7 @@ def inspection(vetting: Vetting | None, telling: Telling) -> Inspection | None:
         if telling.as_lines:
             sys.stdout.write(json.dumps({"mechanism": telling.mechanism, "review": as_json(found)}) + "\n")
 
-    return Inspection(vetting, shown, telling.sheet is not None)
+    return VettingRequest(vetting, shown, telling.sheet is not None)
 
 
 def _keep(path: Path, page: bytes) -> None:
@@ -62,31 +64,31 @@ def _keep(path: Path, page: bytes) -> None:
         if not isinstance(error, FileExistsError):
             with suppress(OSError):  # half of a page is none
                 path.unlink()
-        raise NotKept(f"{path.name}: {error.strerror}: nothing has left, and the price is spent") from None
+        raise SiteStorageError(f"{path.name}: {error.strerror}: nothing has left, and the price is spent") from None
 
 
-def in_words(found: Sifted) -> list[str]:
+def in_words(found: VettingReport) -> list[str]:
     """The figures in lines."""
-    gone = "".join(f", {count} {why(reason)}" for reason, count in sorted(found.dropped.items()))
+    gone = "".join(f", {count} {explain_drop(reason)}" for reason, count in sorted(found.dropped.items()))
     lines = [
-        f"{found.pictures} pictures of {found.clusters} clusters compared with every comparable picture{gone}; "
+        f"{found.pictures} images of {found.clusters} clusters compared with every comparable image{gone}; "
         f"{found.left} clusters leave",
         f"clusters re-identified by the second verifier: {span(found.before)} of what would leave",
         f"clusters re-identified by the second verifier: {span(found.after)} of what leaves"
         if found.after
-        else "nothing leaves: no new picture passed",
+        else "nothing leaves: no new image passed",
     ]
     if found.lost:
         lines.append(f"labels of which no cluster is left: {labels(found)}")
     lines += [f"planted near-duplicates that were caught, {name}: {text}" for name, text in caught(found.power)]
     for name, value in sorted(found.thresholds.items()):
         told = by_chance(found.intervals, name)
-        chance = f"; {told} of pictures like nobody reach it (95 %)" if told else ""
+        chance = f"; {told} of images without a similar patient reach it (95 %)" if told else ""
         lines.append(f"threshold, {name}: {threshold(name, value)}{chance}")
     return lines
 
 
-def as_json(found: Sifted) -> dict[str, Any]:
+def as_json(found: VettingReport) -> dict[str, Any]:
     """The same as data; a number that is none is null."""
     return {
         "pictures": found.pictures,

@@ -1,4 +1,4 @@
-"""The site console as a whole: its pages; beside `serve`, or alone."""
+"""The site console: its pages, served inside `serve` or alone."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agent.console import accounts, archives, optout, policies, queues, releases
-from agent.console.books import Books, Held, Lent
-from agent.console.desk import Desk
-from agent.edges.home import Home
-from agent.edges.reception import Reception
-from policies import governance
-from policies.follower import Follower
-from policies.search import Index
+from agent.console import optout, overview, pacs, releases
+from agent.console import policy as policies
+from agent.console import quarantine as queues
+from agent.console.context import SiteConsoleContext
+from agent.console.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
+from agent.ingest.service import IngestService
+from agent.storage.site_directory import SiteDirectory
+from policies.governance import decisions
+from policies.index.follower import IndexFollower
+from policies.index.search import Index
 from protos.web import settings as console_settings
-from protos.web.login_command import FOLDER
-from protos.web.logins import Logins
-from protos.web.pages import Pages
-from protos.web.serving import Serving
-from protos.web.settings import BadConsole, ConsoleSettings
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.login_cli import FOLDER
+from protos.web.router import Router
+from protos.web.server import ConsoleServer
+from protos.web.settings import ConsoleConfigError, ConsoleSettings
 
 INDEX = "search.db"  # of the home: a cache of the ledger, which may be deleted
 
-__all__ = ["INDEX", "BadConsole", "Held", "Lent", "beside", "pages"]
+__all__ = ["INDEX", "BorrowedLedger", "ConsoleConfigError", "SharedLedger", "console_server", "pages"]
 
 
-def pages(desk: Desk, settings: ConsoleSettings, logins: Logins) -> Pages:
+def pages(desk: SiteConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:
     """Every page, in the order of the menu."""
-    made = Pages(
+    made = Router(
         title=f"Lazaret, {desk.site}",
         side="site",
         who=desk.person,
@@ -38,14 +40,14 @@ def pages(desk: Desk, settings: ConsoleSettings, logins: Logins) -> Pages:
         settings=settings,
         log=desk.log,
         logins=logins,
-        encode=governance.word,
+        encode=decisions.statement_bytes,
     )
     for add in (
-        accounts.add,
+        overview.add,
         releases.add,
         queues.add,
-        archives.add,
-        accounts.add_books,
+        pacs.add,
+        overview.add_books,
         policies.add,
         optout.add,
     ):
@@ -54,18 +56,20 @@ def pages(desk: Desk, settings: ConsoleSettings, logins: Logins) -> Pages:
 
 
 @contextmanager
-def beside(home: Home, books: Books, log: Any, reception: Reception | None = None) -> Iterator[str]:
+def console_server(
+    home: SiteDirectory, books: SiteLedger, log: Any, reception: IngestService | None = None
+) -> Iterator[str]:
     """The console, where ``console.toml`` asks for one, until the context is left.
 
     Args:
         home: the site's.
-        books: its ledger: :class:`Held` where this process holds it, :class:`Lent` elsewhere.
+        books: its ledger: :class:`SharedLedger` where this process holds it, :class:`BorrowedLedger` elsewhere.
         log: the agent's.
         reception: what receives in this very process, if anything does.
     Yields:
         What to tell the operator; "" without a console.
     Raises:
-        BadConsole: it cannot be opened as it is configured.
+        ConsoleConfigError: it cannot be opened as it is configured.
     """
     settings = console_settings.read(home.root)
     if settings is None:
@@ -73,9 +77,11 @@ def beside(home: Home, books: Books, log: Any, reception: Reception | None = Non
         return
     with ExitStack() as stack:
         index = stack.enter_context(Index(home.root / INDEX, books.disk))
-        stack.enter_context(Follower(index))
-        logins = Logins(home.root / FOLDER)
-        desk = Desk(home, books, log, lambda: dt.datetime.now(dt.UTC), reception, index=index)
-        serving = stack.enter_context(Serving(pages(desk, settings, logins).guarded(), settings, logins, home.root))
+        stack.enter_context(IndexFollower(index))
+        logins = PinnedCertificates(home.root / FOLDER)
+        desk = SiteConsoleContext(home, books, log, lambda: dt.datetime.now(dt.UTC), reception, index=index)
+        serving = stack.enter_context(
+            ConsoleServer(pages(desk, settings, logins).guarded(), settings, logins, home.root)
+        )
         host = settings.listen.rpartition(":")[0]
         yield f"console: https://{host}:{serving.port}, certificate {serving.fingerprint}"

@@ -1,4 +1,4 @@
-"""What takes longer than a page should: one thing at a time, in a thread, told in counts and sentences."""
+"""Background tasks of the console: one at a time, in a thread, with progress as counts and sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Progress = Callable[[int, int], None]  # done, of how many (0: nobody knows)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TaskStatus:
     """How an errand stands, for people."""
 
     what: str  # "" when there was none yet
@@ -22,15 +22,15 @@ class Told:
     failed: bool = False
 
 
-class Errand:
+class BackgroundTask:
     """One thread at most."""
 
     def __init__(self) -> None:
         """Nothing is under way."""
-        self._lock, self._told = threading.Lock(), Told("")
+        self._lock, self._told = threading.Lock(), TaskStatus("")
         self._thread: threading.Thread | None = None
 
-    def told(self) -> Told:
+    def told(self) -> TaskStatus:
         """How it stands."""
         with self._lock:
             return self._told
@@ -45,11 +45,11 @@ class Errand:
         with self._lock:
             if not self._told.over:
                 return False
-            self._told = Told(what, of_page, over=False)
+            self._told = TaskStatus(what, of_page, over=False)
 
         def progress(done: int, of: int) -> None:
             with self._lock:
-                self._told = Told(what, of_page, done, of, over=False)
+                self._told = TaskStatus(what, of_page, done, of, over=False)
 
         def work() -> None:
             try:
@@ -58,7 +58,7 @@ class Errand:
                 result, failed = sentence(error), True
             with self._lock:
                 at = self._told
-                self._told = Told(what, of_page, at.done, at.of, True, result, failed)
+                self._told = TaskStatus(what, of_page, at.done, at.of, True, result, failed)
 
         self._thread = threading.Thread(target=work, name="errand", daemon=True)
         self._thread.start()

@@ -1,7 +1,7 @@
-"""What the pages of the site console work with: the site's directory, its ledger, its vaults, and who may see what.
+"""The context of the site console's pages: directory, ledger, vaults, and the permissions of roles.
 
 Every page opens the vault for itself and closes it (SQLite keeps connections apart); what is written goes through
-:class:`agent.console.books.Books`, one act at a time.
+:class:`agent.console.ledger_access.SiteLedger`, one act at a time.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agent.console.books import Books
-from agent.console.errand import Errand
-from agent.edges import projects
-from agent.edges.home import MAIN, Home
-from agent.edges.reception import Reception
-from agent.edges.sealed import VaultError
-from agent.edges.vault import Vault
-from agent.edges.way import Way, open_way
-from agent.kept import clear_of
-from agent.nouns import NotKept
-from agent.stages.freeze import place_of
-from policies.policy import Policy, strictest
-from policies.search import Index
-from policies.statement import Release, parse
-from protos.web.pages import Person
+from agent.console.background_task import BackgroundTask
+from agent.console.ledger_access import SiteLedger
+from agent.errors import SiteStorageError
+from agent.ingest.context import IngestContext, open_ingest
+from agent.ingest.service import IngestService
+from agent.microaggregation.released_clusters import place_of
+from agent.release.unsent import clear_of
+from agent.storage import projects
+from agent.storage.encrypted_sqlite import VaultError
+from agent.storage.site_directory import MAIN, SiteDirectory
+from agent.storage.vault import Vault
+from policies.index.search import Index
+from policies.review.policy import Policy, strictest
+from policies.statements import Release, parse
+from protos.common.errors import RefusedError
+from protos.web.router import LoggedInPerson
 
 OPERATOR: Final = "operator"
 RESEARCHER: Final = "researcher"
@@ -35,21 +36,21 @@ COMPLIANCE: Final = "compliance"
 HOSPITAL: Final = "hospital"
 AUDITOR: Final = "auditor"
 READERS: Final = frozenset({OPERATOR, RESEARCHER, COMPLIANCE, HOSPITAL, AUDITOR})
-DECIDERS: Final = frozenset({COMPLIANCE, HOSPITAL})  # who decides, and alone sees pictures of patients
+DECIDERS: Final = frozenset({COMPLIANCE, HOSPITAL})  # who decides, and alone sees images of patients
 KEEPERS: Final = DECIDERS | {OPERATOR}  # who keeps the site running: sources may name patients
-LOOKERS: Final = KEEPERS | {AUDITOR}  # counts, reasons and statements, without a picture
+LOOKERS: Final = KEEPERS | {AUDITOR}  # counts, reasons and statements, without an image
 
 
-class NoSuchReleaseError(LookupError):
+class NoSuchReleaseError(RefusedError, LookupError):
     """None of that name is kept, or none any more."""
 
     def __init__(self) -> None:
         """Say it."""
-        super().__init__("no release of that name waits: it was handed over or withdrawn")
+        super().__init__("no release of that name is pending: it was sent or withdrawn")
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingRelease:
     """A release that waits for persons."""
 
     release: Release
@@ -60,31 +61,31 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Memory:
+class ConsoleState:
     """What the console remembers while it runs, and nowhere else: patients are in it."""
 
-    shown: dict[str, Any] = field(default_factory=dict, repr=False)  # release -> its pictures, and what is like them
+    shown: dict[str, Any] = field(default_factory=dict, repr=False)  # release -> its images, and what is like them
     looked: dict[str, Any] = field(default_factory=dict, repr=False)  # token -> an opt-out that is being decided
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class SiteConsoleContext:
     """One site, opened for its console."""
 
-    home: Home
-    books: Books
+    home: SiteDirectory
+    books: SiteLedger
     log: Any
     now: Callable[[], dt.datetime]
-    reception: Reception | None = None  # where `serve` runs in this very process
-    memory: Memory = field(default_factory=Memory)
-    errand: Errand = field(default_factory=Errand)
+    reception: IngestService | None = None  # where `serve` runs in this very process
+    memory: ConsoleState = field(default_factory=ConsoleState)
+    errand: BackgroundTask = field(default_factory=BackgroundTask)
     index: Index | None = None
 
-    def person(self, name: str) -> Person | None:
+    def person(self, name: str) -> LoggedInPerson | None:
         """Who is in office under this name today, by the site's own ledger; None: may do nothing here."""
-        known = self.books.read().state.in_office(name)
-        return Person(name, known.role, known.public) if known is not None else None
+        known = self.books.read().state.active_person(name)
+        return LoggedInPerson(name, known.role, known.public) if known is not None else None
 
     @property
     def site(self) -> str:
@@ -101,9 +102,9 @@ class Desk:
             vault.close()
 
     @contextlib.contextmanager
-    def way(self, project: str = MAIN) -> Iterator[Way]:
+    def way(self, project: str = MAIN) -> Iterator[IngestContext]:
         """A project's way in, for one look or act."""
-        with open_way(self.home, project) as way:
+        with open_ingest(self.home, project) as way:
             yield way
 
     def projects(self) -> tuple[str, ...]:
@@ -120,17 +121,17 @@ class Desk:
         return self.home.signed_policy(envelope or b"")
 
     def own_policy(self) -> Policy:
-        """What binds by the site's own word: the file, and what was signed last, the stricter of both."""
+        """The site's own binding policy: the stricter of the file and the last signed policy."""
         return strictest(self.home.policy(), self.signed_policy())
 
     def policy(self) -> Policy:
-        """What binds the site today: see :func:`agent.desk.site_policy`, which the commands use."""
+        """What binds the site today: see :func:`agent.runtime.site_policy`, which the commands use."""
         return strictest(self.own_policy(), self.home.federation_policy())
 
     # -- releases that wait
 
-    def waiting(self) -> tuple[Waiting, ...]:
-        """All releases that wait for persons, by name; no picture of them is opened."""
+    def waiting(self) -> tuple[PendingRelease, ...]:
+        """All releases that wait for persons, by name; no image of them is opened."""
         with self.vault() as vault:
             pending, record = vault.note("pending") or {}, vault.note("releases") or []
             out = vault.opted_out()
@@ -149,17 +150,17 @@ class Desk:
             raise NoSuchReleaseError
         return clear
 
-    def _waiting(self, kept: Mapping[str, Any], record: list[Any], out: frozenset[str]) -> Waiting:
+    def _waiting(self, kept: Mapping[str, Any], record: list[Any], out: frozenset[str]) -> PendingRelease:
         release = parse(kept["statement"].encode())
         assert isinstance(release, Release)
         behind = behind_of(release.release, record) | set(kept.get("persons", ()))
         state = self.books.read().state
         given = state.approvals(release.release, "release", release.release, release.artifact_sha256)
         missing = tuple(sorted(self.policy().approvals - set(given)))
-        return Waiting(release, frozenset(behind), given, missing, not out.isdisjoint(behind))
+        return PendingRelease(release, frozenset(behind), given, missing, not out.isdisjoint(behind))
 
     def project_of(self, release: str) -> str:
-        """The project whose vault holds the pictures of a release's clusters; main, where none does."""
+        """The project whose vault holds the images of a release's clusters; main, where none does."""
         for name in self.projects():
             with self.vault(name) as vault:
                 if vault.project_note(place_of(release, 0)) is not None:
@@ -173,12 +174,12 @@ def _clear(vault: Vault, name: str, kept: Mapping[str, Any]) -> bytes:
         return clear_of(vault, name, kept)
     except VaultError:
         raise
-    except NotKept:
+    except SiteStorageError:
         return b""
 
 
 def behind_of(release: str, record: list[Any]) -> set[str]:
-    """Every patient behind a release, by the site's private record: see :func:`agent.released.made_of`."""
+    """Every patient behind a release, by the site's private record: see :func:`agent.release.history.patients_of`."""
     found = [one for one in record if one["release"] == release]
     lists = [[*one["clusters"], *one.get("again", []), one.get("persons", [])] for one in found]
     return {person for clusters in lists for cluster in clusters for person in cluster}

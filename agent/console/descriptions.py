@@ -1,4 +1,4 @@
-"""What the site console says in sentences: claims, figures, decisions, who is behind what. Pure."""
+"""Sentences of the site console: claims, figures, decisions. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from policies.accounts import Account
-from policies.claims import RELATION, UNIT, Claim, Composed, Gaussian, KAnonymous, NoClaim, assumption
-from policies.figures import epsilon_text, rounded_up
-from policies.rdp import epsilon_of
-from policies.review import level_of
-from policies.statement import Release, decimal
+from policies.accounting.claims import RELATION, UNIT, Claim, Composed, Gaussian, KAnonymous, NoClaim, assumption
+from policies.accounting.rdp import epsilon_of
+from policies.accounting.rounding import epsilon_text, rounded_up
+from policies.ledger.state import Account
+from policies.review.mechanism_terms import TEXTS
+from policies.review.rules import level_of
+from policies.statements import Release, decimal
 
 LEVELS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
@@ -26,7 +27,7 @@ LEVELS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "B": (
             "A crowd behind each image",
-            "At least k patients stand behind each image, by components that never saw them. This is not "
+            "Each image is made from at least k patients, with components that were not trained on them. This is not "
             "differential privacy, and it has no epsilon.",
         ),
         "C": (
@@ -36,31 +37,18 @@ LEVELS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     }
 )
 BRAIN: Final = "face removed; the brain itself remains linkable"
-MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "ksame": "averages of patients' images (k-Same)",
-        "ksalsa": "averages of patients' images with their style (k-SALSA)",
-        "anonfaces": "pictures, each mixed from those of a group of patients (AnonFACES)",
-        "privimage": "a generator trained with noise (PrivImage)",
-        "centroids": "noisy centres of groups of images",
-        "distill": "a student model that learned from vetted samples (privacy distillation)",
-        "distill-dp": "a student model of a teacher trained with noise",
-        "remodel": f"patients' own head scans with other faces: {BRAIN}",
-        "federated": "updates of federated training with noise",
-        "federated-masked": "masked updates of federated training with noise",
-    }
-)
+MECHANISMS: Final = TEXTS
 # Why a person refuses a release: a closed list, since the ledger holds no free text and the signature covers it.
 REFUSALS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "recognised": "A picture shows, or may show, a patient whom I recognise.",
-        "too_alike": "A picture is too like the real one beside it.",
-        "text": "A picture bears text or a mark that could identify somebody.",
+        "too_alike": "A picture is too similar to the real one beside it.",
+        "text": "A picture shows text or a mark that could identify a person.",
         "figures": "The figures of the attacks are not good enough for this purpose.",
         "content": "The labels or what the pictures show is wrong.",
         "quality": "The pictures are of no use for the purpose.",
         "purpose": "The purpose does not, or no longer, justify this release.",
-        "opted_out": "A patient whom it was made of has opted out since.",
+        "opted_out": "A patient from whose images it was made has opted out since.",
         "other": "Another reason, which I keep in my own records.",
     }
 )
@@ -103,14 +91,14 @@ def promise(claim: Claim) -> str:
     """What a claim says, in a sentence."""
     if isinstance(claim, KAnonymous):
         return (
-            f"At least {claim.k} different {claim.unit}s stand behind every image, with {claim.l_diversity} or more "
+            f"At least {claim.k} different {claim.unit}s are behind every image, with {claim.l_diversity} or more "
             f"different labels; each {claim.unit} is in at most {claim.releases_per_patient} such release(s). "
             "It has no epsilon."
         )
     if isinstance(claim, NoClaim):
-        return "The method promises nothing; only what was measured stands behind the release."
+        return "The method gives no guarantee. There are only measurements."
     if isinstance(claim, Composed):
-        return f"{len(claim.parts)} uses of the same {UNIT}s with noise, paid for together."
+        return f"{len(claim.parts)} uses of the same {UNIT}s with noise, charged together."
     told = assumption(claim) if isinstance(claim, Gaussian) else ""
     return "Noise hides whether one patient took part" + (f"; {told}." if told else ".")
 
@@ -141,7 +129,7 @@ def attacks(release: Release) -> tuple[tuple[str, str, str], ...]:
         rows.append((power[0], f"at least {_percent(release.vetting_power)}", power[1]))
     if release.menu:
         tried = release.menu.replace(",", ", ")
-        rows.append(("k that were tried", tried, "Each was tried on the patients before one was chosen."))
+        rows.append(("k that were tried", tried, "All were tried on the patients before one was chosen."))
     return tuple(rows)
 
 
@@ -169,7 +157,7 @@ def facts(release: Release) -> Iterator[tuple[str, str]]:
             release.vetted_against, "unknown"
         ),
     )
-    yield "Sealed to", release.reader[:16] + " …" if release.reader else "nobody: the coordinator sees what is in it"
+    yield "Sealed to", release.reader[:16] + " …" if release.reader else "none: the coordinator can see the content"
     yield "SHA-256 of the artifact", release.artifact_sha256
 
 
@@ -182,7 +170,7 @@ def size(count: int) -> str:
 
 
 def budget(account: Account) -> dict[str, object]:
-    """An account as people read it; what is gone is rounded up, what is left rounded down."""
+    """An account for display; spent amounts are rounded up, remaining ones down."""
     opened, gone = account.opened, account.held + account.spent
     if not opened.order:
         return {

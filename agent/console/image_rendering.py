@@ -1,4 +1,4 @@
-"""Pictures of a release for the screen: an artifact unpacked, a heat map drawn, everything as PNG. Pure."""
+"""Images of a release for the screen: an artifact unpacked, a heat map drawn, everything as PNG. Pure."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from protos.blocks import Held, Window
-from protos.dicomset import check_dicom
-from protos.niftiset import check_nifti
-from protos.shards import check_kept_shard, read_kept_png
+from protos.artifacts.byte_source import BytesSource, Window
+from protos.artifacts.dicom import check_dicom
+from protos.artifacts.nifti import check_nifti
+from protos.artifacts.shards import check_kept_shard, read_kept_png
 
 HOTTEST: Final = 64.0  # grey values: what differs by more is drawn as this does
 LARGEST: Final = 512  # pixels of a side on the screen
-LEAST: Final = 192  # pixels of a side: smaller pictures are drawn with larger squares
+LEAST: Final = 192  # pixels of a side: smaller images are drawn with larger squares
 _RAMP: Final = np.asarray(  # black, violet, red, orange, yellow, near white: brighter is more, for every eye
     [[0, 0, 4], [66, 10, 104], [147, 38, 103], [221, 81, 58], [252, 165, 10], [252, 255, 164]], np.float32
 )
 
 
 def unpack(artifact: bytes) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """The pictures of an image set or the middle slices of a volume set, (m, h, w[, 3]), and their labels.
+    """The images of an image set or the middle slices of a volume set, (m, h, w[, 3]), and their labels.
 
     Slices are from left to right of the array's middle plane; grey values are stretched over what the set holds.
 
     Raises:
-        BadArtifact: not a set.
+        ArtifactFormatError: not a set.
     """
     found: list[NDArray[np.generic]] = []
 
     def take(sample: Window) -> None:
         found.append(_sample(sample, len(found)))
 
-    contents = check_kept_shard(Held(artifact), take)
+    contents = check_kept_shard(BytesSource(artifact), take)
     whole = np.stack(found)
     if whole.dtype == np.uint8:
         return whole, contents.labels
@@ -63,7 +63,7 @@ def _sample(sample: Window, index: int) -> NDArray[np.generic]:
 
 
 def png(picture: NDArray[np.uint8]) -> bytes:
-    """A picture (h, w[, 3]) as PNG, enlarged pixel by pixel or made smaller to fit the screen."""
+    """An image (h, w[, 3]) as PNG, enlarged pixel by pixel or made smaller to fit the screen."""
     made = Image.fromarray(picture)
     side = max(made.size)
     if side > LARGEST:

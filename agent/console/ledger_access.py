@@ -1,9 +1,9 @@
 """The site's ledger as the console reads and writes it: beside ``serve``, which holds it, or borrowed for one act.
 
-One process writes a ledger. Where ``serve`` takes part in rounds it is that process, and the console works inside it
-over the same :class:`policies.store.Store`. Everywhere else nobody should hold the ledger while nothing is written:
-``release`` and ``ledger`` could not be typed. There the console looks at the file, which readers may do at any time,
-and opens it for the one act that somebody asked for.
+One process writes a ledger. If ``serve`` takes part in rounds it is that process, and the console runs inside it on
+the same :class:`policies.ledger.store.Store`. Otherwise no process may hold the ledger open while idle, or
+``release`` and ``ledger`` could not run. Then the console reads the file, which readers may do at any time, and opens
+it for writing only for a single requested action.
 """
 
 from __future__ import annotations
@@ -19,43 +19,51 @@ from typing import TYPE_CHECKING, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.edges import home as homes
-from agent.edges import looking, projects
-from agent.edges.own_ledger import site_policy
-from policies.entries import decode
-from policies.merkle import leaf_hash
-from policies.policy import Policy
-from policies.register import Register
-from policies.sqlite import Sqlite, look, open_sqlite
-from policies.store import Batch, Disk, Head, LedgerStopped, LedgerUnsound, Line, Store
+from agent import errors as agent_errors
+from agent.storage import projects, read_only_access, site_directory
+from agent.storage.site_ledger import site_policy
+from policies.ledger.backends.sqlite import Sqlite, open_read_only, open_sqlite
+from policies.ledger.entries import decode
+from policies.ledger.merkle import leaf_hash
+from policies.ledger.store import (
+    Batch,
+    LedgerBackend,
+    LedgerStoppedError,
+    LedgerUnsoundError,
+    SealedHead,
+    Store,
+    StoredRecord,
+)
+from policies.ledger_service import LedgerService
+from policies.review.policy import Policy
 
 if TYPE_CHECKING:
-    from agent.desk import Desk as Opened  # torch: two seconds that no page needs
+    from agent.runtime import AgentRuntime as Opened  # torch: two seconds that no page needs
 
 _LOOKS = 5  # at a file that another process may be committing to
 
 
-class NoLedger(homes.BadSite):
+class LedgerMissingError(agent_errors.SiteConfigError):
     """There is nothing to show yet."""
 
 
-class Books(Protocol):
+class SiteLedger(Protocol):
     """The site's ledger."""
 
     def read(self) -> Store:
         """The ledger as of now, to look at. Append nothing to it."""
 
-    def lines(self, seqs: Sequence[int]) -> list[Line]:
+    def lines(self, seqs: Sequence[int]) -> list[StoredRecord]:
         """Some entries, all at once."""
 
-    def disk(self) -> Disk:
+    def disk(self) -> LedgerBackend:
         """The ledger's file, to look at: for an index beside it."""
 
     def write(self) -> AbstractContextManager[Store]:
         """The ledger, to write into: one at a time."""
 
-    def work(self, project: str = homes.MAIN, *, greeted: bool = True) -> AbstractContextManager[Opened]:
-        """Ledger, vault and door, for what takes all of them: one at a time.
+    def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> AbstractContextManager[Opened]:
+        """Ledger, vault and gateway client together, for one action at a time.
 
         Args:
             project: whose vault.
@@ -63,7 +71,7 @@ class Books(Protocol):
         """
 
 
-class Held:
+class SharedLedger:
     """The ledger that this process holds anyway."""
 
     def __init__(self, desk: Opened) -> None:
@@ -77,13 +85,13 @@ class Held:
         """The store itself: it may be read from any thread."""
         return self._desk.site.books.store
 
-    def lines(self, seqs: Sequence[int]) -> list[Line]:
+    def lines(self, seqs: Sequence[int]) -> list[StoredRecord]:
         """Through the connection that is open anyway."""
         return [self.read().line(seq) for seq in seqs]
 
-    def disk(self) -> Disk:
+    def disk(self) -> LedgerBackend:
         """The ledger's file, to look at beside the one that this process holds."""
-        return look(self._desk.home.root / "ledger.db")
+        return open_read_only(self._desk.home.root / "ledger.db")
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Store]:
@@ -92,21 +100,22 @@ class Held:
             yield self.read()
 
     @contextlib.contextmanager
-    def work(self, project: str = homes.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
+    def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
         """The same desk with a vault of its own: a connection serves one thread at a time, SQLite keeps two apart."""
         del greeted  # `serve` keeps in touch
         with self._one:
             vault = projects.open_vault(self._desk.home, project)
             try:
                 # the policy of now, which an amendment may have changed since `serve` began
-                books = Register(self.read(), lambda _site: self._policy())
+                books = LedgerService(self.read(), lambda _site: self._policy())
                 yield replace(self._desk, vault=vault, site=replace(self._desk.site, vault=vault, books=books))
             finally:
                 vault.close()
 
 
 class _Looking:
-    """A ledger's file as a :class:`policies.store.Disk` that is opened for each look, and never written.
+    """A ledger's file as a :class:`policies.ledger.store.LedgerBackend` that is opened for each look, and never
+    written.
 
     A connection that stays open would lose its locks: whoever opens the ledger to write, in this very process, closes
     a descriptor of the same file, and POSIX drops every lock that the process has on it (fcntl(2), close).
@@ -120,9 +129,9 @@ class _Looking:
     def _open(self) -> Iterator[Sqlite]:
         with self._opening:
             try:
-                disk = look(self._path)
+                disk = open_read_only(self._path)
             except FileNotFoundError:
-                raise NoLedger("there is no ledger yet: enrol the site, and appoint its persons") from None
+                raise LedgerMissingError("there is no ledger yet: enrol the site, and appoint its persons") from None
             with contextlib.closing(disk):
                 yield disk
 
@@ -132,7 +141,7 @@ class _Looking:
             found = list(disk.bodies(upto))
         return iter(found)
 
-    def head(self) -> Head | None:
+    def head(self) -> SealedHead | None:
         """Of the last commit."""
         with self._open() as disk:
             return disk.head()
@@ -159,14 +168,14 @@ class _Looking:
 
     def commit(self, batch: Batch) -> None:
         """Never."""
-        raise LedgerStopped("a ledger that is looked at is not written")
+        raise LedgerStoppedError("a ledger that is looked at is not written")
 
-    def marks(self) -> Sequence[Head]:
+    def marks(self) -> Sequence[SealedHead]:
         """What the ledger has acknowledged."""
         with self._open() as disk:
             return disk.marks()
 
-    def mark(self, head: Head) -> None:
+    def mark(self, head: SealedHead) -> None:
         """Nothing is answered from here that the file does not hold."""
 
     def close(self) -> None:
@@ -182,8 +191,9 @@ class _Fold(Store):
         self._looking = disk
         self.at = self._head() if self.state.size else None  # the head that was folded
 
-    def grown(self, head: Head | None) -> bool:
-        """Take what was appended up to ``head``; False: it is not known to go on from here, so fold anew.
+    def grown(self, head: SealedHead | None) -> bool:
+        """Read the entries up to ``head``; False if the log does not continue from the known state, so fold from the
+        start.
 
         A size tells nothing of what is in a file: another ledger in its place may be just as long. The new entries
         count only where the tree over the folded ones and them has the root of the head, under this key's seal.
@@ -207,37 +217,37 @@ class _Fold(Store):
         return True
 
 
-class Lent:
+class BorrowedLedger:
     """The ledger's file, opened to write for as long as one act takes."""
 
-    def __init__(self, home: homes.Home) -> None:
+    def __init__(self, home: site_directory.SiteDirectory) -> None:
         """Nothing is opened yet."""
         self._home, self._one, self._opening = home, threading.RLock(), threading.Lock()
         self._disk = _Looking(home.root / "ledger.db", self._opening)
         self._folding = threading.Lock()
         self._store: _Fold | None = None
 
-    def disk(self) -> Disk:
+    def disk(self) -> LedgerBackend:
         """The file, to look at: for an index beside it."""
         return self._disk
 
-    def lines(self, seqs: Sequence[int]) -> list[Line]:
+    def lines(self, seqs: Sequence[int]) -> list[StoredRecord]:
         """Through one look at the file.
 
         Raises:
-            LedgerUnsound: an entry is missing.
+            LedgerUnsoundError: an entry is missing.
         """
         bodies = dict(zip(seqs, self._disk.some(seqs), strict=True))
         if missing := [seq for seq, body in bodies.items() if body is None]:
-            raise LedgerUnsound(f"entry {missing[0]} is missing")
-        return [Line(seq, decode(body)) for seq, body in bodies.items() if body is not None]
+            raise LedgerUnsoundError(f"entry {missing[0]} is missing")
+        return [StoredRecord(seq, decode(body)) for seq, body in bodies.items() if body is not None]
 
     def read(self) -> Store:
-        """The fold of what is in the file now: what somebody has appended is added, another history folded anew.
+        """The state of the file now: new entries are added, and a different history is folded from the start.
 
         Raises:
-            NoLedger: the site has not begun one.
-            LedgerUnsound: it does not fold.
+            LedgerMissingError: the site has not begun one.
+            LedgerUnsoundError: it does not fold.
         """
         with self._folding:
             for attempt in range(_LOOKS):
@@ -247,7 +257,7 @@ class Lent:
                 self._store = None
                 try:
                     self._store = _Fold(self._disk, self._origin(), self._home.sign_key())
-                except LedgerUnsound:  # perhaps it looked between two parts of somebody's commit
+                except LedgerUnsoundError:  # perhaps it looked between two parts of somebody's commit
                     if attempt == _LOOKS - 1:
                         raise
                     time.sleep(0.05)
@@ -256,37 +266,37 @@ class Lent:
         raise AssertionError("the last look returns or raises")
 
     def _origin(self) -> str:
-        return homes.origin(self._home.settings().site)
+        return site_directory.origin(self._home.settings().site)
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Store]:
         """The ledger, while no other process has it.
 
         Raises:
-            LedgerBusy: another command has; it is said again later.
-            BadSite: it is not the one that the site's vault knows.
+            LedgerBusyError: another command has; it is said again later.
+            SiteConfigError: it is not the one that the site's vault knows.
         """
         with self._one:
             with self._opening:
                 disk = open_sqlite(self._home.root / "ledger.db")
             with Store(disk, self._origin(), self._home.sign_key(), _now) as store:
-                looking.compare(self._home, store)  # in place of a lost ledger no other one is begun
+                read_only_access.compare(self._home, store)  # in place of a lost ledger no other one is begun
                 yield store
 
     @contextlib.contextmanager
-    def work(self, project: str = homes.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
+    def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
         """A desk as every command opens it, after the coordinator was greeted and what was interrupted has an end.
 
         Raises:
-            LedgerBusy, BadSite, Unreachable: as the commands do.
+            LedgerBusyError, SiteConfigError, CoordinatorUnreachableError: as the commands do.
         """
-        from agent.desk import open_desk, start_anew  # noqa: PLC0415 - torch: two seconds that no page needs
+        from agent.runtime import open_runtime, recover_at_startup  # noqa: PLC0415 - torch: two seconds that no page needs
 
         with self._one, contextlib.ExitStack() as stack:
             with self._opening:
-                desk = stack.enter_context(open_desk(self._home.root, lambda _name, _detail: None, project))
+                desk = stack.enter_context(open_runtime(self._home.root, lambda _name, _detail: None, project))
             if greeted:
-                start_anew(desk)
+                recover_at_startup(desk)
             yield desk
 
 

@@ -1,4 +1,4 @@
-"""The end of ``agent.log``, read back: what the way in did last. Whoever writes it, this process or another."""
+"""Read the end of ``agent.log``: the latest ingest events, from this process or another."""
 
 from __future__ import annotations
 

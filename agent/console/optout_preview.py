@@ -1,6 +1,6 @@
 """What an opt-out will do, before it is done: counts and sentences, of the site's own private books. Pure.
 
-It says no more than :func:`agent.edges.projects.opt_out` does, and no less; a test compares the two.
+It says no more than :func:`agent.storage.projects.opt_out` does, and no less; a test compares the two.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from agent.console.desk import behind_of
-from agent.edges.cohorts import Head
-from policies.ledger import State
+from agent.console.context import behind_of
+from agent.storage.instance_index import InstanceRecord
+from policies.ledger.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Consequences:
     projects: tuple[Project, ...]
     dying: tuple[str, ...]  # releases that wait, and can never leave then
     out: tuple[str, ...]  # releases that have left, and hold them
-    retired: int  # released clusters whose pictures are forgotten, and never shown again
+    retired: int  # released clusters whose images are forgotten, and never shown again
     beside: int  # other patients in these clusters, who are in no later release either
     unrecorded: int  # releases with an epsilon, of which nobody keeps who is in them
 
@@ -45,7 +45,9 @@ class Consequences:
         return sum(project.instances for project in self.projects)
 
 
-def of_project(name: str, heads: Iterable[Head], persons: Set[str], unfinished: Mapping[str, Any] | None) -> Project:
+def of_project(
+    name: str, heads: Iterable[InstanceRecord], persons: Set[str], unfinished: Mapping[str, Any] | None
+) -> Project:
     """What a project holds of them."""
     found = [(head.person, head.study) for head in heads if head.person in persons]
     training = bool(unfinished) and not persons.isdisjoint((unfinished or {}).get("persons", ()))
@@ -53,7 +55,7 @@ def of_project(name: str, heads: Iterable[Head], persons: Set[str], unfinished: 
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class PrivateRecords:
     """The site's private books, as an opt-out changes them."""
 
     releases: list[Any]  # the note: who is behind which
@@ -63,7 +65,7 @@ class Books:
 
 
 def consequences(
-    persons: frozenset[str], books: Books, projects: tuple[Project, ...], here: Set[str]
+    persons: frozenset[str], books: PrivateRecords, projects: tuple[Project, ...], here: Set[str]
 ) -> Consequences:
     """What follows.
 
@@ -96,7 +98,7 @@ def consequences(
 
 
 def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
-    """What happens, and what does not: ("done" | "stays" | "note", sentence)."""
+    """The effects of an opt-out: ("done" | "stays" | "note", sentence)."""
     if c.already:
         yield "note", f"{_of(c.already, 'patient')} had opted out before: for them this changes nothing."
     if c.known < c.named:
@@ -116,15 +118,15 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
         if project.training:
             yield (
                 "done",
-                f"A training of the project {project.name} that is not finished was made with one of them: it is "
-                "given up, and its grant is spent.",
+                f"An unfinished training of the project {project.name} used one of them: it is "
+                "discarded, and its grant is spent.",
             )
     if c.dying:
         yield (
             "done",
-            f"Of what is made and kept here, {_of(len(c.dying), 'release')} can never leave. Refuse what is listed "
-            "below, or give it up by the command `release withdraw`; else it is deleted when the agent next makes, "
-            "sends or withdraws a release. Its grant is spent then, since images were read.",
+            f"Of the releases that are kept here, {len(c.dying)} can never be sent. Refuse each below, or withdraw "
+            "it with the command `release withdraw`. Otherwise it is deleted when the agent next makes, sends or "
+            "withdraws a release. Its grant is spent then, because images were read.",
         )
     if c.retired:
         yield (

@@ -11,25 +11,24 @@ from urllib.parse import urlencode
 
 from starlette.responses import Response
 
-from agent.console import journal, words
-from agent.console.desk import KEEPERS, LOOKERS, READERS, Desk
-from agent.console.queues import queue_of
-from agent.console.said import said
-from agent.edges.credentials import Credentials
-from agent.edges.home import BadSite
-from policies.accounts import Account
-from policies.entries import Entry, kind_of
-from policies.figures import epsilon_text, rounded_up
-from policies.ledger import State
-from policies.proof import check
-from policies.rdp import epsilon_of
-from policies.search import Index, Query, TooWide
-from policies.sqlite import export_file
-from protos.keyfile import BadKeyFile
+from agent.console import descriptions, log_reader
+from agent.console.context import KEEPERS, LOOKERS, READERS, SiteConsoleContext
+from agent.console.errors import errors_as_pages
+from agent.console.quarantine import queue_of
+from agent.errors import SiteConfigError
+from agent.gateway.credentials import Credentials
+from policies.accounting.rdp import epsilon_of
+from policies.accounting.rounding import epsilon_text, rounded_up
+from policies.audit.inclusion_proof import check
+from policies.index.search import Index, Query, QueryTooWideError
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Entry, kind_of
+from policies.ledger.state import Account, State
+from protos.identity.key_files import KeyFileError
 from protos.web.charts import Bar, Frame, Part, Series, bars, steps
-from protos.web.login_command import FOLDER
-from protos.web.logins import Logins
-from protos.web.pages import Asked, Pages, Refusal
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.login_cli import FOLDER
+from protos.web.router import PageError, RequestContext, Router
 
 PAGE: Final = 50
 GRANTS: Final = 100  # that the budget's page shows
@@ -39,13 +38,13 @@ _YEAR_S: Final = 365 * 86_400
 _DAY_S: Final = 86_400
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: SiteConsoleContext) -> None:
     """Overview, budget and ledger."""
     pages.menu("Overview", "/", READERS)
     _overview(pages, desk)
 
 
-def add_books(pages: Pages, desk: Desk) -> None:
+def add_books(pages: Router, desk: SiteConsoleContext) -> None:
     """Budget, ledger and people, which stand further back in the menu."""
     pages.menu("Budget", "/budget", READERS)
     _budget(pages, desk)
@@ -55,15 +54,15 @@ def add_books(pages: Pages, desk: Desk) -> None:
     _people(pages, desk)
 
 
-def _overview(pages: Pages, desk: Desk) -> None:
+def _overview(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/", READERS)
-    def overview(asked: Asked) -> Response:
+    def overview(asked: RequestContext) -> Response:
         looks = asked.person.role in LOOKERS
-        with said():
+        with errors_as_pages():
             state = desk.books.read().state
             waiting = desk.waiting() if looks else ()
             queues = tuple(queue_of(desk, name) for name in desk.projects()) if looks else ()
-        events = journal.read(desk.home.root / "agent.log") if looks else []
+        events = log_reader.read(desk.home.root / "agent.log") if looks else []
         return asked.page(
             "overview.html",
             site=desk.site,
@@ -78,16 +77,16 @@ def _overview(pages: Pages, desk: Desk) -> None:
         )
 
 
-def certificate(desk: Desk) -> tuple[str, str]:
+def certificate(desk: SiteConsoleContext) -> tuple[str, str]:
     """How long the site's certificate at the coordinator is good for: words, and the badge's kind."""
     now = desk.now()
     try:
         held = Credentials(desk.home.keys)
         left, late = held.not_after - now, held.due(now, 0.1)
-    except (BadSite, BadKeyFile, OSError, ValueError):
+    except (SiteConfigError, KeyFileError, OSError, ValueError):
         return "not enrolled yet", "warn"
     if left <= dt.timedelta(0):
-        return "ended: ask for an invitation, and enrol again", "no"
+        return "expired: ask for an invitation, and enrol again", "no"
     hours = int(left.total_seconds() // 3600)
     good = f"good for {hours} hours" if hours < 72 else f"good for {hours // 24} days"
     return (f"{good}; its renewal is late", "warn") if late else (f"{good}, renewed by itself", "yes")
@@ -99,8 +98,8 @@ def chart(state: State, site: str) -> Any:
     for name, account in sorted(state.accounts.items()):
         if name.rpartition("/")[0] != site:
             continue
-        told = words.budget(account)
-        share = words.share(account)
+        told = descriptions.budget(account)
+        share = descriptions.share(account)
         rows.append(
             Bar(
                 str(told["name"]),
@@ -113,18 +112,20 @@ def chart(state: State, site: str) -> Any:
     return bars(rows, "Lifetime budget of this site's patients", _LEGEND) if rows else ""
 
 
-def _budget(pages: Pages, desk: Desk) -> None:
+def _budget(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/budget", READERS)
-    def budget(asked: Asked) -> Response:
-        with said():
-            store, (index, behind) = desk.books.read(), followed(desk)
+    def budget(asked: RequestContext) -> Response:
+        with errors_as_pages():
+            store, (index, behind) = desk.books.read(), updated_index(desk)
             state = store.state
             curves = () if behind else tuple(_curves(desk, state, index))
             with store.exclusive():  # nothing is granted while these are picked
                 granted, of = _granted(state), len(state.grants)
         return asked.page(
             "budget.html",
-            accounts=[words.budget(a) for n, a in sorted(state.accounts.items()) if n.startswith(f"{desk.site}/")],
+            accounts=[
+                descriptions.budget(a) for n, a in sorted(state.accounts.items()) if n.startswith(f"{desk.site}/")
+            ],
             chart=chart(state, desk.site),
             curves=curves,
             grants=granted,
@@ -139,7 +140,7 @@ def _granted(state: State) -> list[tuple[str, str, str, str]]:
     for name, grant in islice(reversed(state.grants.items()), GRANTS):
         said = grant.reserved
         share = _share(state, said.account, grant.used or said.amount)
-        rows.append((name, words.MECHANISMS.get(said.mechanism, said.mechanism), share, grant.state))
+        rows.append((name, descriptions.MECHANISMS.get(said.mechanism, said.mechanism), share, grant.state))
     return rows
 
 
@@ -148,7 +149,7 @@ def _share(state: State, account: str, amount: int) -> str:
     return f"{rounded_up(100 * amount / limit, 1):g} %" if limit else "all"
 
 
-def _curves(desk: Desk, state: State, index: Index) -> Iterator[Any]:
+def _curves(desk: SiteConsoleContext, state: State, index: Index) -> Iterator[Any]:
     """What was gone of each account, day by day, in the last year."""
     now = desk.now().timestamp()
     for name, account in sorted(state.accounts.items()):
@@ -160,7 +161,7 @@ def _curves(desk: Desk, state: State, index: Index) -> Iterator[Any]:
         limit = float(account.epsilon) if noise else float(account.limit)
         unit = f"ε per patient at δ = {account.opened.delta}" if noise else "releases of each patient"
         begin = min([points[0][0] if points else now - 30 * _DAY_S, now - 30 * _DAY_S])
-        frame = Frame(f"{words.budget(account)['name']}: spent and held", unit, begin, now, limit, "the limit")
+        frame = Frame(f"{descriptions.budget(account)['name']}: spent and held", unit, begin, now, limit, "the limit")
         yield steps((Series("spent and held", points),), frame)
 
 
@@ -171,39 +172,39 @@ def _gone(account: Account, amount: int) -> float:
     return float(epsilon_text(epsilon_of(amount, float(opened.delta), opened.order)))
 
 
-def followed(desk: Desk) -> tuple[Index, str]:
-    """The index, with what little the ledger has got since; what to say where it is behind.
+def updated_index(desk: SiteConsoleContext) -> tuple[Index, str]:
+    """The updated index, and a sentence if it lags behind the ledger.
 
-    A page takes a few entries in by itself. Many are taken in the background, see :mod:`policies.follower`.
+    A page takes a few entries in by itself. Many are taken in the background, see :mod:`policies.index.follower`.
     """
     if desk.index is None:
-        raise Refusal(503, "The ledger's index is not open.")
+        raise PageError(503, "The ledger's index is not open.")
     if desk.index.follow(NEW):
         return desk.index, ""
     held = f"{desk.index.size:,}".replace(",", " ")
-    return desk.index, f"The search is still being prepared: it holds the first {held} entries. Look again soon."
+    return desk.index, f"The search index is still being built: it has the first {held} entries. Try again soon."
 
 
-def _ledger(pages: Pages, desk: Desk) -> None:
+def _ledger(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/ledger", READERS)
-    def ledger(asked: Asked, text: str = "", kind: str = "", before: str = "", after: str = "") -> Response:
+    def ledger(asked: RequestContext, text: str = "", kind: str = "", before: str = "", after: str = "") -> Response:
         kinds = (kind,) if kind else ()
         try:
             query = Query(kinds, text=text[:200], before=_number(before), after=_number(after), most=PAGE)
         except ValueError:
-            raise Refusal(400, "Ask for the entries before a number, or after one.") from None
-        with said():
-            store, (index, behind) = desk.books.read(), followed(desk)
+            raise PageError(400, "Ask either for the entries before a number or for those after one.") from None
+        with errors_as_pages():
+            store, (index, behind) = desk.books.read(), updated_index(desk)
             try:
                 found = index.find(query)
-            except TooWide as wide:
-                raise Refusal(400, f"{wide}.") from None
+            except QueryTooWideError as wide:
+                raise PageError(400, f"{wide}.") from None
             lines = desk.books.lines(found.seqs)
         kept = {"text": text[:200], "kind": kind}
         ends = (found.seqs[0], found.seqs[-1]) if found.seqs else (0, 0)
         return asked.page(
             "ledger.html",
-            lines=[(x.seq, x.record.at, kind_of(x.record.entry), told(x.record.entry)) for x in lines],
+            lines=[(x.seq, x.record.at, kind_of(x.record.entry), entry_summary(x.record.entry)) for x in lines],
             text=text[:200],
             kind=kind,
             kinds=sorted(index.tally(0, int(desk.now().timestamp()) + _DAY_S)),
@@ -214,11 +215,11 @@ def _ledger(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.get("/ledger/{seq}", READERS)
-    def entry(asked: Asked, seq: int) -> Response:
-        with said():
+    def entry(asked: RequestContext, seq: int) -> Response:
+        with errors_as_pages():
             store = desk.books.read()
             if not 0 <= seq < store.state.size:
-                raise Refusal(404, "There is no such entry.")
+                raise PageError(404, "There is no such entry.")
             line, shown = store.line(seq), store.prove(0, seq)
         proof = check(seq, shown.entry, shown.included, shown.checkpoint, (store.origin, store.public))
         record = line.record
@@ -234,34 +235,34 @@ def _ledger(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.get("/ledger/{seq}/proof", READERS)
-    def proof(asked: Asked, seq: int) -> Response:
-        with said():
+    def proof(asked: RequestContext, seq: int) -> Response:
+        with errors_as_pages():
             store = desk.books.read()
             if not 0 <= seq < store.state.size:
-                raise Refusal(404, "There is no such entry.")
+                raise PageError(404, "There is no such entry.")
             shown = store.prove(0, seq)
         made = check(seq, shown.entry, shown.included, shown.checkpoint, (store.origin, store.public))
         return asked.download(f"entry-{seq}-proof.json", made.to_json(), "application/json")
 
     @pages.get("/ledger/export/file", LOOKERS)
-    def export(asked: Asked) -> Response:
-        with said():
+    def export(asked: RequestContext) -> Response:
+        with errors_as_pages():
             store = desk.books.read()
             raw = export_file(desk.home.root / "ledger.db", store.origin, desk.home.sign_key())
         return asked.download(f"{desk.site}.ledger.export", raw, "application/octet-stream")
 
 
-def _people(pages: Pages, desk: Desk) -> None:
+def _people(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/people", READERS)
-    def people(asked: Asked) -> Response:
-        with said():
+    def people(asked: RequestContext) -> Response:
+        with errors_as_pages():
             state = desk.books.read().state
-        pinned = Logins(desk.home.root / FOLDER).names()
+        pinned = PinnedCertificates(desk.home.root / FOLDER).names()
         until = {name: f"{crt.not_valid_after_utc:%Y-%m-%d}" for name, crt in pinned.items()}
         return asked.page(
             "people.html",
             people=[
-                (name, p.role, state.in_office(name) is not None, until.get(name, ""), p.public.hex())
+                (name, p.role, state.active_person(name) is not None, until.get(name, ""), p.public.hex())
                 for name, p in sorted(state.persons.items())
             ],
             office=sorted(state.office()),
@@ -272,7 +273,7 @@ def _number(text: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
-        raise Refusal(400, "An entry has a number.")
+        raise PageError(400, "An entry is named by its number.")
     return int(text)
 
 
@@ -291,7 +292,7 @@ def _plain(value: object) -> str:
 _SKIPPED: Final = frozenset({"envelope", "claim", "key", "sign_key", "policy", "proposal", "public", "root"})
 
 
-def told(entry: Entry) -> str:
+def entry_summary(entry: Entry) -> str:
     """An entry in a line: its plain fields, digests cut short."""
     noise: object = getattr(entry, "epsilon", None)
     hidden = {"amount", "used", *(["limit"] if noise else [])}  # nano-nats say nothing to people

@@ -1,4 +1,4 @@
-"""The way to the PACS: what listens, which archives are asked, what went wrong last, and a knock on the door."""
+"""The PACS page: listeners, archives, the last errors, and a connection test."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from agent.console import journal
-from agent.console.desk import KEEPERS, LOOKERS, Desk
-from agent.console.said import said
-from agent.edges.archives import Archive, named, reach
-from agent.edges.dimse import EVENTS
-from agent.edges.ingestion import Ingestion, read_ingestion
-from agent.edges.remote import Remote
-from protos.web.pages import Asked, Pages
+from agent.console import log_reader
+from agent.console.context import KEEPERS, LOOKERS, SiteConsoleContext
+from agent.console.errors import errors_as_pages
+from agent.ingest.config import Ingestion, read_ingestion
+from agent.ingest.retrieval import Archive, check_reachable, named
+from agent.pacs.archive import ArchiveConfig
+from agent.pacs.dimse.storage_scp import EVENTS
+from protos.web.router import RequestContext, Router
 
 _GOOD = frozenset({"accepted", "released", "echoed", "stored", "stopped"})
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ArchiveView:
     """An archive of ``ingest.toml``."""
 
     kind: str  # "pacs" | "dicomweb": of its table
@@ -29,17 +29,17 @@ class Known:
     where: str
     hours: str
     by_clock: bool
-    last: journal.Event | None  # the last pull that `serve` told of
+    last: log_reader.Event | None  # the last pull that `serve` told of
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: SiteConsoleContext) -> None:
     """The page of the PACS."""
     pages.menu("PACS", "/pacs", LOOKERS)
 
     @pages.get("/pacs", LOOKERS)
-    def pacs(asked: Asked) -> Response:
-        events = journal.read(desk.home.root / "agent.log")
-        with said():
+    def pacs(asked: RequestContext) -> Response:
+        events = log_reader.read(desk.home.root / "agent.log")
+        with errors_as_pages():
             ingestion = read_ingestion(desk.home)
         counts = _counts(desk, events)
         return asked.page(
@@ -58,14 +58,14 @@ def add(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.post("/pacs/{kind}/{name}/ask", KEEPERS)
-    def ask(asked: Asked, kind: str, name: str) -> Response:
-        with said():
-            reach(named(read_ingestion(desk.home), kind, name))
+    def ask(asked: RequestContext, kind: str, name: str) -> Response:
+        with errors_as_pages():
+            check_reachable(named(read_ingestion(desk.home), kind, name))
         desk.log.info("archive_asked", where=name, state="answers")
-        return asked.go("/pacs", f"{name} answers, and lets this site ask.")
+        return asked.go("/pacs", f"{name} answers and accepts queries of this site.")
 
 
-def _listening(desk: Desk, ingestion: Ingestion) -> Iterator[tuple[str, str, bool]]:
+def _listening(desk: SiteConsoleContext, ingestion: Ingestion) -> Iterator[tuple[str, str, bool]]:
     """What is to listen: for what, where, and whether it does, as far as this process knows."""
     held = desk.reception
     if ingestion.listener is not None:
@@ -76,7 +76,7 @@ def _listening(desk: Desk, ingestion: Ingestion) -> Iterator[tuple[str, str, boo
         yield "STOW-RS", f"{ingestion.stow.host}:{ingestion.stow.port}", bool(held and held.stow)
 
 
-def _counts(desk: Desk, events: list[journal.Event]) -> dict[str, int]:
+def _counts(desk: SiteConsoleContext, events: list[log_reader.Event]) -> dict[str, int]:
     """What the listener counted since it started; of another process, as its log last said."""
     if desk.reception is not None and desk.reception.listener is not None:
         return dict(sorted(desk.reception.listener.counts().items()))
@@ -84,14 +84,14 @@ def _counts(desk: Desk, events: list[journal.Event]) -> dict[str, int]:
     return dict(sorted(told.items()))
 
 
-def _archives(ingestion: Ingestion, events: list[journal.Event]) -> Iterator[Known]:
+def _archives(ingestion: Ingestion, events: list[log_reader.Event]) -> Iterator[ArchiveView]:
     every: list[tuple[str, str, Archive]] = [("pacs", name, one) for name, one in ingestion.pacs.items()]
     every += [("dicomweb", name, one) for name, one in ingestion.webs.items()]
     for kind, name, one in every:
-        last = journal.last(events, "pulled", "pull_failed", where=name)
-        if isinstance(one, Remote):
+        last = log_reader.last(events, "pulled", "pull_failed", where=name)
+        if isinstance(one, ArchiveConfig):
             what = f"C-FIND and C-{one.mode.upper()} as {one.calling}, {'DICOM TLS' if one.tls else 'plain TCP'}"
             where = f"{one.aet} at {one.host}:{one.port}"
         else:
             what, where = "QIDO-RS and WADO-RS", one.url
-        yield Known(kind, name, what, where, one.hours or "always", name in ingestion.reading.pull, last)
+        yield ArchiveView(kind, name, what, where, one.hours or "always", name in ingestion.reading.pull, last)

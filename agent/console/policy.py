@@ -1,4 +1,4 @@
-"""The site's own policy: what binds today, a draft with all its problems, and how a draft comes into force.
+"""The site's own policy: the binding one, a draft with all its problems, and how a draft becomes binding.
 
 What tightens comes into force as one person in office wishes. What loosens anything needs the signature of every
 approving role, over the very text: the ledger holds them before the site's key signs the amendment.
@@ -11,75 +11,75 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import Response
 
-from agent.console import drafts
-from agent.console.desk import DECIDERS, READERS, Desk
-from agent.console.said import said
-from policies import amendments, governance
-from policies.entries import InvalidEntry
-from policies.policy import Policy, preset
-from policies.statement import Approval
-from protos.keyfile import replace_private
-from protos.web.pages import Asked, Pages, Refusal
+from agent.console import policy_draft
+from agent.console.context import DECIDERS, READERS, SiteConsoleContext
+from agent.console.errors import errors_as_pages
+from policies.governance import amendments, decisions
+from policies.ledger.entries import InvalidEntryError
+from policies.review.policy import Policy, preset
+from policies.statements import Approval
+from protos.identity.key_files import replace_private
+from protos.web.router import PageError, RequestContext, Router
 
 if TYPE_CHECKING:
     pass
 
 _MOST: Final = 16_000  # characters: a statement holds no longer text
 PRESETS: Final = ("internal", "controlled", "public")
-_HELP: Final[dict[str, Any]] = {"presets": PRESETS, "meanings": drafts.MEANINGS}
+_HELP: Final[dict[str, Any]] = {"presets": PRESETS, "meanings": policy_draft.MEANINGS}
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: SiteConsoleContext) -> None:
     """The pages of the policy."""
     pages.menu("Policy", "/policy", READERS)
     _look(pages, desk)
     _decide(pages, desk)
 
 
-def _look(pages: Pages, desk: Desk) -> None:
+def _look(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/policy", READERS)
-    def policy(asked: Asked) -> Response:
-        with said():
+    def policy(asked: RequestContext) -> Response:
+        with errors_as_pages():
             signed, federation, own = desk.signed_policy(), desk.home.federation_policy(), desk.home.policy()
         text = drafted(desk)
         return asked.page(
             "policy.html",
-            rows=drafts.compare(signed, own, federation, desk.policy()),
+            rows=policy_draft.compare(signed, own, federation, desk.policy()),
             same=own == signed,
             draft=text is not None,
             may=asked.person.role in DECIDERS,
         )
 
     @pages.get("/policy/edit", DECIDERS)
-    def edit(asked: Asked, start: str = "") -> Response:
-        with said():
+    def edit(asked: RequestContext, start: str = "") -> Response:
+        with errors_as_pages():
             text = preset(start) if start in PRESETS else drafted(desk) or desk.home.policy_text()
         return asked.page(
-            "policy_edit.html", text=text, problems=(), rows=(), presets=PRESETS, meanings=drafts.MEANINGS
+            "policy_edit.html", text=text, problems=(), rows=(), presets=PRESETS, meanings=policy_draft.MEANINGS
         )
 
     @pages.post("/policy/check", DECIDERS)
-    def check(asked: Asked) -> Response:
+    def check(asked: RequestContext) -> Response:
         text = asked.form["policy"].strip() + "\n"
-        with said():
+        with errors_as_pages():
             made, wrong = judged(desk, text)
             signed, federation = desk.own_policy(), desk.home.federation_policy()
         if made is None:
             return asked.again("policy_edit.html", text=text, problems=wrong, rows=(), **_HELP)
         if asked.form.get("keep", "") != "yes":
-            rows = drafts.compare(signed, made, federation)
+            rows = policy_draft.compare(signed, made, federation)
             return asked.page("policy_edit.html", text=text, problems=(), rows=rows, **_HELP)
-        replace_private(desk.home.root / drafts.FILE, text.encode())
-        return asked.go("/policy/draft", "The draft is kept. Nothing binds before it is put in force.")
+        replace_private(desk.home.root / policy_draft.FILE, text.encode())
+        return asked.go("/policy/draft", "The draft is saved. It has no effect until it is put in force.")
 
     @pages.get("/policy/draft", DECIDERS)
-    def draft(asked: Asked) -> Response:
+    def draft(asked: RequestContext) -> Response:
         text, made = _draft(desk)
-        with said():
+        with errors_as_pages():
             store = desk.books.read()
             signed, federation = desk.own_policy(), desk.home.federation_policy()
-            looser = amendments.loosened(signed, made)
-            serial = amendments.serial(text, store.state.amended.get(desk.site, 0))
+            looser = amendments.loosened_keys(signed, made)
+            serial = amendments.amendment_serial(text, store.state.amended.get(desk.site, 0))
             digest = amendments.digest(text)
             given = store.state.approvals(serial, amendments.ACTION, desk.site, digest)
             missing = sorted(store.state.office() - set(given)) if looser else []
@@ -87,7 +87,7 @@ def _look(pages: Pages, desk: Desk) -> None:
             "policy_draft.html",
             text=text,
             digest=digest,
-            rows=drafts.compare(signed, made, federation),
+            rows=policy_draft.compare(signed, made, federation),
             looser=looser,
             given=sorted(given),
             missing=missing,
@@ -97,62 +97,64 @@ def _look(pages: Pages, desk: Desk) -> None:
         )
 
 
-def _decide(pages: Pages, desk: Desk) -> None:
+def _decide(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.post("/policy/approve", DECIDERS)
-    def approve(asked: Asked) -> Response:
+    def approve(asked: RequestContext) -> Response:
         text, _ = _draft(desk)
         envelope = asked.envelope()
-        with said():
-            word = governance.said_by(envelope)
-            serial = amendments.serial(text, desk.books.read().state.amended.get(desk.site, 0))
+        with errors_as_pages():
+            word = decisions.said_by(envelope)
+            serial = amendments.amendment_serial(text, desk.books.read().state.amended.get(desk.site, 0))
             wanted = (serial, amendments.ACTION, desk.site, amendments.digest(text))
             if not isinstance(word, Approval) or (word.serial, word.action, word.subject, word.value) != wanted:
-                raise InvalidEntry("what was signed is not this draft: it was changed meanwhile; look at it again")
+                raise InvalidEntryError(
+                    "the signature is for another text: the draft was changed meanwhile. Look at it again"
+                )
             if word.person != asked.person.name:
-                raise InvalidEntry(f"it is signed as {word.person}, and {asked.person.name} is logged in")
+                raise InvalidEntryError(f"the signature is of {word.person}, but {asked.person.name} is logged in")
             with desk.books.write() as store:
-                governance.approve(store, envelope)
+                decisions.approve(store, envelope)
         desk.log.info("policy_approved", state=asked.person.role)
         return asked.go("/policy/draft", "Your approval is in the ledger.")
 
     @pages.post("/policy/discard", DECIDERS)
-    def discard(asked: Asked) -> Response:
-        (desk.home.root / drafts.FILE).unlink(missing_ok=True)
-        return asked.go("/policy", "The draft is gone; nothing has changed.")
+    def discard(asked: RequestContext) -> Response:
+        (desk.home.root / policy_draft.FILE).unlink(missing_ok=True)
+        return asked.go("/policy", "The draft is discarded. Nothing has changed.")
 
     @pages.post("/policy/force", DECIDERS)
-    def force(asked: Asked) -> Response:
+    def force(asked: RequestContext) -> Response:
         text, _ = _draft(desk)
         if asked.form.get("digest", "") != amendments.digest(text):
-            raise Refusal(409, "The draft was changed since you looked at it: look at it again.")
-        with said():
+            raise PageError(409, "The draft was changed since you looked at it: look at it again.")
+        with errors_as_pages():
             return asked.go("/policy", in_force(desk, text))
 
 
-def drafted(desk: Desk) -> str | None:
+def drafted(desk: SiteConsoleContext) -> str | None:
     """The text of the draft; None without one."""
     with contextlib.suppress(FileNotFoundError):
-        return (desk.home.root / drafts.FILE).read_text()
+        return (desk.home.root / policy_draft.FILE).read_text()
     return None
 
 
-def _draft(desk: Desk) -> tuple[str, Policy]:
+def _draft(desk: SiteConsoleContext) -> tuple[str, Policy]:
     """The draft, if it is still good.
 
     Raises:
-        Refusal: there is none, or it has a problem by now.
+        PageError: there is none, or it has a problem by now.
     """
     text = drafted(desk)
     if text is None:
-        raise Refusal(404, "There is no draft: edit the policy first.")
-    with said():
+        raise PageError(404, "There is no draft: edit the policy first.")
+    with errors_as_pages():
         made, wrong = judged(desk, text)
     if made is None:
-        raise Refusal(409, f"The draft has problems: {'; '.join(wrong)}.")
+        raise PageError(409, f"The draft has problems: {'; '.join(wrong)}.")
     return text, made
 
 
-def judged(desk: Desk, text: str) -> tuple[Policy | None, tuple[str, ...]]:
+def judged(desk: SiteConsoleContext, text: str) -> tuple[Policy | None, tuple[str, ...]]:
     """A text as a policy of this site, or everything that is wrong with it."""
     if len(text) > _MOST:
         return None, (f"the text is longer than {_MOST} characters: a statement cannot hold it",)
@@ -160,23 +162,23 @@ def judged(desk: Desk, text: str) -> tuple[Policy | None, tuple[str, ...]]:
     for name in desk.projects():
         with desk.vault(name) as vault:
             patients = max(patients, vault.patients())
-    return drafts.problems(text, patients)
+    return policy_draft.problems(text, patients)
 
 
-def in_force(desk: Desk, text: str) -> str:
+def in_force(desk: SiteConsoleContext, text: str) -> str:
     """Put a draft in force: at this site, then at the coordinator; what came of it, in a sentence.
 
     Raises:
-        InvalidEntry: it loosens something, and not everybody in office has approved this very text.
+        InvalidEntryError: it loosens something, and not everybody in office has approved this very text.
     """
     with desk.books.work() as opened:
-        from agent.desk import amend  # noqa: PLC0415 - torch: two seconds that no page needs
+        from agent.runtime import amend  # noqa: PLC0415 - torch: two seconds that no page needs
 
         verdict = amend(opened, text)
         if not verdict.admitted:
             told = "; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings)
-            raise InvalidEntry(f"the coordinator refuses the amendment: {told}")
+            raise InvalidEntryError(f"the coordinator refuses the amendment: {told}")
         replace_private(desk.home.root / "policy.toml", text.encode())  # until then the stricter of both binds
-    (desk.home.root / drafts.FILE).unlink(missing_ok=True)
+    (desk.home.root / policy_draft.FILE).unlink(missing_ok=True)
     desk.log.info("policy_amended", state=amendments.digest(text)[:16])
-    return "The policy is in force: in this site's ledger and at the coordinator. The stricter of both binds."
+    return "The policy is in force: in this site's ledger and at the coordinator. The stricter of both applies."

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-from policies.policy import Policy, PolicyError, parse, strictest
+from policies.review.policy import Policy, PolicyError, parse, strictest
 
 FILE: Final = "policy.proposed.toml"  # of the home: what is proposed, until it is in force or taken back
 MEANINGS: Final = {
     "name": "the policy's name, printed on certificates",
     "epsilon": "lifetime budget of each patient for all releases with noise",
     "delta": "must stay below 1 / patients",
-    "k_min": "fewest distinct patients behind a released image",
-    "l_diversity": "fewest distinct labels behind a released image",
+    "k_min": "minimum of distinct patients behind a released image",
+    "l_diversity": "minimum of distinct labels behind a released image",
     "max_releases_per_patient": "releases without an epsilon that a patient may be in, ever",
     "max_artifact_bytes": "largest file that may leave",
     "max_reid_rate": "largest share that an attack may re-identify (upper bound)",
@@ -23,12 +23,12 @@ MEANINGS: Final = {
     "components": "where networks and data that make a release may come from",
     "levels": "claim levels that may leave",
     "approvals": "roles that must approve each release before it leaves",
-    "readers": "keys that a release may be sealed to, past the coordinator's eyes",
+    "readers": "recipients' keys to which a release may be encrypted, so that the coordinator cannot read it",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PolicyKeyDiff:
     """One key of a policy, beside itself."""
 
     key: str
@@ -57,8 +57,10 @@ def problems(text: str, patients: int) -> tuple[Policy | None, tuple[str, ...]]:
     return policy, ()
 
 
-def compare(signed: Policy, proposed: Policy, federation: Policy, binding: Policy | None = None) -> tuple[Row, ...]:
-    """Every key: what binds today by this site's word, what is proposed, and what would bind with the federation.
+def compare(
+    signed: Policy, proposed: Policy, federation: Policy, binding: Policy | None = None
+) -> tuple[PolicyKeyDiff, ...]:
+    """Every key: the site's binding value, the proposed one, and the result with the federation's policy.
 
     ``binding``: what binds, where that is known to be something else.
     """
@@ -66,7 +68,7 @@ def compare(signed: Policy, proposed: Policy, federation: Policy, binding: Polic
     rows = []
     for f in fields(Policy):
         a, b, c, d = (shown(getattr(policy, f.name)) for policy in (signed, proposed, federation, binding))
-        rows.append(Row(f.name, MEANINGS[f.name], a, b, c, d, _change(f.name, signed, proposed)))
+        rows.append(PolicyKeyDiff(f.name, MEANINGS[f.name], a, b, c, d, _change(f.name, signed, proposed)))
     return tuple(rows)
 
 

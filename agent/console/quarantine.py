@@ -1,4 +1,4 @@
-"""What waits to come in and what was refused: reasons, counts, another attempt, giving up."""
+"""Pending and rejected files: reasons, counts, retry, discard."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Final
 
 from starlette.responses import Response
 
-from agent.console import journal
-from agent.console.desk import KEEPERS, LOOKERS, Desk
-from agent.console.errand import Progress
-from agent.console.said import said, sentence
-from agent.deidentify.reasons import REASONS
-from agent.edges.cohorts import Count
-from agent.edges.quarantine import Entry
-from agent.edges.room import RoomError
-from agent.edges.way import Way
-from protos.web.pages import Asked, Pages, Refusal
+from agent.console import log_reader
+from agent.console.background_task import Progress
+from agent.console.context import KEEPERS, LOOKERS, SiteConsoleContext
+from agent.console.errors import errors_as_pages, sentence
+from agent.deidentify.errors import REASONS
+from agent.ingest.context import IngestContext
+from agent.storage.instance_index import StateCount
+from agent.storage.quarantine import QuarantineEntry
+from agent.storage.spool import SpoolError
+from protos.web.router import PageError, RequestContext, Router
 
 PAGE: Final = 50
 STATES: Final = {
-    "eligible": "may be drawn from",
+    "eligible": "eligible for releases",
     "unlabelled": "has no label",
-    "face": "a face may be rebuilt from it: withheld",
+    "face": "withheld: a face could be reconstructed from it",
     "volume": "a volume",
     "waiting": "its series is not complete yet",
-    "held": "held back: text was read in a picture, or its series names two studies",
+    "held": "held back: text was found in an image, or its series names two studies",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What a project has in its rooms and its vault."""
+    """The spool, quarantine and vault of a project, in counts."""
 
     project: str
     waiting: int
@@ -41,11 +41,11 @@ class Queue:
     refused: int
     held: int  # studies and series that a person must look at
     alike: int  # groups of patient ids that count as one patient towards k until a person decides
-    counts: tuple[Count, ...]
+    counts: tuple[StateCount, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class QuarantinedFileView:
     """One refused file as the site's own people see it: the source may name a patient."""
 
     name: str
@@ -56,16 +56,16 @@ class Refused:
     source: str
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: SiteConsoleContext) -> None:
     """The pages of the way in."""
     pages.menu("Ingest", "/ingest", LOOKERS)
     pages.menu("Quarantine", "/quarantine", LOOKERS)
 
     @pages.get("/ingest", LOOKERS)
-    def ingest(asked: Asked) -> Response:
-        with said():
+    def ingest(asked: RequestContext) -> Response:
+        with errors_as_pages():
             queues = tuple(queue_of(desk, name) for name in desk.projects())
-        events = journal.read(desk.home.root / "agent.log")
+        events = log_reader.read(desk.home.root / "agent.log")
         return asked.page(
             "ingest.html",
             queues=queues,
@@ -77,15 +77,15 @@ def add(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.post("/ingest/{project}", KEEPERS)
-    def let_in(asked: Asked, project: str) -> Response:
-        checked(desk, project)
-        _begin(desk, f"reading what waits for {project}", lambda progress: read_waiting(desk, project, progress))
-        return asked.go("/ingest", "Reading what waits. This page shows how far it is.")
+    def let_in(asked: RequestContext, project: str) -> Response:
+        require_project(desk, project)
+        _begin(desk, f"reading pending files of {project}", lambda progress: read_waiting(desk, project, progress))
+        return asked.go("/ingest", "Reading pending files. This page shows the progress.")
 
     @pages.get("/quarantine", LOOKERS)
-    def quarantine(asked: Asked, project: str = "", code: str = "", after: str = "") -> Response:
-        where = checked(desk, project or desk.projects()[0])
-        with said(), desk.way(where) as way:
+    def quarantine(asked: RequestContext, project: str = "", code: str = "", after: str = "") -> Response:
+        where = require_project(desk, project or desk.projects()[0])
+        with errors_as_pages(), desk.way(where) as way:
             counts = way.quarantine.counts()
             shown = page_of(way, code, after) if code else ()
             named = asked.person.role in KEEPERS
@@ -106,44 +106,44 @@ def add(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.post("/quarantine/{project}/retry", KEEPERS)
-    def retry(asked: Asked, project: str) -> Response:
-        checked(desk, project)
+    def retry(asked: RequestContext, project: str) -> Response:
+        require_project(desk, project)
         code, names = asked.form.get("code", ""), asked.form.all("name")
         once_more = asked.form.get("once_more", "") == "yes"
-        _begin(desk, "reading refused files again", lambda p: read_again(desk, (project, code, names), once_more, p))
-        return asked.go(f"/quarantine?project={project}", "Reading them again, under the rules of today.")
+        _begin(desk, "reading rejected files again", lambda p: read_again(desk, (project, code, names), once_more, p))
+        return asked.go(f"/quarantine?project={project}", "Reading them again under the present rules.")
 
     @pages.post("/quarantine/{project}/drop", KEEPERS)
-    def drop(asked: Asked, project: str) -> Response:
-        checked(desk, project)
+    def drop(asked: RequestContext, project: str) -> Response:
+        require_project(desk, project)
         names = asked.form.all("name")
         if not names or asked.form.get("sure", "") != "yes":
-            raise Refusal(400, "Choose files, and confirm that they are to be forgotten for good. Nothing was done.")
-        with said(), desk.way(project) as way:
+            raise PageError(400, "Choose files, and confirm that they will be deleted permanently. Nothing was done.")
+        with errors_as_pages(), desk.way(project) as way:
             entries = named_entries(way, names)
             for entry in entries:
                 way.quarantine.remove(entry.name)
                 desk.log.info("quarantine_dropped", reason=entry.code)
-        return asked.go(f"/quarantine?project={project}", f"{len(entries)} file(s) given up; agent.log says so.")
+        return asked.go(f"/quarantine?project={project}", f"{len(entries)} file(s) deleted; agent.log records it.")
 
 
-def checked(desk: Desk, project: str) -> str:
+def require_project(desk: SiteConsoleContext, project: str) -> str:
     """A project that there is.
 
     Raises:
-        Refusal: there is none of that name.
+        PageError: there is none of that name.
     """
     if project not in desk.projects():
-        raise Refusal(404, "There is no such project.")
+        raise PageError(404, "There is no such project.")
     return project
 
 
-def _begin(desk: Desk, what: str, act: Callable[[Progress], str]) -> None:
+def _begin(desk: SiteConsoleContext, what: str, act: Callable[[Progress], str]) -> None:
     if not desk.errand.begin("intake", what, act, sentence):
-        raise Refusal(409, "Something is being read already: wait until it has ended.")
+        raise PageError(409, "Another task is running: wait until it has ended.")
 
 
-def queue_of(desk: Desk, project: str) -> Queue:
+def queue_of(desk: SiteConsoleContext, project: str) -> Queue:
     """What a project has waiting, refused and kept."""
     with desk.way(project) as way:
         names = way.inbox.names()
@@ -159,45 +159,49 @@ def queue_of(desk: Desk, project: str) -> Queue:
         return Queue(project, len(names), oldest, refused_count, held, len(way.vault.alike_ids()), found)
 
 
-def page_of(way: Way, code: str, after: str) -> Sequence[Entry]:
+def page_of(way: IngestContext, code: str, after: str) -> Sequence[QuarantineEntry]:
     """A page of the files that were refused for one reason, by name."""
     return [e for e in way.quarantine.entries() if e.code == code and e.name > after][:PAGE]
 
 
-def refused(way: Way, entry: Entry, *, named: bool) -> Refused:
+def refused(way: IngestContext, entry: QuarantineEntry, *, named: bool) -> QuarantinedFileView:
     """One refused file; where it came from only for those who may read it."""
     road, source = "", ""
     if named:
         try:
             road, source = way.quarantine.source(entry.name)
-        except (RoomError, FileNotFoundError):
+        except (SpoolError, FileNotFoundError):
             road, source = "unknown", "cannot be unsealed"
     shown = source if source.isprintable() else ascii(source)
-    return Refused(entry.name, entry.code, entry.attempts, entry.attempts >= way.quarantine.most, road, shown)
+    return QuarantinedFileView(
+        entry.name, entry.code, entry.attempts, entry.attempts >= way.quarantine.most, road, shown
+    )
 
 
-def named_entries(way: Way, names: Sequence[str]) -> list[Entry]:
+def named_entries(way: IngestContext, names: Sequence[str]) -> list[QuarantineEntry]:
     """The entries of these names, each once.
 
     Raises:
-        Refusal: one is of nothing in quarantine; nothing was done.
+        PageError: one is of nothing in quarantine; nothing was done.
     """
     known = {entry.name: entry for entry in way.quarantine.entries()}
     unknown = sum(name not in known for name in set(names))
     if unknown:
-        raise Refusal(409, f"{unknown} of the files are not in quarantine any more. Nothing was done: look again.")
+        raise PageError(409, f"{unknown} of the files are not in quarantine any more. Nothing was done: look again.")
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def read_waiting(desk: Desk, project: str, progress: Progress) -> str:
-    """Let in what waits in the first room; what became of it."""
+def read_waiting(desk: SiteConsoleContext, project: str, progress: Progress) -> str:
+    """Ingest the pending files of the spool, and report the result."""
     with desk.way(project) as way, way.intake(way.labels()) as intake:
         of = len(way.inbox.names())
         report = intake.run(way.waiting(), lambda done: progress(done, of))
     return _report(desk, report.kept, report.duplicates, sum(report.quarantined.values()))
 
 
-def read_again(desk: Desk, which: tuple[str, str, Sequence[str]], once_more: bool, progress: Progress) -> str:
+def read_again(
+    desk: SiteConsoleContext, which: tuple[str, str, Sequence[str]], once_more: bool, progress: Progress
+) -> str:
     """Try refused files once more: those that are named, or all of a reason; what became of them.
 
     ``which``: project, reason ("" for any) and names (none for all).
@@ -211,9 +215,9 @@ def read_again(desk: Desk, which: tuple[str, str, Sequence[str]], once_more: boo
             report = intake.run(way.refused(chosen), lambda done: progress(done, len(chosen)))
     told = _report(desk, report.kept, report.duplicates, sum(report.quarantined.values()))
     spent = len(wanted) - len(chosen)
-    return told + (f" {spent} were tried as often as may be, and left out." if spent else "")
+    return told + (f" {spent} had reached the maximum of tries and were skipped." if spent else "")
 
 
-def _report(desk: Desk, kept: int, duplicates: int, again: int) -> str:
+def _report(desk: SiteConsoleContext, kept: int, duplicates: int, again: int) -> str:
     desk.log.info("ingested", kept=kept, duplicates=duplicates, quarantined=again)
-    return f"{kept} came in, {duplicates} were known already, {again} refused."
+    return f"{kept} kept, {duplicates} duplicates, {again} rejected."

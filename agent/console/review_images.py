@@ -1,4 +1,4 @@
-"""The pictures of a release that waits, beside the real ones that they are most like: made once, kept in memory.
+"""The images of a pending release next to their nearest real images: computed once, kept in memory.
 
 Patients are in it, so it is forgotten with the decision, with an opt-out, after :data:`KEPT_S`, and with the process.
 """
@@ -14,15 +14,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.console import pictures
-from agent.console.desk import Desk, Waiting
-from agent.console.errand import Progress
-from agent.console.nearest import Likeness, Nearest, apart, difference, fetch, search
-from agent.edges import projects
-from agent.nouns import Selection
-from protos.blocks import BadArtifact
+from agent.console import image_rendering
+from agent.console.background_task import Progress
+from agent.console.context import PendingRelease, SiteConsoleContext
+from agent.console.nearest_image import NearestImage, ReleaseSimilarity, difference, fetch, rms_difference, search
+from agent.domain import Selection
+from agent.storage import projects
+from protos.artifacts.byte_source import ArtifactFormatError
 
-SHEET: Final = 60  # pictures of the contact sheet
+SHEET: Final = 60  # images of the contact sheet
 MOST: Final = 24  # exhibits: the most alike of all
 KEPT_S: Final = 1800.0
 _RELEASES: Final = 3  # at once
@@ -30,10 +30,10 @@ _RELEASES: Final = 3  # at once
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """One made picture, the real one that it is most like, and how far they are apart."""
+    """One synthetic image, the real one that it is most like, and how far they are apart."""
 
     made: int
-    distance: float  # of the small pictures, by which it was found
+    distance: float  # of the small images, by which it was found
     full: float  # at full size
     inside: bool  # the release was made with this patient's images
     person: str = field(repr=False)
@@ -41,7 +41,7 @@ class Exhibit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shown:
+class ReleaseImages:
     """What there is to look at of one release."""
 
     at: float  # monotonic seconds
@@ -49,13 +49,13 @@ class Shown:
     images: NDArray[np.uint8] = field(repr=False)  # (m, h, w[, 3])
     labels: tuple[str, ...] = ()
     why_not: str = ""  # why nothing can be shown or compared
-    likeness: Likeness | None = None  # None: not compared yet
+    likeness: ReleaseSimilarity | None = None  # None: not compared yet
     exhibits: tuple[Exhibit, ...] = ()
-    fitted: bool = False  # the real pictures were brought to the release's size
+    fitted: bool = False  # the real images were brought to the release's size
 
 
-def shown(desk: Desk, waiting: Waiting) -> Shown:
-    """A release's pictures, compared or not.
+def shown(desk: SiteConsoleContext, waiting: PendingRelease) -> ReleaseImages:
+    """A release's images, compared or not.
 
     Raises:
         NoSuchReleaseError: it was handed over or withdrawn meanwhile.
@@ -64,40 +64,40 @@ def shown(desk: Desk, waiting: Waiting) -> Shown:
     if kept is not None and kept.artifact == waiting.release.artifact_sha256:
         return kept
     nothing = np.zeros((0, 1, 1), np.uint8)
-    made = Shown(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=_WHY_NOT)
+    made = ReleaseImages(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=_WHY_NOT)
     if waiting.release.artifact_type in ("image-set", "volume-set"):
         try:
-            images, labels = pictures.unpack(desk.clear(waiting.release.release))
-            made = Shown(time.monotonic(), waiting.release.artifact_sha256, images, labels, _why(waiting))
-        except BadArtifact as error:
-            made = Shown(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=f"{error}.")
+            images, labels = image_rendering.unpack(desk.clear(waiting.release.release))
+            made = ReleaseImages(time.monotonic(), waiting.release.artifact_sha256, images, labels, _why(waiting))
+        except ArtifactFormatError as error:
+            made = ReleaseImages(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=f"{error}.")
     _keep(desk, waiting.release.release, made)
     return made
 
 
-_WHY_NOT: Final = "A model holds no picture: what it draws is not fixed. The figures above are all there is to see."
+_WHY_NOT: Final = "A model contains no images, and its output is not fixed. Only the figures above can be reviewed."
 
 
-def _why(waiting: Waiting) -> str:
+def _why(waiting: PendingRelease) -> str:
     if waiting.release.artifact_type == "volume-set":
         return (
             "These are patients' own scans with other faces: each has its original in the vault, and the brain in it "
-            "is the patient's own. A nearest picture would only find it."
+            "is the patient's own. A search for the nearest picture would only find that original."
         )
     return ""
 
 
-def recall(desk: Desk, release: str) -> Shown | None:
+def recall(desk: SiteConsoleContext, release: str) -> ReleaseImages | None:
     """What was made of a release, unless it is forgotten."""
     with desk.memory.lock:
-        kept: Shown | None = desk.memory.shown.get(release)
+        kept: ReleaseImages | None = desk.memory.shown.get(release)
         if kept is not None and time.monotonic() - kept.at > KEPT_S:
             del desk.memory.shown[release]
             return None
         return kept
 
 
-def _keep(desk: Desk, release: str, made: Shown) -> None:
+def _keep(desk: SiteConsoleContext, release: str, made: ReleaseImages) -> None:
     with desk.memory.lock:
         desk.memory.shown.pop(release, None)
         desk.memory.shown[release] = made
@@ -105,8 +105,8 @@ def _keep(desk: Desk, release: str, made: Shown) -> None:
             del desk.memory.shown[next(iter(desk.memory.shown))]
 
 
-def forget(desk: Desk, release: str = "") -> None:
-    """Forget one release's pictures, or all."""
+def forget(desk: SiteConsoleContext, release: str = "") -> None:
+    """Forget one release's images, or all."""
     with desk.memory.lock:
         if release:
             desk.memory.shown.pop(release, None)
@@ -114,8 +114,8 @@ def forget(desk: Desk, release: str = "") -> None:
             desk.memory.shown.clear()
 
 
-def compare(desk: Desk, waiting: Waiting, progress: Progress) -> str:
-    """Compare a release with every eligible picture of its modality and size, in every project; what was found."""
+def compare(desk: SiteConsoleContext, waiting: PendingRelease, progress: Progress) -> str:
+    """Compare a release with every eligible image of its modality and size, in every project; what was found."""
     made = shown(desk, waiting)
     if made.why_not or not len(made.images):
         return "There is nothing to compare."
@@ -129,7 +129,7 @@ def compare(desk: Desk, waiting: Waiting, progress: Progress) -> str:
     size = made.images.shape[1:]
     fitted = False
     likeness = search(made.images, told(_real(desk, waiting, size, fit=False)))
-    if not likeness.real and size[0] == size[1]:  # it was drawn from pictures of other sizes, fitted to its own
+    if not likeness.real and size[0] == size[1]:  # it was drawn from images of other sizes, fitted to its own
         fitted = True
         likeness = search(made.images, told(_real(desk, waiting, size, fit=True)))
     wanted = likeness.nearest[:MOST]
@@ -142,14 +142,19 @@ def compare(desk: Desk, waiting: Waiting, progress: Progress) -> str:
     return f"Compared with {likeness.real} pictures in the vault."
 
 
-def _exhibit(one: Nearest, made: NDArray[np.uint8], near: NDArray[np.uint8], waiting: Waiting) -> Exhibit:
-    return Exhibit(one.made, one.distance, apart(made, near), one.person in waiting.behind, one.person, near)
+def _exhibit(one: NearestImage, made: NDArray[np.uint8], near: NDArray[np.uint8], waiting: PendingRelease) -> Exhibit:
+    return Exhibit(one.made, one.distance, rms_difference(made, near), one.person in waiting.behind, one.person, near)
 
 
 def _real(
-    desk: Desk, waiting: Waiting, shape: tuple[int, ...], *, fit: bool, only: frozenset[str] = frozenset()
+    desk: SiteConsoleContext,
+    waiting: PendingRelease,
+    shape: tuple[int, ...],
+    *,
+    fit: bool,
+    only: frozenset[str] = frozenset(),
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every eligible picture, project after project; with ``only``, of these patients alone, in the same order."""
+    """Every eligible image, project after project; with ``only``, of these patients alone, in the same order."""
     selection = Selection(waiting.release.modality, shape, fit=fit)
     for name in desk.projects():
         with desk.vault(name) as vault:
@@ -158,7 +163,7 @@ def _real(
                 yield person, image.pixels
 
 
-def still(desk: Desk, release: str, number: int) -> tuple[Shown, Exhibit]:
+def still_visible(desk: SiteConsoleContext, release: str, number: int) -> tuple[ReleaseImages, Exhibit]:
     """An exhibit, if it may still be seen: nobody in it has opted out, here or by a command.
 
     Raises:
@@ -174,11 +179,11 @@ def still(desk: Desk, release: str, number: int) -> tuple[Shown, Exhibit]:
     return kept, one
 
 
-def picture(kept: Shown, one: Exhibit, which: str) -> bytes:
-    """One of the three pictures of an exhibit as PNG: made, near or heat."""
+def review_png(kept: ReleaseImages, one: Exhibit, which: str) -> bytes:
+    """One of the three images of an exhibit as PNG: made, near or heat."""
     made = kept.images[one.made]
     if which == "made":
-        return pictures.png(made)
+        return image_rendering.png(made)
     if which == "near":
-        return pictures.png(one.near)
-    return pictures.png(pictures.heat(difference(made, one.near)))
+        return image_rendering.png(one.near)
+    return image_rendering.png(image_rendering.heat(difference(made, one.near)))

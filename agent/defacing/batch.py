@@ -1,9 +1,8 @@
-"""De-face the files of a folder into another, study after study; killed, it goes on where it was.
+"""De-face the files of one folder into another, study by study. An interrupted batch resumes where it stopped.
 
-What was done stands in ``defaced.jsonl`` beside the results: each study by a digest, and the digests of the files
-that it became. Which files those are follows from what is asked, and from no log. A study is written down before its
-first file appears and after its last one did, so that a half of one is found and made anew. What keeps its face is
-not written at all.
+The log ``defaced.jsonl`` in the output folder has one digest for each study and one for each file written. The
+request alone decides which files to write; the log does not. A study is logged before its first file appears and
+again after its last one, so a half-written study is found and repeated. A study that keeps its face is not written.
 """
 
 from __future__ import annotations
@@ -20,25 +19,22 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.edges.defacing import Taken, Tools, take_off
-from agent.edges.volume_series import Group, series_of, studies
-from agent.edges.volumes import Source, derived, read
-from agent.heads.reasons import REASONS, NotDefaced
+from agent.defacing.engine import DefacedStudy, DefacingMethod, take_off
+from agent.errors import CommandError
+from agent.volumes.errors import REASONS, NotDefacedError
+from agent.volumes.series import Group, series_of, studies
+from agent.volumes.volume_io import Source, derive_uid, read
 
 LOG: Final = "defaced.jsonl"
 DONE: Final = "defaced"
 
 
-class BadOrder(ValueError):
-    """What was asked cannot be done; the text is ours, and quotes no file."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """What became of one volume, or of a picture that is none."""
+class VolumeOutcome:
+    """What became of one volume, or of an image that is none."""
 
     path: str  # below the folder; of DICOM the folder of its slices
-    state: str  # "defaced", "defaced before", or why it keeps its face: a code of agent.heads.reasons
+    state: str  # "defaced", "defaced before", or why it keeps its face: a code of agent.volumes.errors
     why: str = ""
     method: str = ""
     files: int = 1
@@ -51,12 +47,12 @@ class Row:
     picture: bytes = field(default=b"", repr=False)  # PNG; the upper row shows the face
 
     def told(self) -> dict[str, Any]:
-        """For ``--json``: all but the picture."""
+        """For ``--json``: all but the image."""
         return {name: value for name, value in asdict(self).items() if name != "picture" and value is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class VolumeTask:
     """One volume of a study: its files, and where they go."""
 
     paths: tuple[Path, ...]
@@ -65,10 +61,10 @@ class Piece:
     why: str = ""
 
 
-Study = tuple[Piece, ...]
+Study = tuple[VolumeTask, ...]
 
 
-def planned(source: Path, out: Path) -> list[Study]:
+def plan_batch(source: Path, out: Path) -> list[Study]:
     """What there is to do.
 
     Args:
@@ -76,36 +72,41 @@ def planned(source: Path, out: Path) -> list[Study]:
         out: a new file or a folder for a file; a folder for a folder.
 
     Raises:
-        BadOrder: there is nothing to read, or ``out`` lies in ``source``.
+        CommandError: there is nothing to read, or ``out`` lies in ``source``.
     """
     if not source.is_dir():
         if not source.exists():
-            raise BadOrder(f"there is no such file or folder: {source.name}")
+            raise CommandError(f"file or folder not found: {source.name}")
         named = "".join(out.suffixes).lower().endswith((".nii", ".nii.gz", ".dcm"))
         target = out if named and not out.is_dir() else out / source.name
         if named and target == out and (source.suffix == ".gz") is not (out.suffix == ".gz"):
-            raise BadOrder("a file that is gzipped stays so, and is named so: .nii.gz")
-        return [(Piece((source,), target, _plain(source.name)),)]
+            raise CommandError("the output of a gzipped file must be named .nii.gz")
+        return [(VolumeTask((source,), target, _plain(source.name)),)]
     inside = out.resolve()
     if inside == source.resolve() or source.resolve() in inside.parents:
-        raise BadOrder("the results cannot lie in the folder that is read")
+        raise CommandError("the output folder must be outside the input folder")
     found = [tuple(_piece(group, source, out) for group in study) for study in studies(series_of(source))]
     if not found:
-        raise BadOrder("the folder holds no NIfTI and no DICOM file")
+        raise CommandError("the folder holds no NIfTI and no DICOM file")
     return found
 
 
-def _piece(group: Group, source: Path, out: Path) -> Piece:
+def _piece(group: Group, source: Path, out: Path) -> VolumeTask:
     names = [path.relative_to(source) for path in group.paths]
     if len(names) == 1:
-        return Piece(group.paths, out / names[0], _plain(os.fspath(names[0])), group.why)
+        return VolumeTask(group.paths, out / names[0], _plain(os.fspath(names[0])), group.why)
     common = Path(os.path.commonpath([os.fspath(name.parent) or "." for name in names]))
-    return Piece(group.paths, out / common, _plain(f"{common}{os.sep}"), group.why)
+    return VolumeTask(group.paths, out / common, _plain(f"{common}{os.sep}"), group.why)
 
 
-def defaced(
-    work: Sequence[Study], out: Path, with_: Tools, mask: NDArray[np.bool_] | None = None, *, pictures: bool = False
-) -> Iterator[list[Row]]:
+def deface_batch(
+    work: Sequence[Study],
+    out: Path,
+    with_: DefacingMethod,
+    mask: NDArray[np.bool_] | None = None,
+    *,
+    pictures: bool = False,
+) -> Iterator[list[VolumeOutcome]]:
     """One study after the other; the rows of each as soon as it is done.
 
     Raises:
@@ -123,12 +124,16 @@ def defaced(
         key = _key(study, with_)
         whole = [piece for piece in study if not piece.why]
         none = [
-            Row(piece.shown, piece.why, REASONS[piece.why], files=len(piece.paths)) for piece in study if piece.why
+            VolumeOutcome(piece.shown, piece.why, REASONS[piece.why], files=len(piece.paths))
+            for piece in study
+            if piece.why
         ]
         if not whole:
             yield none
         elif log.done(key, whole):
-            yield [Row(p.shown, "defaced before", method=with_.name, files=len(p.paths)) for p in whole] + none
+            yield [
+                VolumeOutcome(p.shown, "defaced before", method=with_.name, files=len(p.paths)) for p in whole
+            ] + none
         else:
             log.clear(key, whole)
             yield _one(whole, _Writing(log, key), with_, mask, pictures=pictures) + none
@@ -139,7 +144,7 @@ class _Writing:
     log: _Log
     key: str
 
-    def write(self, pieces: Sequence[Piece], sources: Sequence[Source], taken: Taken) -> None:
+    def write(self, pieces: Sequence[VolumeTask], sources: Sequence[Source], taken: DefacedStudy) -> None:
         """Every file of a study, with a note before and after.
 
         Raises:
@@ -149,7 +154,7 @@ class _Writing:
         digests = [
             sha256(body).hexdigest()
             for source, values in zip(sources, taken.values, strict=True)
-            for body in source.encoded(values, derived)
+            for body in source.encoded(values, derive_uid)
         ]
         self.log.say(self.key, "begun", digests)
         for piece, source, values in zip(pieces, sources, taken.values, strict=True):
@@ -161,12 +166,12 @@ class _Writing:
         self.log.say(self.key, DONE, digests)
 
 
-def _refuse_there(pieces: Sequence[Piece]) -> None:
+def _refuse_there(pieces: Sequence[VolumeTask]) -> None:
     if any(os.path.lexists(target) for piece in pieces if not piece.why for target in _targets(piece)):
-        raise FileExistsError(0, "the output is there already", os.fspath(pieces[0].out))
+        raise FileExistsError(0, "the output already exists", os.fspath(pieces[0].out))
 
 
-def _targets(piece: Piece) -> list[Path]:
+def _targets(piece: VolumeTask) -> list[Path]:
     if len(piece.paths) == 1:
         return [piece.out / piece.paths[0].name if piece.out.is_dir() else piece.out]
     common = os.path.commonpath([path.parent for path in piece.paths])
@@ -174,22 +179,27 @@ def _targets(piece: Piece) -> list[Path]:
 
 
 def _one(
-    pieces: Sequence[Piece], to: _Writing, with_: Tools, mask: NDArray[np.bool_] | None, *, pictures: bool
-) -> list[Row]:
+    pieces: Sequence[VolumeTask],
+    to: _Writing,
+    with_: DefacingMethod,
+    mask: NDArray[np.bool_] | None,
+    *,
+    pictures: bool,
+) -> list[VolumeOutcome]:
     began = time.monotonic()
     try:
         sources = [read(list(piece.paths)) for piece in pieces]
         taken = take_off(sources, with_, mask, picture=pictures)
-    except NotDefaced as error:
-        return [Row(p.shown, error.code, REASONS[error.code], with_.name, len(p.paths)) for p in pieces]
+    except NotDefacedError as error:
+        return [VolumeOutcome(p.shown, error.code, REASONS[error.code], with_.name, len(p.paths)) for p in pieces]
     except OSError:
         raise
     except Exception:  # noqa: BLE001 - one study must not keep the others waiting; its text may quote the file
-        return [Row(p.shown, "fault", REASONS["fault"], with_.name, len(p.paths)) for p in pieces]
+        return [VolumeOutcome(p.shown, "fault", REASONS["fault"], with_.name, len(p.paths)) for p in pieces]
     to.write(pieces, sources, taken)
     seconds = round(time.monotonic() - began, 2)
     return [
-        Row(
+        VolumeOutcome(
             piece.shown,
             DONE,
             method=with_.name,
@@ -206,7 +216,7 @@ def _one(
     ]
 
 
-def _key(study: Study, with_: Tools) -> str:
+def _key(study: Study, with_: DefacingMethod) -> str:
     """Of the files as they lie there, the method and its network."""
     told: list[Any] = [with_.made_of]
     for piece in study:
@@ -237,12 +247,12 @@ class _Log:
         """Was it begun here?"""
         return key in self._last
 
-    def done(self, key: str, pieces: Sequence[Piece]) -> bool:
+    def done(self, key: str, pieces: Sequence[VolumeTask]) -> bool:
         """Is all of it there, byte for byte?"""
         state, digests = self._last.get(key, ("", ()))
         return state == DONE and digests == tuple(_digest(t) for piece in pieces for t in _targets(piece))
 
-    def clear(self, key: str, pieces: Sequence[Piece]) -> None:
+    def clear(self, key: str, pieces: Sequence[VolumeTask]) -> None:
         """Take away what a study that was begun has left: where its files belong, with the bytes that it wrote."""
         _, digests = self._last.get(key, ("", ()))
         targets = [target for piece in pieces for target in _targets(piece)]

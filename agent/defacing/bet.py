@@ -1,4 +1,4 @@
-"""BET: the brain as what an inflating surface comes to rest on (Smith 2002, Human Brain Mapping 17:143).
+"""BET: brain extraction by an inflating surface (Smith 2002, Human Brain Mapping 17:143).
 
 Written here from the paper, all vertices at once: the library on the registry (``brainextractor``) brings an OpenGL
 renderer, and compiles for seconds. Lengths are millimetres, whatever the voxels measure. Nothing is drawn by chance.
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.spatial import cKDTree
 
-from agent.heads.grid import resample, spacing
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import resample, spacing
 
 Points = NDArray[np.float64]  # (vertices, 3), mm along the axes of the grid, from the centre of its first voxel
 
@@ -35,7 +35,7 @@ _FEWEST: Final = 1000  # voxels of the coarse grid that are brighter than air
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sphere:
-    """A tessellated unit sphere: triangles, and who is next to whom."""
+    """A tessellated unit sphere: triangles and vertex neighbours."""
 
     points: Points
     faces: NDArray[np.intp]  # (f, 3), counter-clockwise seen from outside
@@ -107,14 +107,14 @@ def levels(values: NDArray[np.float32], mm: float) -> Levels:
     """Robust intensities; centre of gravity and size of the part of the head within ``HEIGHT_MM`` of the crown.
 
     Raises:
-        NotDefaced: ``no_head``, too little is brighter than air.
+        NotDefacedError: ``no_head``, too little is brighter than air.
     """
     t2, t98 = (float(x) for x in np.percentile(values, (2, 98)))
     t = t2 + 0.1 * (t98 - t2)
     head = values > t
     slices = np.flatnonzero(head.mean(axis=(0, 1)) > 0.01)  # a slice of noise is no crown
     if not t98 > t2 or slices.size == 0 or not int(head.sum()) >= _FEWEST:
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     head[..., : max(0, int(slices[-1] - HEIGHT_MM / mm))] = False
     where = np.argwhere(head)
     mass = np.minimum(values[head], t98) - t2
@@ -130,13 +130,13 @@ def bet(volume: Volume, fraction: float = 0.5) -> NDArray[np.bool_]:
     """The brain of a T1, T2 or proton density head, and what the surface takes with it.
 
     Args:
-        volume: oriented RAS+ (:func:`agent.heads.grid.oriented`).
+        volume: oriented RAS+ (:func:`agent.volumes.grid.oriented`).
         fraction: b_t of Eq. 8 in (0, 1); smaller is a larger brain.
 
     Returns:
         (i, j, k) bool on the volume's grid.
     Raises:
-        NotDefaced: ``no_head``, nothing to put a sphere into.
+        NotDefacedError: ``no_head``, nothing to put a sphere into.
     """
     edges = spacing(volume.affine)
     extent = edges * volume.values.shape
@@ -172,13 +172,14 @@ class _Seen:
 
 def _inflated(picture: _Seen, ball: Sphere, first: Points, fraction: float, attempt: int) -> Points:
     values, mm, found = picture.values, picture.mm, picture.levels
-    room = int(np.ceil(INWARDS_MM / mm)) + 1  # around the picture, as dark as anything in it
+    room = int(np.ceil(INWARDS_MM / mm)) + 1  # around the image, as dark as anything in it
     wide = np.pad(values, room, constant_values=found.t2)
     flat, most_index = wide.ravel(), np.array(wide.shape, np.int32) - 1
     _, j, k = wide.shape
-    depths = np.concatenate([[1.0], np.arange(mm, INWARDS_MM, mm)]).astype(np.float32)
+    depths = np.concatenate([[1.0], np.arange(mm, INWARDS_MM, mm)]).astype(np.float32)[:, None]
     bend, steep = (1 / _R_LEAST + 1 / _R_MOST) / 2, 6 / (1 / _R_LEAST - 1 / _R_MOST)  # E and F of Eq. 5
-    shallow = depths < INWARDS_MM / 2
+    shallow = depths[:, 0] < INWARDS_MM / 2
+    touching = np.ascontiguousarray(ball.touching.T)  # numpy adds whole columns faster than many short rows
     last = len(ball.faces)
     areas = np.zeros((last + 1, 3))
     x, edge = first.copy(), 0.0
@@ -187,24 +188,32 @@ def _inflated(picture: _Seen, ball: Sphere, first: Points, fraction: float, atte
         if n == 50 or n % 100 == 0:
             edge = float((np.linalg.norm(around - x[:, None], axis=2) * ball.weight).sum(axis=1).mean())
         areas[:last] = _normals(x, ball.faces)
-        normal = areas[ball.touching].sum(axis=1)
-        normal /= np.maximum(np.sqrt((normal**2).sum(axis=1, keepdims=True)), 1e-9)
+        normal = areas[touching[0]]
+        for faces in touching[1:]:
+            normal += areas[faces]
+        normal /= np.maximum(np.sqrt(_dot(normal, normal)), 1e-9)[:, None]
         away = np.einsum("nki,nk->ni", around, ball.weight) - x  # s of Eq. 1
-        along = (away * normal).sum(axis=1)
+        along = _dot(away, normal)
         s_n = along[:, None] * normal
         f2 = 0.5 * (1 + np.tanh(steep * (2 * np.abs(along) / edge**2 - bend)))  # Eq. 4 and 5
         if attempt:
             f2 = np.where(along > 0, np.minimum(f2 * _stiffer(attempt, n), 1.0), f2)
         start, step = (x / mm + (room + 0.5)).astype(np.float32), (normal / mm).astype(np.float32)
-        deep = [start[:, a, None] - step[:, a, None] * depths for a in range(3)]
+        deep = [start[:, a] - step[:, a] * depths for a in range(3)]  # (depths, vertices)
         at = [np.clip(deep[a].astype(np.int32), 0, most_index[a]) for a in range(3)]
         seen = flat[(at[0] * j + at[1]) * k + at[2]]
-        least = np.maximum(found.t2, np.minimum(found.tm, seen.min(axis=1)))  # Eq. 6
-        most = np.minimum(found.tm, np.maximum(found.t, seen[:, shallow].max(axis=1)))  # Eq. 7
+        least = np.maximum(found.t2, np.minimum(found.tm, seen.min(axis=0)))  # Eq. 6
+        most = np.minimum(found.tm, np.maximum(found.t, seen[shallow].max(axis=0)))  # Eq. 7
         local = (most - found.t2) * fraction + found.t2  # Eq. 8
         f3 = 2 * (least - local) / np.maximum(most - found.t2, 1e-9)  # Eq. 9
         x = x + 0.5 * (away - s_n) + f2[:, None] * s_n + (_FIT * edge * f3)[:, None] * normal  # Eq. 3, 10 and 11
     return x
+
+
+def _dot(a: Points, b: Points) -> NDArray[np.float64]:
+    """Of each row, added in the order in which ``sum`` adds three."""
+    out: NDArray[np.float64] = a[:, 0] * b[:, 0] + a[:, 1] * b[:, 1] + a[:, 2] * b[:, 2]
+    return out
 
 
 def _stiffer(attempt: int, n: int) -> float:

@@ -1,8 +1,8 @@
 """Where the brain is: two ways that fail for different reasons, and how far they agree.
 
-BET follows the edge between brain and skull and loses almost no brain, but takes dura, eyes' muscles or neck with it;
-a registered template knows where a brain is and not where this one ends. Their union is what every method keeps, bit
-for bit; what both say is the best estimate of the brain itself.
+BET follows the edge between brain and skull and loses almost no brain, but includes dura, eye muscles or neck. A
+registered template shows where a brain is, but not where this one ends. Every method keeps the union of both bit for
+bit; the intersection is the best estimate of the brain itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.bet import bet
-from agent.heads.cavity import cavity, hounsfield
-from agent.heads.grid import averaged, resample, spacing
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.defacing.bet import bet
+from agent.defacing.ct_brain import cavity, hounsfield
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import averaged, resample, spacing
 
 Mask = NDArray[np.bool_]
 
@@ -87,10 +87,10 @@ def extract(volume: Volume, atlas: Atlas, register: Register, mask: Mask | None 
             template is registered all the same: the face is found by it, and the mask is compared with it.
 
     Raises:
-        NotDefaced: ``no_head``, ``mask_does_not_fit``, and what ``register`` raises.
+        NotDefacedError: ``no_head``, ``mask_does_not_fit``, and what ``register`` raises.
     """
     if mask is not None and (mask.shape != volume.values.shape or not bool(mask.any())):
-        raise NotDefaced("mask_does_not_fit")
+        raise NotDefacedError("mask_does_not_fit")
     units = hounsfield(volume)
     if units is not None:
         return _in_skull(units, atlas, register, mask)
@@ -108,7 +108,7 @@ def extract(volume: Volume, atlas: Atlas, register: Register, mask: Mask | None 
 def _held(volume: Volume, reach: Mask, fractions: tuple[float, ...]) -> Mask:
     """BET at the first setting at which the skull holds its surface; after the last, what of it is within reach.
 
-    In coarse pictures the skull is thinner than the grid: the surface can burst through and come to rest on the skin.
+    In coarse images the skull is thinner than the grid: the surface can burst through and come to rest on the skin.
     """
     found = reach
     for fraction in fractions:
@@ -144,7 +144,7 @@ def likeness(volume: Volume, atlas: Atlas, to_template: NDArray[np.float64]) -> 
     It asks for no particular contrast: grey matter, white matter and fluid must differ, in any order.
 
     Returns:
-        in [0, 1]; 0 where nothing of the brain lies in the picture or nothing varies.
+        in [0, 1]; 0 where nothing of the brain lies in the image or nothing varies.
     """
     edges = spacing(atlas.affine)
     i, j, k = (max(1, int(n)) for n in np.array(atlas.values.shape) * edges / _GRID_MM)

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Change(Protocol):
         """Lay the change onto a series of the study.
 
         Args:
-            volume: RAS+ oriented (:func:`agent.heads.grid.oriented`), in the same frame of reference.
+            volume: RAS+ oriented (:func:`agent.volumes.grid.oriented`), in the same frame of reference.
             keep: (i, j, k) of the volume's grid, voxels that no method may touch: the brain.
             rng: of the run.
         """
@@ -42,20 +42,20 @@ def checked(volume: Volume, keep: NDArray[np.bool_], made: Defaced) -> Defaced:
     """The last look before anything is written: P-rules of faces hold bit for bit.
 
     Raises:
-        NotDefaced: ``brain_changed``; ``nothing_changed``; ``not_finite``.
+        NotDefacedError: ``brain_changed``; ``nothing_changed``; ``not_finite``.
         ValueError: another grid or type, or a voxel outside the changed mask differs.
     """
     if made.values.shape != volume.values.shape or made.values.dtype != volume.values.dtype:
         raise ValueError("a method keeps grid and type")
     differs = made.values.view(_bits(made.values)) != np.ascontiguousarray(volume.values).view(_bits(volume.values))
     if bool((differs & keep).any()):
-        raise NotDefaced("brain_changed")
+        raise NotDefacedError("brain_changed")
     if bool((differs & ~made.changed).any()):
         raise ValueError("a voxel outside the changed mask differs")
     if not bool(differs.any()):
-        raise NotDefaced("nothing_changed")
+        raise NotDefacedError("nothing_changed")
     if made.values.dtype.kind == "f" and not bool(np.isfinite(made.values).all()):
-        raise NotDefaced("not_finite")
+        raise NotDefacedError("not_finite")
     return made
 
 

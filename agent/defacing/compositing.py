@@ -1,10 +1,10 @@
 """A made head in place of the original one: in the native grid, by one surface, and nothing of the old one beneath.
 
 C-DeID-GAN pastes the brain into a synthetic volume (section 3, "Brain preservation"), which resamples all of it. Here
-it is the other way round: what is made goes into the scan, and voxels of the brain and outside the region stay.
-Where the two meet, the made and the original *surface* are blended as distances, so that there is one contour; the
-intensities are mixed only deep under both surfaces, or where they agree. Air is drawn anew by its law, since ghosts
-and wrapped parts show a face too.
+the synthetic head is pasted into the scan, and voxels of the brain and outside the region stay. Where the two meet,
+the synthetic and the original *surface* are blended as distances, so that there is one contour. Intensities are mixed
+only deep under both surfaces, or where they agree. Air is drawn from its noise distribution, since ghosts and wrapped
+parts show a face too.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads import skin
-from agent.heads.change import Defaced
-from agent.heads.contour import FAR_MM, Field, outside, signed, smooth
-from agent.heads.contrast import LEAST, Contrast, learned
-from agent.heads.gamma import BRIGHT
-from agent.heads.grid import Cube, resample, spacing
-from agent.heads.reasons import NotDefaced
-from agent.heads.region import Region
-from agent.nouns import Volume
+from agent.defacing import head_mask as skin
+from agent.defacing.change import Defaced
+from agent.defacing.distance_field import FAR_MM, Field, outside, signed, smooth
+from agent.defacing.face_region import Region
+from agent.defacing.intensity_model import LEAST, Contrast, learned
+from agent.defacing.privacy_transform import BRIGHT
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import Cube, resample, spacing
 
 COVER_MM: Final = 3.0  # of made scalp over the margin of the brain, where a made head would lie inside it
 _MEET_MM: Final = 4.0  # beyond the margin of the brain, in which intensities change over
@@ -32,7 +32,7 @@ _UNDER_MM: Final = 4.0  # under both surfaces: from here to twice as deep, the o
 _AGREE_MM: Final = 2.0  # surfaces further apart than this show as two
 _SCALP_MM: Final = 4.0  # of skin under the made surface; it ends at twice this depth
 _SKIN_MM: Final = 3.0  # under the original's surface, which is made anew whatever lies beneath
-_UNKNOWN_MM: Final = -1e6  # of the original's surface, where its picture ends
+_UNKNOWN_MM: Final = -1e6  # of the original's surface, where its image ends
 _DEEP_MM: Final = -1e3  # deeper than any head: unknown, at least in part
 _SOLID: Final = 0.5  # share of head in a voxel from which on its brightness is known
 _NECK_MM: Final = 160.0  # below the cube
@@ -45,7 +45,7 @@ _INSIDE_MM: Final = -3.0  # of tissue without air in it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class DrawnHead:
     """A made head: where it ends, and how bright it is inside."""
 
     surface: Field  # mm, negative inside
@@ -53,7 +53,7 @@ class Made:
     skin: float  # [0, 1], of its tissues' median: no scalp is darker
 
 
-def made_head(values: NDArray[np.float32], cube: Cube) -> Made:
+def made_head(values: NDArray[np.float32], cube: Cube) -> DrawnHead:
     """What a network drew, in a form that can be pasted: one closed head, its neck carried on downwards.
 
     Args:
@@ -61,7 +61,7 @@ def made_head(values: NDArray[np.float32], cube: Cube) -> Made:
         cube: where they lie; its third axis points up.
 
     Raises:
-        NotDefaced: ``no_head``, nothing like a head was drawn; ``not_finite``.
+        NotDefacedError: ``no_head``, nothing like a head was drawn; ``not_finite``.
     """
     if values.shape != cube.shape:
         raise ValueError("a drawn head fills its cube")
@@ -73,7 +73,7 @@ def made_head(values: NDArray[np.float32], cube: Cube) -> Made:
     bright = np.clip(values / np.maximum(much, _SOLID), 0.0, 1.0)
     nearest = ndimage.distance_transform_edt(much < _SOLID, return_distances=False, return_indices=True)
     bright = bright[tuple(nearest)].astype(np.float32)
-    return Made(surface, Field(bright, affine), float(np.median(bright[much == 1.0])))
+    return DrawnHead(surface, Field(bright, affine), float(np.median(bright[much == 1.0])))
 
 
 def _with_neck(
@@ -94,7 +94,7 @@ def _with_neck(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Original:
-    """What is known of the head whose face is taken off: its finest series."""
+    """The head scan to be defaced, by its finest series."""
 
     volume: Volume  # RAS+ oriented
     skin: NDArray[np.bool_]  # (i, j, k) of the volume
@@ -104,11 +104,11 @@ class Original:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paste:
-    """A change (:class:`agent.heads.change.Change`): one made head for every series of a study."""
+    """A change (:class:`agent.defacing.change.Change`): one made head for every series of a study."""
 
     original: Original
     surface: Field  # mm to the original's skin, negative inside
-    made: Made
+    made: DrawnHead
     region: Region
 
     def onto(self, volume: Volume, keep: NDArray[np.bool_], rng: np.random.Generator) -> Defaced:
@@ -120,7 +120,7 @@ class Paste:
             rng: of the run. As many numbers are drawn as the series has voxels, whatever it shows.
 
         Raises:
-            NotDefaced: ``other_frame``, the series shares no tissue with the original.
+            NotDefacedError: ``other_frame``, the series shares no tissue with the original.
         """
         if keep.shape != volume.values.shape or keep.dtype != np.bool_:
             raise ValueError("what is kept lies on the grid of the series")
@@ -200,17 +200,17 @@ class Paste:
         )
 
     def _white(self) -> float:
-        """What 1 stands for in a cube: as :class:`agent.heads.gamma.Gamma` has it."""
+        """What 1 stands for in a cube: as :class:`agent.defacing.privacy_transform.Gamma` has it."""
         inside = self.original.volume.values[self.original.brain]
         return BRIGHT * float(np.percentile(inside, 99.0)) if inside.size else float("inf")
 
     def _air(self, volume: Volume) -> NDArray[Any]:
-        """Of the series, far from the head and its ghosts; its lowest number where the picture holds no air."""
+        """Of the series, far from the head and its ghosts; its lowest number where the image holds no air."""
         shape = (volume.values.shape[0], volume.values.shape[1], volume.values.shape[2])
         head = self.surface.on(volume.affine, shape, _UNKNOWN_MM) < 0.0
         try:
             return skin.noise(volume, head)
-        except NotDefaced:
+        except NotDefacedError:
             return np.array([volume.values.min()])
 
 
@@ -234,7 +234,7 @@ def pasted(original: Original, values: NDArray[np.float32], cube: Cube, region: 
         region: what may change.
 
     Raises:
-        NotDefaced: ``no_head``, ``not_finite``.
+        NotDefacedError: ``no_head``, ``not_finite``.
     """
     return Paste(original, signed(original.skin, original.volume.affine), made_head(values, cube), region)
 

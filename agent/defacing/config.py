@@ -1,6 +1,6 @@
 """``[faces]`` of ``ingest.toml``: which method takes the face off head MRI and CT, before anything is drawn from it.
 
-Apart from what does it (:mod:`agent.edges.defacing`), which needs torch.
+Apart from what does it (:mod:`agent.defacing.engine`), which needs torch.
 """
 
 from __future__ import annotations

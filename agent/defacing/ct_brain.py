@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.grid import resample, spacing
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import resample, spacing
 
 AIR_HU: Final = -1000.0
 SOFT_HU: Final = 38.0  # muscle 50, brain 30 to 40; a few tens more or less change nothing below
@@ -62,7 +62,7 @@ def cavity(units: Volume) -> NDArray[np.bool_]:
     Returns:
         (i, j, k) bool.
     Raises:
-        NotDefaced: ``no_head``, no bone holds anything.
+        NotDefacedError: ``no_head``, no bone holds anything.
     """
     edges = spacing(units.affine)
     i, j, k = (max(1, int(np.ceil(n))) for n in edges * units.values.shape / _GRID_MM)
@@ -76,7 +76,7 @@ def cavity(units: Volume) -> NDArray[np.bool_]:
     held = _behind_bone(np.pad(bone, 1))
     core, count = ndimage.label((deep > _HOLE_MM) & held)
     if count == 0:
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     sizes = np.bincount(core.ravel())
     sizes[0] = 0
     largest = core == sizes.argmax()

@@ -1,7 +1,7 @@
 """De-face a study: the finest series says where the face is, and one change is laid onto all of them.
 
-A face that is gone from one series and left in another is not gone. So a study is de-faced whole or not at all; each
-series keeps its own grid and type, and the brain of each is kept bit by bit.
+A face left in one series identifies the patient. So a study is defaced completely or not at all. Each series keeps
+its own grid and type, and the brain of each is kept bit for bit.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.heads.change import Change, Defaced, checked
-from agent.heads.grid import is_grid, oriented, reoriented, resample, spacing
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.heads.skin import head_mask
-from agent.nouns import Volume
+from agent.defacing.change import Change, Defaced, checked
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import is_grid, oriented, reoriented, resample, spacing
 
-Method = Callable[[Head, np.random.Generator], Change]
-Examine = Callable[[Volume], Head]
+Method = Callable[[HeadScan, np.random.Generator], Change]
+Examine = Callable[[Volume], HeadScan]
 Align = Callable[[Volume, Volume], NDArray[np.float64]]  # moving, fixed -> (4, 4), mm of the one to mm of the other
 COINCIDE: Final = (
     0.96  # Dice of a series' own head with the reference's, where both look: 0.99 on phantoms, 0.958 6 mm off
@@ -45,7 +45,7 @@ class Result:
     changed: tuple[NDArray[np.bool_], ...]  # where it was allowed to change
     kept: tuple[NDArray[np.bool_], ...]  # the brain, which did not change
     reference: int  # which series said where the face is
-    head: Head
+    head: HeadScan
 
 
 def deface(
@@ -55,13 +55,13 @@ def deface(
 
     Args:
         study: one series or more.
-        examine: finds skin and brain (:func:`agent.heads.head.examined`, with an atlas and a registration).
+        examine: finds skin and brain (:func:`agent.defacing.quality.examined`, with an atlas and a registration).
         method: what to do to the face.
         rng: of this study; another one gives another face.
         align: of series in another frame of reference; none: such a study is refused.
 
     Raises:
-        NotDefaced: no series is fine enough to find the face by, the finest one is no head, or a check failed.
+        NotDefacedError: no series is fine enough to find the face by, the finest one is no head, or a check failed.
     """
     at, head = _reference(study, examine)
     change = method(head, rng)
@@ -79,19 +79,19 @@ def deface(
     )
 
 
-def _reference(study: Sequence[Series], examine: Examine) -> tuple[int, Head]:
+def _reference(study: Sequence[Series], examine: Examine) -> tuple[int, HeadScan]:
     """The finest series in which a head is found; what the only one was refused for is the study's refusal."""
-    refused: NotDefaced | None = None
+    refused: NotDefacedError | None = None
     for index in sorted(range(len(study)), key=lambda i: (_edge(study[i].volume), i)):
         try:
             return index, examine(study[index].volume)
-        except NotDefaced as error:
+        except NotDefacedError as error:
             if error.code in _OF_THE_STUDY:
                 raise
             refused = refused or error
     if refused is not None and len(study) == 1:
         raise refused
-    raise NotDefaced("no_reference") from refused
+    raise NotDefacedError("no_reference") from refused
 
 
 def _placed(series: Series, reference: Series, align: Align | None) -> Volume:
@@ -99,25 +99,25 @@ def _placed(series: Series, reference: Series, align: Align | None) -> Volume:
     if series.frame and series.frame == reference.frame:
         return series.volume
     if align is None:
-        raise NotDefaced("other_frame")
+        raise NotDefacedError("other_frame")
     return Volume(series.volume.values, align(series.volume, reference.volume) @ series.volume.affine)
 
 
-def _refuse_elsewhere(placed: Volume, head: Head) -> None:
+def _refuse_elsewhere(placed: Volume, head: HeadScan) -> None:
     """A series is believed to lie where it says only when its own head does: the patient may have moved.
 
     Raises:
-        NotDefaced: ``other_frame``, the two heads do not coincide where both series look, or they never do.
+        NotDefacedError: ``other_frame``, the two heads do not coincide where both series look, or they never do.
     """
     if not is_grid(placed.affine):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     volume = oriented(placed)
     seen = resample(np.ones_like(head.skin), head.volume.affine, volume.values.shape, volume.affine, order=0) > 0.5
     there = resample(head.skin, head.volume.affine, volume.values.shape, volume.affine, order=0) > 0.5
     own = head_mask(volume) & seen
     both = float(own.sum()) + float(there.sum())
     if not both > 0 or not 2.0 * float((own & there).sum()) / both >= COINCIDE:
-        raise NotDefaced("other_frame")
+        raise NotDefacedError("other_frame")
 
 
 def _edge(volume: Volume) -> float:
@@ -126,11 +126,11 @@ def _edge(volume: Volume) -> float:
 
 
 def _laid(
-    placed: Volume, change: Change, head: Head, rng: np.random.Generator
+    placed: Volume, change: Change, head: HeadScan, rng: np.random.Generator
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
     """New values, where they may differ, and the brain."""
     if not is_grid(placed.affine):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     volume = oriented(placed)
     keep = _kept(head, volume)
     made: Defaced = change.onto(volume, keep, rng)
@@ -142,7 +142,7 @@ def _laid(
     return back[0], back[1], back[2]
 
 
-def _kept(head: Head, volume: Volume) -> NDArray[np.bool_]:
+def _kept(head: HeadScan, volume: Volume) -> NDArray[np.bool_]:
     """The brain on a series' grid: every voxel that holds some of it."""
     if head.volume.values.shape == volume.values.shape and np.allclose(head.volume.affine, volume.affine):
         return head.brain.mask

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.grid import resample, spacing
+from agent.volumes.grid import resample, spacing
 
 _FINE_MM: Final = 0.75  # finer grids are thinned: distances are smooth, and need no more
 FAR_MM: Final = 1e3
@@ -45,7 +45,7 @@ def outside(mask: NDArray[np.bool_], affine: NDArray[np.float64]) -> Field:
 
 
 def signed(mask: NDArray[np.bool_], affine: NDArray[np.float64]) -> Field:
-    """Distance to the surface of a mask in mm, negative inside. The picture's border is no surface."""
+    """Distance to the surface of a mask in mm, negative inside. The image's border is no surface."""
     thin, grid = _thinned(mask, affine)
     mm = spacing(grid)
     half = np.float32(mm.min() / 2)  # a surface lies between two voxels

@@ -1,7 +1,7 @@
-"""De-face files, folders and what waits in the vault: read, take the face off, look, write.
+"""Deface files, folders and pending studies of the vault: read, deface, check, write.
 
-The method, the atlas and the network are put together once (:class:`Tools`); a study goes through
-:func:`agent.stages.deface.deface`, and comes out whole or keeps its faces.
+The method, the atlas and the network are put together once (:class:`DefacingMethod`); a study goes through
+:func:`agent.defacing.deface.deface`, and comes out whole or keeps its faces.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.edges import atlas as atlases
-from agent.edges.faces import FacesSettings
-from agent.edges.home import BadSite
-from agent.edges.volumes import Source
-from agent.heads import removal
-from agent.heads.head import Head, examined
-from agent.heads.reasons import NotDefaced
-from agent.heads.region import Region
-from agent.heads.skin import threshold
-from agent.measures.rendering import before_after, camera_at, surface
-from agent.nets.volume_gan import Remodeller, remodeller_from
-from agent.nets.weights import BadWeights
-from agent.nouns import Volume
-from agent.stages.deface import Method, Result, Series, deface
-from agent.stages.remodel import around_template, remodel
+from agent.defacing import removal_methods
+from agent.defacing import template as atlases
+from agent.defacing.config import FacesSettings
+from agent.defacing.deface import Method, Result, Series, deface
+from agent.defacing.deid_gan.network import Remodeller, remodeller_from
+from agent.defacing.face_region import Region
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import threshold
+from agent.defacing.quality import examined
+from agent.defacing.reidentification.rendering import before_after, camera_at, surface
+from agent.defacing.remodel import around_template, remodel
+from agent.domain import Volume
+from agent.errors import SiteConfigError
+from agent.models.weights import WeightsError
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.volume_io import Source
 
 ML: Final = 1000.0  # cubic millimetres in a millilitre
 PICTURE: Final = 160  # pixels along each edge of a rendering on the report
 
 
-class BadNetwork(BadSite):
+class NetworkConfigError(SiteConfigError):
     """The network of `remodel` is missing, is none, or is another one than the configuration says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tools:
+class DefacingMethod:
     """A method ready to be used."""
 
     name: str
@@ -51,13 +52,13 @@ class Tools:
     atlas: Any = field(repr=False)
     made_of: str = ""  # a digest of all that decides what comes out, but for chance
 
-    def examine(self, volume: Volume, mask: NDArray[np.bool_] | None = None) -> Head:
+    def examine(self, volume: Volume, mask: NDArray[np.bool_] | None = None) -> HeadScan:
         """Skin and brain, or the reason why not."""
         return examined(volume, self.atlas, atlases.register, mask)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Taken:
+class DefacedStudy:
     """A study without its faces."""
 
     result: Result
@@ -73,27 +74,27 @@ def network(path: Path, sha256: str = "") -> Remodeller:
     """The network of `remodel`.
 
     Raises:
-        BadNetwork: see there.
+        NetworkConfigError: see there.
     """
     try:
         raw = path.read_bytes()
     except OSError:
-        raise BadNetwork(
-            f"there is no such file: {path.name}; `train remodeller` makes one of public heads"
+        raise NetworkConfigError(
+            f"file not found: {path.name}. `train remodeller` makes one from public head scans"
         ) from None
     if sha256 and hashlib.sha256(raw).hexdigest() != sha256:
-        raise BadNetwork(f"{path.name} is not the file whose SHA-256 the configuration names")
+        raise NetworkConfigError(f"{path.name} does not have the SHA-256 of the configuration")
     try:
         return remodeller_from(raw, "public")
-    except BadWeights as error:
-        raise BadNetwork(f"{path.name}: {error}") from None
+    except WeightsError as error:
+        raise NetworkConfigError(f"{path.name}: {error}") from None
 
 
-def tools(settings: FacesSettings) -> Tools:
+def tools(settings: FacesSettings) -> DefacingMethod:
     """What a configuration asks for.
 
     Raises:
-        BadNetwork: of `remodel`.
+        NetworkConfigError: of `remodel`.
     """
     template = atlases.atlas()
     digest = hashlib.sha256(template.values.tobytes()).hexdigest()
@@ -102,8 +103,8 @@ def tools(settings: FacesSettings) -> Tools:
         made = around_template(network(settings.network, settings.network_sha256), template)
         region = Region(parts="face" if settings.parts == "face" else "surface")
         method: Method = lambda head, rng: remodel(head, made, region, rng, made.coarse)  # noqa: E731 - closes over the network
-        return Tools(settings.method, method, template, _digest(said + made.origin.sha256))
-    return Tools(settings.method, removal.METHODS[settings.method], template, _digest(said))
+        return DefacingMethod(settings.method, method, template, _digest(said + made.origin.sha256))
+    return DefacingMethod(settings.method, removal_methods.METHODS[settings.method], template, _digest(said))
 
 
 def _digest(text: str) -> str:
@@ -111,8 +112,8 @@ def _digest(text: str) -> str:
 
 
 def take_off(
-    study: Sequence[Source], with_: Tools, mask: NDArray[np.bool_] | None = None, *, picture: bool = False
-) -> Taken:
+    study: Sequence[Source], with_: DefacingMethod, mask: NDArray[np.bool_] | None = None, *, picture: bool = False
+) -> DefacedStudy:
     """Take the faces off one study, by chance of the operating system: the same scan gets another face each time.
 
     Args:
@@ -122,7 +123,7 @@ def take_off(
         picture: also render the reference before and after. The upper row shows the person's face.
 
     Raises:
-        NotDefaced: the faces stay where they are.
+        NotDefacedError: the faces stay where they are.
     """
     seen = [source.seen() for source in study]
     rng = np.random.default_rng(secrets.randbits(128))
@@ -135,21 +136,21 @@ def take_off(
         brain += int((differs & kept).sum())
         outside += int((differs & ~changed).sum())
     if brain:  # of what is written, after rounding and scales
-        raise NotDefaced("brain_changed")
+        raise NotDefacedError("brain_changed")
     if outside:
         raise ValueError("a voxel outside the changed mask differs")
     head = result.head
     edge = float(abs(np.linalg.det(head.volume.affine[:3, :3])))
     shown = _picture(head, seen[result.reference], result.values[result.reference]) if picture else b""
     shares = tuple(float(changed.mean()) for changed in result.changed)
-    return Taken(result, values, float(head.brain.tight.sum()) * edge / ML, brain, outside, shares, shown)
+    return DefacedStudy(result, values, float(head.brain.tight.sum()) * edge / ML, brain, outside, shares, shown)
 
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
 
 
-def _picture(head: Head, before: Volume, after: NDArray[Any]) -> bytes:
+def _picture(head: HeadScan, before: Volume, after: NDArray[Any]) -> bytes:
     level = threshold(before.values)
     camera = camera_at(head.brain.to_template, PICTURE)
     bare = replace(before, values=after)

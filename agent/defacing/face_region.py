@@ -1,9 +1,9 @@
 """The part of a head that may change: laid down in the template's space, carried to each head by its registration.
 
-C-DeID-GAN synthesises everything but the brain (section 3, "Brain preservation"). What a face is known by is much
-less, and what is not changed stays useful: ``face`` takes what lies in front of and below a surface from the hairline
-over the orbits and the jaw's angles to the neck, both ears, and all air; ``surface`` takes everything but the brain
-and a margin around it. Because the landmarks are the template's, a pitched or turned head is no special case.
+C-DeID-GAN synthesises everything but the brain (section 3, "Brain preservation"). The face is much less, and
+unchanged voxels stay useful. ``face`` covers what lies in front of and below a surface from the hairline over the
+orbits and the jaw's angles to the neck, both ears, and all air. ``surface`` covers everything except the brain and a
+margin around it. The landmarks are the template's, so a pitched or turned head is no special case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VAULT_MM: Final = -10.0  # height of the template above which that is asked
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What may change. Public configuration: nothing in it comes from a patient."""
+    """The region that may change. Public configuration: no value comes from a patient."""
 
     parts: Parts = "face"
     margin_mm: float = 6.0  # around the brain, in which nothing under the skin changes

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.grid import spacing
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import spacing
 
 _SHARE: Final = 0.28  # of the way from air to the median of tissue; skin is darker than that in a bias field of 40 %
 _BET: Final = 0.1  # of the way from air to the 98th percentile, Smith 2002: what is counted as tissue to begin with
@@ -43,7 +43,7 @@ def threshold(values: NDArray[Any]) -> float:
     Args:
         values: (i, j, k) numbers in any unit.
     Raises:
-        NotDefaced: ``not_finite``; ``no_head`` where everything is the same.
+        NotDefacedError: ``not_finite``; ``no_head`` where everything is the same.
     """
     low, air, tissue = _levels(values)
     cut = air + _SHARE * (tissue - air)
@@ -61,7 +61,7 @@ def head_mask(volume: Volume) -> NDArray[np.bool_]:
     Returns:
         (i, j, k) bool on the volume's own grid.
     Raises:
-        NotDefaced: ``not_finite``; ``no_head`` where no part is larger than half a litre.
+        NotDefacedError: ``not_finite``; ``no_head`` where no part is larger than half a litre.
     """
     mm = spacing(volume.affine)
     low, air, _ = _levels(volume.values)
@@ -72,7 +72,7 @@ def head_mask(volume: Volume) -> NDArray[np.bool_]:
     found &= _near_trunk(found, mm)
     found = _largest(found)
     if not float(found.sum()) * float(np.prod(mm)) >= _LEAST_MM3:
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     box = _box(found, np.ceil(2 * _CLOSE_MM / mm).astype(int))
     found[box] = _filled(_closed(found[box], mm))
     return found
@@ -87,7 +87,7 @@ def noise(volume: Volume, skin: NDArray[np.bool_]) -> NDArray[Any]:
     Returns:
         (n,) of the volume's own type, n >= 1, in the order of the grid.
     Raises:
-        NotDefaced: ``part_of_head`` where the picture holds no air.
+        NotDefacedError: ``part_of_head`` where the image holds no air.
     """
     mm = spacing(volume.affine)
     step = _step(mm)
@@ -97,7 +97,7 @@ def noise(volume: Volume, skin: NDArray[np.bool_]) -> NDArray[Any]:
     if not bool(clear.any()):
         clear = ~skin
     if not bool(clear.any()):
-        raise NotDefaced("part_of_head")
+        raise NotDefacedError("part_of_head")
     values = volume.values
     flat = ndimage.maximum_filter(values, 3, mode="nearest") == ndimage.minimum_filter(values, 3, mode="nearest")
     alive = clear & ~ndimage.maximum_filter(flat, 3, mode="nearest")  # nor the voxels next to padding
@@ -119,7 +119,7 @@ def _levels(values: NDArray[Any]) -> tuple[float, float, float]:
     """The lowest number that is not padding, the level of air, the median of tissue."""
     sample = _thinned(values).astype(np.float64)
     if not bool(np.isfinite(sample).all()):
-        raise NotDefaced("not_finite")
+        raise NotDefacedError("not_finite")
     top = float(np.percentile(sample, 98.0))
     low = float(sample.min())
     rest = sample[sample > low]
@@ -128,13 +128,13 @@ def _levels(values: NDArray[Any]) -> tuple[float, float, float]:
         if second - low > _GAP * (top - low):
             sample, low = rest, second
     if not top > low:
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     counts, edges = np.histogram(sample, bins=256, range=(low, top))
     dark = int(counts[:64].argmax())  # air is the commonest of the darkest quarter
     air = float(edges[dark]) if dark == 0 else float(edges[dark : dark + 2].mean())
     tissue = sample[sample > air + _BET * (top - air)]
     if tissue.size == 0:
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     return low, air, float(np.median(tissue))
 
 
@@ -156,7 +156,7 @@ def _near_trunk(found: NDArray[np.bool_], mm: NDArray[np.float64]) -> NDArray[np
     coarse = np.pad(found[:: step[0], :: step[1], :: step[2]], 1, mode="edge")
     thick = ndimage.distance_transform_edt(coarse, sampling=mm * step)[1:-1, 1:-1, 1:-1] > _CORE_MM
     if not bool(thick.any()):
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     return _around(_largest(thick), mm, _REACH_MM, found.shape)
 
 
@@ -180,7 +180,7 @@ def _step(mm: NDArray[np.float64]) -> NDArray[np.int_]:
 def _largest(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
     labels, count = ndimage.label(mask)
     if count == 0:
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     sizes = np.bincount(labels.ravel())
     sizes[0] = 0
     largest: NDArray[np.bool_] = labels == sizes.argmax()
@@ -188,7 +188,7 @@ def _largest(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _closed(mask: NDArray[np.bool_], mm: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Closing with a ball; what lies outside the picture is neither head nor air."""
+    """Closing with a ball; what lies outside the image is neither head nor air."""
     reach = np.floor(_CLOSE_MM / mm + 1e-6).astype(int)
     corner = np.indices(tuple(2 * reach + 1)) - reach[:, None, None, None]
     ball = np.linalg.norm(corner * mm[:, None, None, None], axis=0) <= _CLOSE_MM + 1e-6

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.heads.reasons import NotDefaced
+from agent.volumes.errors import NotDefacedError
 
 KNOTS: Final = 24
 LAW: Final = 256
@@ -68,10 +68,10 @@ def learned(
             further: a made head of another size than the original has other tissues at the same points.
 
     Raises:
-        NotDefaced: ``other_frame``, the two share too little tissue.
+        NotDefacedError: ``other_frame``, the two share too little tissue.
     """
     if not len(made) >= LEAST:
-        raise NotDefaced("other_frame")
+        raise NotDefacedError("other_frame")
     steps = np.linspace(_TAIL, 1.0 - _TAIL, KNOTS)
     low = np.asarray(np.quantile(made, steps), np.float64)
     middle = np.asarray(np.quantile(finest, steps), np.float64)

@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.grid import Cube, averaged, cube_at
-from agent.heads.head import Head
-from agent.heads.hull import filled
-from agent.heads.reasons import NotDefaced
+from agent.defacing.head import HeadScan
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import Cube, averaged, cube_at
 
 EXTENT_MM: Final = 256.0
 DIRECTIONS: Final = 500
@@ -102,16 +101,16 @@ class Gamma:
         return np.stack([self.hull.astype(np.float32), self.brain.astype(np.float32), self.intensities])
 
 
-def transform(head: Head, side: int, population: Population, coarse: Coarse | None = None) -> Gamma:
+def transform(head: HeadScan, side: int, population: Population, coarse: Coarse | None = None) -> Gamma:
     """gamma of one head.
 
     Args:
-        head: examined, see :func:`agent.heads.head.examined`.
+        head: examined, see :func:`agent.defacing.quality.examined`.
         side: S, voxels along each edge of the cube.
         population: of public heads.
         coarse: what is left of this head's own shape; by default nothing.
     Raises:
-        NotDefaced: ``brain_volume`` where no brain is in the cube or it does not fit in.
+        NotDefacedError: ``brain_volume`` where no brain is in the cube or it does not fit in.
         ValueError: the population was measured in other directions.
     """
     coarse = Coarse() if coarse is None else coarse
@@ -121,11 +120,26 @@ def transform(head: Head, side: int, population: Population, coarse: Coarse | No
     planes = np.concatenate([sphere(coarse.directions), -reach[:, None]], axis=1)
     hull = filled(planes, _centred(cube), cube.shape)
     if bool((brain & ~hull).any()):
-        raise NotDefaced("brain_volume")
+        raise NotDefacedError("brain_volume")
     return Gamma(hull, brain, intensities, cube)
 
 
-def coarse_support(head: Head, population: Population, coarse: Coarse) -> NDArray[np.float64]:
+def whole_head(head: HeadScan, side: int) -> NDArray[np.float32]:
+    """(S, S, S) float32 in [0, 1], the whole head in its cube, scaled as ``Gamma.intensities`` is.
+
+    Raises:
+        NotDefacedError: ``brain_volume``, there is no brain to scale by.
+    """
+    cube = cube_at(head.brain.to_template, side, EXTENT_MM)
+    inside = head.volume.values[head.brain.mask]
+    top = float(np.percentile(inside, 99.0)) if inside.size else 0.0
+    if not top > 0.0:
+        raise NotDefacedError("brain_volume")
+    seen = np.clip(head.volume.values / np.float32(top), 0.0, BRIGHT).astype(np.float32, copy=False) / BRIGHT
+    return np.clip(averaged(seen, head.volume.affine, cube.shape, cube.affine), 0.0, 1.0)
+
+
+def coarse_support(head: HeadScan, population: Population, coarse: Coarse) -> NDArray[np.float64]:
     """(m,) mm: how far the coarse hull reaches from the cube's centre in each direction of ``sphere(m)``."""
     if len(population.support) != coarse.directions:
         raise ValueError("the population was measured in other directions")
@@ -139,7 +153,7 @@ def coarse_support(head: Head, population: Population, coarse: Coarse) -> NDArra
     return reached
 
 
-def support(head: Head, mask: NDArray[np.bool_], directions: int) -> NDArray[np.float64]:
+def support(head: HeadScan, mask: NDArray[np.bool_], directions: int) -> NDArray[np.float64]:
     """h(u) = max <x, u> over the mask, in mm from the cube's centre, u in the cube's axes.
 
     Args:
@@ -149,10 +163,10 @@ def support(head: Head, mask: NDArray[np.bool_], directions: int) -> NDArray[np.
     Returns:
         (m,) float64.
     Raises:
-        NotDefaced: ``no_head`` where the mask is empty.
+        NotDefacedError: ``no_head`` where the mask is empty.
     """
     if not bool(mask.any()):
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     to_cube = np.linalg.inv(_frame(head)) @ head.volume.affine
     i, j = np.nonzero(mask.any(axis=2))
     columns = mask[i, j]
@@ -162,7 +176,7 @@ def support(head: Head, mask: NDArray[np.bool_], directions: int) -> NDArray[np.
     return np.array([float((points @ u).max()) for u in sphere(directions)])
 
 
-def population_of(heads: Sequence[Head], side: int, directions: int = DIRECTIONS) -> Population:
+def population_of(heads: Sequence[HeadScan], side: int, directions: int = DIRECTIONS) -> Population:
     """Mean reach and cover of public heads: nobody's in particular, so the more the better."""
     if not heads:
         raise ValueError("a population has heads")
@@ -221,14 +235,14 @@ def _smoothed(own: NDArray[np.float64], coarse: Coarse) -> NDArray[np.float64]:
     return rounded
 
 
-def _brain_in(head: Head, cube: Cube) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+def _brain_in(head: HeadScan, cube: Cube) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
     """Brain mask and intensities on the cube; what lies outside the brain has no weight in either."""
     mask = head.brain.mask
     values = np.where(mask, head.volume.values, 0).astype(np.float32)
     inside = values[mask]
     top = float(np.percentile(inside, 99.0)) if inside.size else 0.0
     if not top > 0.0:
-        raise NotDefaced("brain_volume")
+        raise NotDefacedError("brain_volume")
     share = _onto(head, mask, cube)
     brain = share >= 0.5
     seen = np.clip(values / top, 0.0, BRIGHT) / BRIGHT
@@ -236,11 +250,11 @@ def _brain_in(head: Head, cube: Cube) -> tuple[NDArray[np.bool_], NDArray[np.flo
     return brain, np.where(brain, np.clip(mean, 0.0, 1.0), 0.0).astype(np.float32)
 
 
-def _onto(head: Head, values: NDArray[Any], cube: Cube) -> NDArray[np.float32]:
+def _onto(head: HeadScan, values: NDArray[Any], cube: Cube) -> NDArray[np.float32]:
     return averaged(values, head.volume.affine, cube.shape, cube.affine)
 
 
-def _frame(head: Head) -> NDArray[np.float64]:
+def _frame(head: HeadScan) -> NDArray[np.float64]:
     """(4, 4), mm in the cube's axes from its centre to RAS mm of the scanner."""
     frame = cube_at(head.brain.to_template, 1, 1.0).affine  # a cube of one voxel of 1 mm lies at the centre
     return frame
@@ -266,3 +280,46 @@ def _resized(values: NDArray[np.float32], size: int) -> NDArray[np.float32]:
     place = slice(start, start + size)
     new[place, place, place] = large
     return new
+
+
+_SLACK: Final = 1e-6  # of a voxel: the points that span a plane lie on its inner side
+_FLAT: Final = 1e-9
+_CHUNK: Final = 64  # planes at once, so that memory does not grow with their number
+
+
+def filled(planes: NDArray[np.float64], affine: NDArray[np.float64], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Voxels whose centre x, in mm, lies behind all planes: n . x + d <= 0.
+
+    Args:
+        planes: (f, 4), outward normals and offsets in mm.
+        affine: (4, 4), index to mm.
+        shape: of the grid.
+    Returns:
+        ``shape`` bool, convex.
+    """
+    local = planes @ affine  # a plane's coefficients in index space
+    local = local / np.linalg.norm(local[:, :3], axis=1, keepdims=True)
+    i, j = (axis.ravel() for axis in np.meshgrid(np.arange(shape[0]), np.arange(shape[1]), indexing="ij"))
+    columns = np.stack([i, j, np.ones_like(i)], axis=1).astype(np.float64)
+    low, high = np.full(len(columns), 0.0), np.full(len(columns), float(shape[2] - 1))
+    rising, falling = local[:, 2] > _FLAT, local[:, 2] < -_FLAT
+    for part in _chunks(local[rising]):
+        high = np.minimum(high, _meet(columns, part).min(axis=1))
+    for part in _chunks(local[falling]):
+        low = np.maximum(low, _meet(columns, part).max(axis=1))
+    for part in _chunks(local[~rising & ~falling]):
+        out = (columns @ part[:, [0, 1, 3]].T > _SLACK).any(axis=1)
+        low[out] = np.inf
+    k = np.arange(shape[2], dtype=np.float64)
+    inside: NDArray[np.bool_] = (k >= low[:, None] - _SLACK) & (k <= high[:, None] + _SLACK)
+    return inside.reshape(shape)
+
+
+def _meet(columns: NDArray[np.float64], planes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(columns, planes): the k at which a column (i, j) meets a plane a i + b j + c k + d = 0."""
+    meet: NDArray[np.float64] = columns @ (-planes[:, [0, 1, 3]] / planes[:, 2:3]).T
+    return meet
+
+
+def _chunks(planes: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    return [planes[start : start + _CHUNK] for start in range(0, len(planes), _CHUNK)]

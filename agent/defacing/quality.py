@@ -1,7 +1,8 @@
-"""Rules that a head passes before anything is changed: refusing is always allowed, guessing never.
+"""Quality rules that a head must pass before it is changed. In doubt, the head is refused.
 
-Each rule compares one number of :class:`Signs` with a limit, and names a code of :mod:`agent.heads.reasons`. What the
-limits were set against is measured on the real head and on what is none by ``tests/agent/test_heads_quality.py``.
+Each rule compares one number of :class:`QualityMeasures` with a limit and names a code of
+:mod:`agent.volumes.errors`. The limits separate a real head from volumes that are not heads:
+``tests/agent/defacing/test_quality.py`` measures both.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.brain import around, dice
-from agent.heads.grid import spacing
-from agent.heads.reasons import NotDefaced
+from agent.defacing.brain_extraction import Atlas, Register, around, dice, extract
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import check, oriented, spacing
 
 if TYPE_CHECKING:
-    from agent.heads.head import Head
+    from agent.defacing.head import HeadScan
 
 # 0.5 to 0.6 for the real head in T1 at any grain, turn or bias tried, 0.34 in made FLAIR; 0.05 to 0.12 for bottles,
 # shells and knees. Made T2 shows hardly more, 0.09: that is enough only with a skull around it, as those lack.
 LIKENESS: Final = 0.2
 FAINT: Final = 0.07
-HEAD_ML: Final = (1800.0, 12000.0)  # what the picture shows: 4100 of the real one, without mouth, chin and neck
+HEAD_ML: Final = (1800.0, 12000.0)  # what the image shows: 4100 of the real one, without mouth, chin and neck
 # Within the skull 1469 (sd 102) mL in men, 1289 (111) in women (Matsumae et al. 1996, J Neurosurg 84:982); brain
 # alone 791 to 1500 (doi 10.1007/s00276-010-0650-4). Our estimate holds the fluid between the folds; heads that were
 # scaled to the template, as the real one of our tests (1740), are larger than life.
@@ -37,8 +41,8 @@ SYMMETRY: Final = 0.90  # Dice with the mirror image in the template's space; 0.
 SKIN_MM: Final = 4.0
 SKIN_LEVEL_MM: Final = -45.0  # of the template: lower lie the neck and the plane that cuts it, where brain meets air
 AT_SKIN: Final = 0.005  # share of the brain's surface that may lie closer all the same
-LEVEL_MM: Final = -70.0  # of the template: what leaves the picture lower is neck, jaw or shoulder
-BRAIN_CUT_CM2: Final = 1.0  # of brain in the outermost voxels of the picture, but for the side of the neck
+LEVEL_MM: Final = -70.0  # of the template: what leaves the image lower is neck, jaw or shoulder
+BRAIN_CUT_CM2: Final = 1.0  # of brain in the outermost voxels of the image, but for the side of the neck
 STEM_CUT_CM2: Final = 75.0  # at that side: the stem and the lowest cerebellum; half a brain shows twice that
 HEAD_CUT_CM2: Final = 40.0  # of head in any other side: an ear or the tip of a nose may be cut, a cheek not
 EYES_MM: Final = (
@@ -46,12 +50,12 @@ EYES_MM: Final = (
     (52.0, 76.0),
     (-52.0, -22.0),
 )  # of the template: both orbits and the root of the nose
-EYES_SEEN: Final = 0.98  # share of that box that lies in the picture
+EYES_SEEN: Final = 0.98  # share of that box that lies in the image
 EYES_THERE: Final = 0.6  # share of it that is head: what was de-faced before has lost it
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class QualityMeasures:
     """What the rules look at."""
 
     likeness: float
@@ -61,14 +65,14 @@ class Signs:
     agreement: float
     symmetry: float
     at_skin: float  # share of the surface of what is kept that lies closer to air than SKIN_MM
-    brain_cut_cm2: float  # the most in one side of the picture
+    brain_cut_cm2: float  # the most in one side of the image
     stem_cut_cm2: float  # in the side of the neck
     head_cut_cm2: float  # the most in one side
     eyes_seen: float
     eyes_there: float
 
 
-def signs(head: Head) -> Signs:
+def measure(head: HeadScan) -> QualityMeasures:
     """Measure a head. No number is a judgement yet."""
     mm = spacing(head.volume.affine)
     ml = float(np.prod(mm)) / 1000
@@ -78,7 +82,7 @@ def signs(head: Head) -> Signs:
     upper = {side: _area_cm2(head.skin, side, mm, lies) for side in _SIDES if side != down}
     seen, there = _eyes(head.skin, lies)
     head_ml, brain_ml = float(head.skin.sum()) * ml, float(brain.tight.sum()) * ml
-    return Signs(
+    return QualityMeasures(
         likeness=brain.likeness,
         head_ml=head_ml,
         brain_ml=brain_ml,
@@ -94,19 +98,19 @@ def signs(head: Head) -> Signs:
     )
 
 
-def judge(head: Head) -> None:
+def judge(head: HeadScan) -> None:
     """Every rule, the most telling first.
 
     Raises:
-        NotDefaced: ``no_head``, ``brain_extracted``, ``part_of_head``, ``brain_volume``, ``brain_disagreement``,
+        NotDefacedError: ``no_head``, ``brain_extracted``, ``part_of_head``, ``brain_volume``, ``brain_disagreement``,
             ``brain_asymmetric``, ``brain_at_skin``, ``no_face``.
     """
-    code = broken(signs(head))
+    code = broken(measure(head))
     if code:
-        raise NotDefaced(code)
+        raise NotDefacedError(code)
 
 
-def broken(found: Signs) -> str:
+def broken(found: QualityMeasures) -> str:
     """The first rule that these numbers break, or "". A number that is none breaks its rule."""
     rules = (
         ("no_head", found.likeness >= LIKENESS or (found.likeness >= FAINT and found.at_skin <= AT_SKIN)),
@@ -160,7 +164,7 @@ def _symmetry(mask: NDArray[np.bool_], lies: NDArray[np.float64]) -> float:
 def _at_skin(
     mask: NDArray[np.bool_], skin: NDArray[np.bool_], mm: NDArray[np.float64], lies: NDArray[np.float64]
 ) -> float:
-    """Share of the mask's surface near air. Where the picture ends is no air: the head goes on there."""
+    """Share of the mask's surface near air. Where the image ends is no air: the head goes on there."""
     if not bool(mask.any()) or bool(skin.all()):
         return float("nan")
     box = around(mask, mm, SKIN_MM)  # air further away does not matter
@@ -176,7 +180,7 @@ def _at_skin(
 
 
 def _eyes(skin: NDArray[np.bool_], lies: NDArray[np.float64]) -> tuple[float, float]:
-    """How much of the box around the eyes lies in the picture, and how much of it is head."""
+    """How much of the box around the eyes lies in the image, and how much of it is head."""
     box = np.stack(np.meshgrid(*[np.arange(a, b + 1, 2.0) for a, b in EYES_MM], indexing="ij"), axis=-1).reshape(
         -1, 3
     )
@@ -184,3 +188,21 @@ def _eyes(skin: NDArray[np.bool_], lies: NDArray[np.float64]) -> tuple[float, fl
     index = np.rint(box @ back[:3, :3].T + back[:3, 3]).astype(np.intp)
     held = ((index >= 0) & (index < np.array(skin.shape))).all(axis=1)
     return float(held.mean()), float(skin[tuple(index[held].T)].sum() / len(box))
+
+
+def examined(volume: Volume, atlas: Atlas, register: Register, mask: NDArray[np.bool_] | None = None) -> HeadScan:
+    """Find head and brain, and refuse what cannot be trusted.
+
+    Args:
+        volume: as it was read, any orientation.
+        atlas, register: of :mod:`agent.defacing.template`.
+        mask: a brain mask of the operator's own, on the *oriented* grid.
+
+    Raises:
+        NotDefacedError: with the rule that it broke.
+    """
+    check(volume)
+    upright = oriented(volume)
+    head = HeadScan(upright, head_mask(upright), extract(upright, atlas, register, mask))
+    judge(head)
+    return head

@@ -1,10 +1,11 @@
 """Remodel: another face in place of a patient's, made from nothing but the privacy transform of the head.
 
-C-DeID-GAN, section 3: Y = f(gamma(X)); corrected where it leaks. A network that is shown the patient's own brain
-draws a head of that brain's size, and by it people were found (60 phantoms: 5-way 0.58, where chance is 0.2). So
-it is shown a public brain, the template's (:class:`AroundTemplate`), and what it draws depends on chance alone.
-That is laid into every series of the study by :class:`agent.heads.paste.Paste`, which leaves the patient's brain
-and all outside the region bit for bit. Noise comes from ``rng``: the same scan gets another face each time.
+C-DeID-GAN, section 3: Y = f(gamma(X)); corrected where it leaks. A network that gets the patient's own brain draws a
+head of that brain's size, which re-identified people (60 phantoms: 5-way 0.58, where chance is 0.2). So it gets a
+public brain, the template's (:class:`AroundTemplate`), and its output depends on chance alone.
+:class:`agent.defacing.compositing.Paste` places that head into every series of the study and leaves the patient's
+brain and everything outside the region bit for bit. Noise comes from ``rng``: the same scan gets another face each
+time.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.heads.brain import Atlas, Brain
-from agent.heads.gamma import Coarse, Gamma, Population, transform
-from agent.heads.head import Head
-from agent.heads.paste import Original, Paste, pasted
-from agent.heads.region import Region
-from agent.nets.weights import Origin
-from agent.nouns import Volume
+from agent.defacing.brain_extraction import Atlas, Brain
+from agent.defacing.compositing import Original, Paste, pasted
+from agent.defacing.face_region import Region
+from agent.defacing.head import HeadScan
+from agent.defacing.privacy_transform import Coarse, Gamma, Population, transform
+from agent.domain import Volume
+from agent.models.weights import Origin
 
 
-class Draws(Protocol):
+class HeadGenerator(Protocol):
     """What draws a head: a trained network, or a mean of public heads."""
 
     @property
@@ -39,8 +40,8 @@ class Draws(Protocol):
         """(S, S, S) in [0, 1], scaled as ``gamma.intensities``."""
 
 
-class Network(Draws, Protocol):
-    """What was trained, and what is known of it."""
+class Network(HeadGenerator, Protocol):
+    """The trained network, and its measured quality."""
 
     @property
     def origin(self) -> Origin:
@@ -83,12 +84,12 @@ class AroundTemplate:
 def around_template(net: Network, atlas: Atlas) -> AroundTemplate:
     """A network that is shown nobody's brain."""
     brain = Brain(atlas.brain, 1.0, np.eye(4), atlas.brain)
-    head = Head(Volume(atlas.values, atlas.affine), atlas.brain, brain)
+    head = HeadScan(Volume(atlas.values, atlas.affine), atlas.brain, brain)
     return AroundTemplate(net, transform(head, net.population.skin.shape[0], net.population, net.coarse))
 
 
 def remodel(
-    head: Head, remodeller: Draws, region: Region, rng: np.random.Generator, coarse: Coarse | None = None
+    head: HeadScan, remodeller: HeadGenerator, region: Region, rng: np.random.Generator, coarse: Coarse | None = None
 ) -> Paste:
     """Draw one head for a study.
 
@@ -100,10 +101,10 @@ def remodel(
         coarse: what gamma shows of the head's own outside; by default what the remodeller learned with.
 
     Returns:
-        The change; the caller lays it onto every series and has each :func:`agent.heads.change.checked`.
+        The change; the caller lays it onto every series and has each :func:`agent.defacing.change.checked`.
 
     Raises:
-        NotDefaced: gamma cannot be made, or what was drawn is no head.
+        NotDefacedError: gamma cannot be made, or what was drawn is no head.
     """
     population = remodeller.population
     gamma = transform(head, len(population.skin), population, remodeller.coarse if coarse is None else coarse)

@@ -1,8 +1,8 @@
-"""What takes a face off by taking voxels away: the four methods that the paper compares with (C-DeID-GAN, 4.1).
+"""Defacing by removing voxels: the four methods that the paper compares with (C-DeID-GAN, 4.1).
 
-They are baselines, and none is the program that the paper ran. Two of those need software that may not be shipped,
-and one has faults; ``LABELS`` says for each what stands here. All are deterministic, and write nothing but what
-their ``changed`` holds; all but ``strip`` leave everything else of the head as it was.
+They are baselines, and none is the paper's own program: two of those need software that may not be shipped, and one
+has faults. ``LABELS`` says what each one here does. All are deterministic and write only what their ``changed``
+contains; all but ``strip`` leave the rest of the head as it was.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.change import Change, Defaced
-from agent.heads.grid import resample, spacing
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.heads.skin import noise
-from agent.nouns import Volume
+from agent.defacing.change import Change, Defaced
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import noise
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import resample, spacing
 
-Method = Callable[[Head, np.random.Generator], Change]
+Method = Callable[[HeadScan, np.random.Generator], Change]
 
 BUFFER_MM: Final = 10.0  # QUICKSHEAR: from the brain straight down to the plane; the package has 10 voxels
 # DEFACE: the lower rim of what stays, as (y, z) of MNI152 in millimetres, from behind the ears to above the brow. The
@@ -49,10 +49,10 @@ class Region(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Emptied:
+class AirFill:
     """Air in the place of a region."""
 
-    head: Head
+    head: HeadScan
     region: Region
 
     def onto(self, volume: Volume, keep: NDArray[np.bool_], rng: np.random.Generator) -> Defaced:
@@ -65,7 +65,7 @@ class Emptied:
 
 
 @dataclass(frozen=True, slots=True)
-class Below:
+class HalfSpace:
     """A half-space: where ``normal . (x, y, z) < offset`` in RAS millimetres."""
 
     normal: tuple[float, float, float]
@@ -93,7 +93,7 @@ class UnderRim:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class TemplateFace:
     """A face that somebody drew in the template's space: a voxel is of the face where the drawing is not 0."""
 
     to_template: NDArray[np.float64]
@@ -107,7 +107,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Everything:
+class WholeSpace:
     """All space: what is kept is the brain alone."""
 
     def on(self, grid: Volume) -> NDArray[np.bool_]:
@@ -115,7 +115,7 @@ class Everything:
         return np.ones(grid.values.shape, bool)
 
 
-def quickshear(head: Head, rng: np.random.Generator) -> Change:
+def quickshear(head: HeadScan, rng: np.random.Generator) -> Change:
     """Everything below and before a plane at ``BUFFER_MM`` under the front of the brain (Schimke & Hale 2011).
 
     The plane runs from left to right and through the first edge of the lower convex hull of the brain's profile, as
@@ -125,7 +125,7 @@ def quickshear(head: Head, rng: np.random.Generator) -> Change:
     make no difference its cut is the same to within a voxel.
 
     Raises:
-        NotDefaced: ``brain_volume`` where the brain has no profile to lay a plane under.
+        NotDefacedError: ``brain_volume`` where the brain has no profile to lay a plane under.
     """
     del rng
     lengths = spacing(head.volume.affine)
@@ -134,14 +134,14 @@ def quickshear(head: Head, rng: np.random.Generator) -> Change:
     back, up = profile.shape[0] - 1 - np.nonzero(profile)[0], np.nonzero(profile)[1]
     low = lower_hull(np.stack([back, up], axis=1))
     if len(low) < 2:
-        raise NotDefaced("brain_volume")
+        raise NotDefacedError("brain_volume")
     (p0, s0), (p1, s1) = low[:2] * lengths[1:]
     slope = (s1 - s0) / (p1 - p0)
     # s < slope (p - p0) + s0 - buffer, with p = (J - 1 - j) dy and s = k dz: linear in (j, k), so in millimetres
     row = np.array([0.0, slope * lengths[1], lengths[2]])
     limit = slope * ((profile.shape[0] - 1) * lengths[1] - p0) + s0 - BUFFER_MM
     world = np.concatenate([row, [0.0]]) @ np.linalg.inv(head.volume.affine)
-    return Emptied(head, Below((float(world[0]), float(world[1]), float(world[2])), float(limit - world[3])))
+    return AirFill(head, HalfSpace((float(world[0]), float(world[1]), float(world[2])), float(limit - world[3])))
 
 
 def lower_hull(points: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -160,7 +160,7 @@ def _turn(o: NDArray[np.int64], a: NDArray[np.int64], b: NDArray[np.int64]) -> i
     return int((a[0] - o[0]) * (b[1] - o[1]) - (a[1] - o[1]) * (b[0] - o[0]))
 
 
-def deface(head: Head, rng: np.random.Generator, face: Volume | None = None) -> Change:
+def deface(head: HeadScan, rng: np.random.Generator, face: Volume | None = None) -> Change:
     """Air in the place of the face, in the manner of Bischoff-Grethe et al. 2007 and of pydeface.
 
     Both carry a face that was drawn once over to the head by registration. The drawing here is the plain one of
@@ -168,27 +168,27 @@ def deface(head: Head, rng: np.random.Generator, face: Volume | None = None) -> 
     """
     del rng
     to = head.brain.to_template
-    return Emptied(head, UnderRim(to) if face is None else Drawn(to, face))
+    return AirFill(head, UnderRim(to) if face is None else TemplateFace(to, face))
 
 
-def strip(head: Head, rng: np.random.Generator) -> Change:
+def strip(head: HeadScan, rng: np.random.Generator) -> Change:
     """Air in the place of all but the brain, as MRI WATERSHED leaves it (Segonne et al. 2004).
 
     There a flooded watershed and a deformed surface find the brain. Here that is the mask which the whole product
     promises to keep: a smaller one would break that promise, and a larger one would not be skull stripping.
     """
     del rng
-    return Emptied(head, Everything())
+    return AirFill(head, WholeSpace())
 
 
-def facemask(head: Head, rng: np.random.Generator) -> Change:
+def facemask(head: HeadScan, rng: np.random.Generator) -> Change:
     """The front of the head filtered along its surface: Milchenko & Marcus 2013, normalised anterior filtering.
 
     A layer around a smooth surface of the face is stretched flat into a box, smoothed parallel to the surface, and
     put back. Nothing is taken away. The paper's own sizes are not in its text; those here are the constants above.
 
     Raises:
-        NotDefaced: ``no_face`` where the skin does not reach the front.
+        NotDefacedError: ``no_face`` where the skin does not reach the front.
     """
     del rng
     x, z = _axis(-SIDE_MM, SIDE_MM), _axis(BOTTOM_MM, TOP_MM)
@@ -199,18 +199,18 @@ def facemask(head: Head, rng: np.random.Generator) -> Change:
     skin = resample(head.skin, lies, (len(x), len(y), len(z)), grid, order=0) > 0.5
     there = skin.any(axis=1)
     if not there.any():
-        raise NotDefaced("no_face")
+        raise NotDefacedError("no_face")
     reach = y[len(y) - 1 - skin[:, ::-1].argmax(axis=1)]
     sigma = SURFACE_MM / _STEP_MM
     # beside the head there is no surface: a mean over where there is, and the nearest one farther off
     weight = ndimage.gaussian_filter(there.astype(np.float64), sigma)
     smooth = ndimage.gaussian_filter(np.where(there, reach, 0.0), sigma) / np.maximum(weight, 1e-6)
     nearest = ndimage.distance_transform_edt(weight < 0.05, return_distances=False, return_indices=True)
-    return Filtered(head.brain.to_template, smooth[tuple(nearest)])
+    return FilteredLayer(head.brain.to_template, smooth[tuple(nearest)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filtered:
+class FilteredLayer:
     """The layer of a face, smoothed along ``surface``: y in the template's millimetres over a grid of (x, z)."""
 
     to_template: NDArray[np.float64]
@@ -250,7 +250,7 @@ class Filtered:
         return out
 
 
-def air(volume: Volume, head: Head) -> Any:
+def air(volume: Volume, head: HeadScan) -> Any:
     """A stored number that stands for air in a series: the median of its noise, or its least if all is head."""
     i, j, k = volume.values.shape
     skin = resample(head.skin, head.volume.affine, (i, j, k), volume.affine, order=0) > 0.5

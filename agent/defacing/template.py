@@ -3,11 +3,11 @@
 The template is Fonov's ICBM 2009a symmetric one as nilearn's wheel carries it: a T1 without skull, grey and white
 matter. It is read as files of that package; nilearn itself is not imported.
 
-Registration is niimath's (BSD-2-Clause), a program of its own. Both volumes lie in memory without a name (memfd) that
-is gone with its last reader: nothing of a patient is on any disk, whoever is killed and when. The moving one is its
-standard input (from a pipe it sometimes reads too little, seen on a busy machine); the fixed one is behind a symbolic
-link into ``/proc``, since it opens only names that end in ``.nii``. That link in a folder of its own is all that a
-killed agent leaves. The matrix comes back through a pipe. It may write no file; memory and time are limited.
+niimath (BSD-2-Clause) registers, as a separate program. Both volumes are in unnamed memory (memfd) that disappears
+with its last reader: no patient data reaches a disk, whichever process is killed. The moving volume is its standard
+input (from a pipe it sometimes reads too little, seen on a busy machine). The fixed one is behind a symbolic link
+into ``/proc``, since niimath opens only names that end in ``.nii``; a killed agent leaves only that link, in its own
+folder. The matrix comes back through a pipe. The program may write no file; memory and time are limited.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.brain import Atlas
-from agent.heads.grid import averaged, spacing
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.defacing.brain_extraction import Atlas
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import averaged, spacing
 
 _FILE: Final = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
 _CLOSE_MM: Final = 8.0  # the folds of the cortex and the ventricles belong to the mask
@@ -78,7 +78,7 @@ def register(volume: Volume, template: Atlas) -> NDArray[np.float64]:
     """Twelve degrees of freedom, (4, 4), RAS+ mm of the volume to mm of the template.
 
     Raises:
-        NotDefaced: ``not_registered``.
+        NotDefacedError: ``not_registered``.
     """
     return _Niimath().aligned(_coarse(volume), Volume(template.values, template.affine))
 
@@ -90,13 +90,14 @@ def rigid(moving: Volume, fixed: Volume) -> NDArray[np.float64]:
     where the matrix takes it.
 
     Raises:
-        NotDefaced: ``not_registered``; ``other_frame``, the two differ in size or shape, so they are not one head.
+        NotDefacedError: ``not_registered``; ``other_frame``, the two differ in size or shape, so they are not one
+        head.
     """
     coarse = _coarse(moving)
     affine = _Niimath().aligned(coarse, _coarse(fixed))
     u, stretch, vt = np.linalg.svd(affine[:3, :3])
     if not bool(np.abs(stretch - 1).max() <= _SAME):
-        raise NotDefaced("other_frame")
+        raise NotDefacedError("other_frame")
     mass = np.maximum(coarse.values - np.percentile(coarse.values, 50), 0)
     centre = coarse.affine @ np.array([*ndimage.center_of_mass(mass), 1.0])
     turned = np.eye(4)
@@ -128,12 +129,12 @@ class _Niimath:
             answer = self._answer(_nifti(moving), _nifti(fixed))
             matrix = np.array(json.loads(answer)["moving_to_fixed"], np.float64)
         except (OSError, ValueError, KeyError, TypeError, ImportError, subprocess.SubprocessError):
-            raise NotDefaced("not_registered") from None
+            raise NotDefacedError("not_registered") from None
         if matrix.shape != (4, 4) or not bool(np.isfinite(matrix).all()) or not np.linalg.det(matrix[:3, :3]) > 0:
-            raise NotDefaced("not_registered")
+            raise NotDefacedError("not_registered")
         scale = np.linalg.svd(matrix[:3, :3], compute_uv=False)
         if not (scale.min() >= _SCALE[0] and scale.max() <= _SCALE[1]):
-            raise NotDefaced("not_registered")
+            raise NotDefacedError("not_registered")
         return matrix
 
     def _answer(self, moving: bytes, fixed: bytes) -> bytes:

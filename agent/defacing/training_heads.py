@@ -15,21 +15,22 @@ from typing import Final, overload
 
 import numpy as np
 
-from agent.edges import atlas as atlases
-from agent.edges.bids import bids
-from agent.edges.volume_series import series_of
-from agent.edges.volumes import read
-from agent.heads.brain import Brain
-from agent.heads.head import Head, examined
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
-from agent.training.loop import write_whole
+from agent.defacing import template as atlases
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.head import HeadScan
+from agent.defacing.quality import examined
+from agent.domain import Volume
+from agent.volumes.bids import bids
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.series import series_of
+from agent.volumes.volume_io import read
+from protos.common.durable_files import replace_file
 
 _KEPT: Final = "heads"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Sequence[tuple[str, Head]]):
+class ExaminedHeads(Sequence[tuple[str, HeadScan]]):
     """Examined heads in files; one at a time is in memory."""
 
     persons: tuple[str, ...]
@@ -40,18 +41,18 @@ class Kept(Sequence[tuple[str, Head]]):
         return len(self.files)
 
     @overload
-    def __getitem__(self, at: int) -> tuple[str, Head]: ...
+    def __getitem__(self, at: int) -> tuple[str, HeadScan]: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Sequence[tuple[str, Head]]: ...
+    def __getitem__(self, at: slice) -> Sequence[tuple[str, HeadScan]]: ...
 
-    def __getitem__(self, at: int | slice) -> tuple[str, Head] | Sequence[tuple[str, Head]]:
+    def __getitem__(self, at: int | slice) -> tuple[str, HeadScan] | Sequence[tuple[str, HeadScan]]:
         """One head, read; or some of them."""
         if isinstance(at, slice):
-            return Kept(self.persons[at], self.files[at])
+            return ExaminedHeads(self.persons[at], self.files[at])
         return self.persons[at], _read(self.files[at])
 
-    def __iter__(self) -> Iterator[tuple[str, Head]]:
+    def __iter__(self) -> Iterator[tuple[str, HeadScan]]:
         """One after the other."""
         return (self[n] for n in range(len(self)))
 
@@ -64,11 +65,11 @@ class Public:
     paths: tuple[Path, ...]
 
 
-def found(folder: Path) -> list[Public]:
+def find_heads(folder: Path) -> list[Public]:
     """The heads of a BIDS folder; of any other, each volume as somebody of its own.
 
     Raises:
-        BadTable: of a BIDS folder.
+        ParticipantsTableError: of a BIDS folder.
     """
     if (folder / "participants.tsv").exists():
         return [Public(scan.person, (scan.path,)) for scan in bids(folder)]
@@ -79,8 +80,8 @@ def found(folder: Path) -> list[Public]:
 
 def examine(
     scans: Sequence[Public], out: Path, say: Callable[[int, int], None] = lambda _done, _of: None
-) -> tuple[Kept, dict[str, int]]:
-    """Examine heads, or take what an earlier call made of them.
+) -> tuple[ExaminedHeads, dict[str, int]]:
+    """Examine heads, or load the results of an earlier call.
 
     Returns:
         The heads; and why others were left out: code -> how many.
@@ -98,13 +99,13 @@ def examine(
                 _keep(kept, examined(source.seen(), template, atlases.register))
             persons.append(scan.person)
             files.append(kept)
-        except NotDefaced as error:
+        except NotDefacedError as error:
             left[error.code] = left.get(error.code, 0) + 1
         say(number + 1, len(scans))
-    return Kept(tuple(persons), tuple(files)), dict(sorted(left.items()))
+    return ExaminedHeads(tuple(persons), tuple(files)), dict(sorted(left.items()))
 
 
-def _keep(path: Path, head: Head) -> None:
+def _keep(path: Path, head: HeadScan) -> None:
     box, brain = io.BytesIO(), head.brain
     np.savez_compressed(
         box,
@@ -116,11 +117,11 @@ def _keep(path: Path, head: Head) -> None:
         to_template=brain.to_template,
         told=np.array([brain.agreement, brain.likeness]),
     )
-    write_whole(path, box.getvalue())
+    replace_file(path, box.getvalue())
 
 
-def _read(path: Path) -> Head:
+def _read(path: Path) -> HeadScan:
     with np.load(path, allow_pickle=False) as kept:
         agreement, likeness = (float(n) for n in kept["told"])
         brain = Brain(kept["mask"], agreement, kept["to_template"], kept["tight"], likeness)
-        return Head(Volume(kept["values"], kept["affine"]), kept["skin"], brain)
+        return HeadScan(Volume(kept["values"], kept["affine"]), kept["skin"], brain)

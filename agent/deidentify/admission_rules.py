@@ -1,4 +1,4 @@
-"""What a site lets in: an allow-list, judged on a data set before its pixels are touched."""
+"""A site's admission rules: an allow-list, applied to a data set before its pixels are touched."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from pydicom import Dataset
 
-from agent.deidentify import regions
+from agent.deidentify import pixel_redaction
 from agent.deidentify.attributes import frames as frames  # noqa: PLC0414 - read here by others too
 from agent.deidentify.attributes import text as text  # noqa: PLC0414
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import EXPLICIT_BE, EXPLICIT_LE, IMPLICIT_LE, Meta
-from agent.deidentify.reasons import Refused
 
 SECONDARY_CAPTURE: Final = "1.2.840.10008.5.1.4.1.1.7"  # and its multi-frame kinds, .7.1 to .7.4
 MEDIA_DIRECTORY: Final = "1.2.840.10008.1.3.10"
@@ -41,7 +41,7 @@ DECODERS: Final = {
 }
 
 _IMAGE: Final = "1.2.840.10008.5.1.4.1.1."
-# Storage classes that are no picture (PS3.4 B.5): presentation states, documents, structured reports,
+# Storage classes that are no image (PS3.4 B.5): presentation states, documents, structured reports,
 # waveforms, radiotherapy, raw data, registrations, segmentations, surfaces, lens and eye measurements.
 NOT_IMAGES: Final = tuple(
     _IMAGE + part for part in ("11.", "104.", "88.", "9.", "481.", "34.", "66", "67", "68.", "78.", "79.", "80.")
@@ -76,17 +76,17 @@ class Rules:
     """A site's rules for what is let in. Everything that is not listed is refused."""
 
     modalities: frozenset[str]
-    sop_classes: frozenset[str] = DEFAULT_SOP_CLASSES
+    sop_classes: frozenset[str] = DEFAULT_SOP_CLASSES  # UIDs of the kinds of objects that may come in
     manufacturers: frozenset[str] = frozenset()  # without regard to case and spaces; empty is any
-    # secondary captures are pictures of screens; listing a modality here vouches for that device
+    # secondary captures are images of screens; listing a modality here vouches for that device
     secondary_capture_modalities: frozenset[str] = frozenset()
-    colour_modalities: frozenset[str] = frozenset()
-    # first two values of Image Type that a scanner's own picture has; any other may be a captured screen
+    colour_modalities: frozenset[str] = frozenset()  # modalities whose colour images may come in
+    # first two values of Image Type that a scanner's own image has; any other may be a captured screen
     image_types: frozenset[tuple[str, str]] = frozenset({("ORIGINAL", "PRIMARY")})
-    blanks: tuple[regions.Blank, ...] = ()  # regions of risky pictures, which are then let in
+    blanks: tuple[pixel_redaction.Blank, ...] = ()  # regions of risky images, which are then let in
     us_regions: bool = False  # ultrasound is let in, blanked outside the regions that it states
-    structured_reports: bool = False
-    look_for_text: bool = True  # drawn into the picture, in every one of them: see ``glyphs``
+    structured_reports: bool = False  # reports may come in; they are cleaned, and never drawn from
+    look_for_text: bool = True  # drawn into the image, in every one of them: see ``glyphs``
     min_instances_per_series: int = 1  # of those kept; shorter series are not drawn from
     nifti_modality: str = "MR"  # a NIfTI file does not say its own
     max_bytes: int = 256 * 2**20  # of one file, and of one file inflated
@@ -98,7 +98,7 @@ class Rules:
             raise ValueError("rules: modalities must name at least one modality")
         if not (self.max_bytes > 0 and self.max_pixels > 0 and self.min_instances_per_series > 0):
             raise ValueError("rules: max_bytes, max_pixels and min_instances_per_series must be positive")
-        if any(not regions.folded(name) for name in self.manufacturers):
+        if any(not pixel_redaction.folded(name) for name in self.manufacturers):
             raise ValueError("rules: a manufacturer has no name")
 
 
@@ -115,7 +115,7 @@ def rules_from(table: Mapping[str, Any]) -> Rules:
     }
     fields["image_types"] = frozenset((first, second) for first, second in table["image_types"])
     fields["blanks"] = tuple(
-        regions.Blank(**{**b, "rectangles": tuple(regions.Rectangle(**r) for r in b["rectangles"])})
+        pixel_redaction.Blank(**{**b, "rectangles": tuple(pixel_redaction.Rectangle(**r) for r in b["rectangles"])})
         for b in table["blanks"]
     )
     return Rules(**fields)
@@ -125,23 +125,23 @@ def judge(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
     """Apply the site's rules to a parsed file, cheapest question first.
 
     Raises:
-        Refused: the first rule that the file breaks.
+        FileRejectedError: the first rule that the file breaks.
     """
     sop_class = text(dataset, "SOPClassUID")
     if sop_class == MEDIA_DIRECTORY:
-        raise Refused("dicomdir")
+        raise FileRejectedError("dicomdir")
     if not sop_class:
-        raise Refused("incomplete")
+        raise FileRejectedError("incomplete")
     report = rules.structured_reports and is_report(dataset)
     if sop_class.startswith(NOT_IMAGES) and not report:
-        raise Refused("not_an_image")
+        raise FileRejectedError("not_an_image")
     if not report:
         _judge_origin(dataset, sop_class, rules)
     _judge_maker(dataset, rules)
     if not text(dataset, "SOPInstanceUID") or not text(dataset, "StudyInstanceUID"):
-        raise Refused("incomplete")
+        raise FileRejectedError("incomplete")
     if not text(dataset, "PatientID"):
-        raise Refused("missing_patient")
+        raise FileRejectedError("missing_patient")
     if not report:
         _judge_pixels(dataset, transfer_syntax, rules)
 
@@ -150,12 +150,12 @@ def same_instance(meta: Meta, dataset: Dataset) -> None:
     """The file meta information and the data set must speak of one object (PS3.10 table 7.1-1).
 
     Raises:
-        Refused: ``instance_mismatch``, both name a class or an instance, and not the same.
+        FileRejectedError: ``instance_mismatch``, both name a class or an instance, and not the same.
     """
     pairs = ((meta.media_class, "SOPClassUID"), (meta.media_instance, "SOPInstanceUID"))
     for announced, keyword in pairs:
         if announced and text(dataset, keyword) not in ("", announced):
-            raise Refused("instance_mismatch")
+            raise FileRejectedError("instance_mismatch")
 
 
 def is_report(dataset: Dataset) -> bool:
@@ -164,54 +164,54 @@ def is_report(dataset: Dataset) -> bool:
 
 
 def _judge_maker(dataset: Dataset, rules: Rules) -> None:
-    known = {regions.folded(name) for name in rules.manufacturers}
-    if known and regions.folded(text(dataset, "Manufacturer")) not in known:
-        raise Refused("manufacturer_not_allowed")
+    known = {pixel_redaction.folded(name) for name in rules.manufacturers}
+    if known and pixel_redaction.folded(text(dataset, "Manufacturer")) not in known:
+        raise FileRejectedError("manufacturer_not_allowed")
 
 
 def _judge_pixels(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
     if any(keyword in dataset for keyword in ("FloatPixelData", "DoubleFloatPixelData")):
-        raise Refused("unsupported_encoding")  # parametric maps: numbers made from a picture
+        raise FileRejectedError("unsupported_encoding")  # parametric maps: numbers made from an image
     if "PixelData" not in dataset:
-        raise Refused("no_pixels")
+        raise FileRejectedError("no_pixels")
     if transfer_syntax not in DECODERS:
-        raise Refused("unsupported_encoding")
+        raise FileRejectedError("unsupported_encoding")
     _judge_size(dataset, rules)
 
 
 def _judge_origin(dataset: Dataset, sop_class: str, rules: Rules) -> None:
-    """Where a picture comes from decides whether a name may be burned into it.
+    """Where an image comes from decides whether a name may be burned into it.
 
     A risky one is let in when a rule blanks regions of it. ``BurnedInAnnotation = NO`` is not evidence, so
     it is not asked for.
     """
     modality = text(dataset, "Modality")
-    blanked = bool(regions.plan(dataset, rules.blanks, us_regions=rules.us_regions))
-    ultrasound, marked = regions.is_ultrasound(dataset), text(dataset, "BurnedInAnnotation").upper() == "YES"
+    blanked = bool(pixel_redaction.plan(dataset, rules.blanks, us_regions=rules.us_regions))
+    ultrasound, marked = pixel_redaction.is_ultrasound(dataset), text(dataset, "BurnedInAnnotation").upper() == "YES"
     if (ultrasound or marked) and not blanked:
-        raise Refused("burned_in_risk")
+        raise FileRejectedError("burned_in_risk")
     if modality not in rules.modalities:
-        raise Refused("modality_not_allowed")
+        raise FileRejectedError("modality_not_allowed")
     if sop_class == SECONDARY_CAPTURE or sop_class.startswith(SECONDARY_CAPTURE + "."):
         vouched = modality in rules.secondary_capture_modalities
     elif sop_class not in rules.sop_classes and not ultrasound:
-        raise Refused("sop_class_not_allowed")
+        raise FileRejectedError("sop_class_not_allowed")
     else:
         vouched = tuple(text(dataset, "ImageType").upper().split("\\")[:2]) in rules.image_types
     if "PixelData" in dataset and not (vouched or blanked):
-        raise Refused("burned_in_risk")
+        raise FileRejectedError("burned_in_risk")
     _judge_colours(dataset, modality, rules, blanked=blanked)
 
 
 def _judge_colours(dataset: Dataset, modality: str, rules: Rules, *, blanked: bool) -> None:
-    """Grey is usual; colour, on a device that makes grey pictures, is a screen or an annotation."""
+    """Grey is usual; colour, on a device that makes grey images, is a screen or an annotation."""
     colours = text(dataset, "PhotometricInterpretation")
     if "PixelData" not in dataset or colours in _GREY:
         return
     if colours not in _COLOUR:
-        raise Refused("unsupported_encoding")
+        raise FileRejectedError("unsupported_encoding")
     if modality not in rules.colour_modalities and not blanked:
-        raise Refused("burned_in_risk")
+        raise FileRejectedError("burned_in_risk")
 
 
 def _judge_size(dataset: Dataset, rules: Rules) -> None:
@@ -220,14 +220,14 @@ def _judge_size(dataset: Dataset, rules: Rules) -> None:
     count = frames(dataset)
     numbers = (rows, columns, samples, bits, count)
     if not all(isinstance(n, int) and n > 0 for n in numbers):
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     if bits not in (8, 16, 32) or samples not in (1, 3):
-        raise Refused("unsupported_encoding")
+        raise FileRejectedError("unsupported_encoding")
     if text(dataset, "PhotometricInterpretation") == "PALETTE COLOR":
         if (samples, bits) not in ((1, 8), (1, 16)):
-            raise Refused("undecodable")
+            raise FileRejectedError("undecodable")
         samples, bits = 3, 16  # what the palette makes of it
     if not rows * columns * count * samples <= rules.max_pixels:
-        raise Refused("too_large")
+        raise FileRejectedError("too_large")
     if not rows * columns * count * samples * bits // 8 <= rules.max_bytes:
-        raise Refused("too_large")
+        raise FileRejectedError("too_large")

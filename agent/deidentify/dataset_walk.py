@@ -13,16 +13,22 @@ from pydicom.dataelem import RawDataElement
 from pydicom.sequence import Sequence
 from pydicom.tag import BaseTag
 
-from agent.deidentify import bounds, keep, private, structured, values
-from agent.deidentify.plan import DUMMIES, STAMPED, Decision, decide
+from agent.deidentify.admission_rules import text
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import MAX_DEPTH, MAX_ELEMENTS
-from agent.deidentify.profile import Profile
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import text
-from agent.deidentify.trace import Step, step
-from agent.deidentify.values import Element, NotOneOf, padded, texts
+from agent.deidentify.ps315 import (
+    numeric_bounds,
+    retained_attributes,
+    safe_private,
+    structured_content,
+    value_encoding,
+)
+from agent.deidentify.ps315.action_trace import AttributeAction, step
+from agent.deidentify.ps315.actions import DUMMIES, STAMPED, Decision, decide
+from agent.deidentify.ps315.options import Profile
+from agent.deidentify.ps315.value_encoding import Element, NotOneOfError, padded, texts
 
-__all__ = ["STAMPED", "Keyed", "Visit", "own_words", "raw"]
+__all__ = ["STAMPED", "DatasetWalker", "KeyedReplacements", "own_words", "raw"]
 
 _WORD: Final = re.compile(r"[^\W_]+")
 _DEVICE: Final = re.compile(r"[A-Za-z0-9 ._/+()#:,-]{1,64}")
@@ -35,7 +41,7 @@ _LEAST_ID: Final = 5  # characters without separators: below, chance writes it
 
 
 @dataclass(frozen=True, slots=True)
-class Keyed:
+class KeyedReplacements:
     """The project's keyed replacements, for one patient."""
 
     uid: Callable[[str], str]
@@ -55,35 +61,40 @@ def own_words(dataset: Dataset) -> frozenset[str]:
     """
     joined = " ".join(str(dataset.get(keyword)) for keyword in (*_NAMES, *_OTHER_NAMES) if keyword in dataset)
     ids = ["".join(_WORD.findall(str(dataset.get(k)).casefold())) for k in _IDS if k in dataset]
-    forms = {f for i in ids for f in (i, keep.digits(i), keep.digits(i).lstrip("0")) if len(f) >= _LEAST_ID}
+    forms = {
+        f
+        for i in ids
+        for f in (i, retained_attributes.digits(i), retained_attributes.digits(i).lstrip("0"))
+        if len(f) >= _LEAST_ID
+    }
     return frozenset(w for w in _WORD.findall(joined.casefold()) if len(w) > 1) | forms
 
 
 @dataclass(slots=True)
-class Visit:
+class DatasetWalker:
     """The state of one walk."""
 
-    keyed: Keyed
+    keyed: KeyedReplacements
     profile: Profile
     own: frozenset[str]
     signed: bool
     palette: bool = False  # the pixels are indexes of a colour palette
-    steps: list[Step] = field(default_factory=list)
+    steps: list[AttributeAction] = field(default_factory=list)
     count: int = 0
 
     def dataset(self, source: Dataset, depth: int = 0, path: str = "") -> dict[BaseTag, Element]:
         """The attributes of one data set, or of one item, that stay.
 
         Raises:
-            Refused: ``too_deep``.
+            FileRejectedError: ``too_deep``.
         """
         if depth > MAX_DEPTH:
-            raise Refused("too_deep")
+            raise FileRejectedError("too_deep")
         target: dict[BaseTag, Element] = {}
         steps, profile = self.steps, self.profile
         self.count += len(source)
         if self.count > MAX_ELEMENTS:
-            raise Refused("too_deep")
+            raise FileRejectedError("too_deep")
         for tag in sorted(source.keys()):
             decision = decide(profile, int(tag))
             if decision.kind in ("stamped", "pixels") and not depth:
@@ -103,26 +114,28 @@ class Visit:
 
     def _fate(
         self, source: Dataset, tag: BaseTag, decision: Decision, depth: int, path: str
-    ) -> tuple[Element | None, Step]:
+    ) -> tuple[Element | None, AttributeAction]:
         """``_one``, where a value that is not what it should be does not stay."""
         try:
             return self._one(source, tag, decision, depth, path)
-        except NotOneOf:
+        except NotOneOfError:
             why = _NOT_ONE_OF.get(decision.kind, "no_term")
-            if tag in keep.NEEDED:
-                raise Refused("undecodable") from None
-            if (decision.kind in ("term", "maker") and tag not in keep.NEVER_EMPTY) or tag in keep.TYPE_2:
+            if tag in retained_attributes.NEEDED:
+                raise FileRejectedError("undecodable") from None
+            if (
+                decision.kind in ("term", "maker") and tag not in retained_attributes.NEVER_EMPTY
+            ) or tag in retained_attributes.TYPE_2:
                 # may have to be there, empty
                 return raw(tag, decision.vr, b""), step(path, "emptied", why)
             return None, step(path, "removed", why)
-        except values.UNREADABLE:
-            if tag in keep.NEEDED:
-                raise Refused("undecodable") from None
+        except value_encoding.UNREADABLE:
+            if tag in retained_attributes.NEEDED:
+                raise FileRejectedError("undecodable") from None
             return None, step(path, "removed", "unreadable")
 
     def _one(
         self, source: Dataset, tag: BaseTag, decision: Decision, depth: int, path: str
-    ) -> tuple[Element | None, Step]:
+    ) -> tuple[Element | None, AttributeAction]:
         """What stays of one attribute, and its step."""
         kind, vr = decision.kind, decision.vr
         if kind == "sequence":
@@ -133,31 +146,31 @@ class Visit:
             return None, step(path, "removed", "profile" if kind == "stamped" else "not_listed")
         if kind == "emptied":
             return DataElement(tag, vr, []) if vr == "SQ" else raw(tag, vr, b""), step(path, "emptied", decision.why)
-        if tag in keep.PALETTES and not self.palette:
+        if tag in retained_attributes.PALETTES and not self.palette:
             return None, step(path, "removed", "not_listed")
         vr = ("SS" if self.signed else "US") if vr == "US or SS" else vr
         element = source.get_item(tag)
         action: str | None = None
         if kind == "lut":
-            vr, value = "OW", values.lookup_table(source, element, keep.LOOKUP_TABLES[tag])
+            vr, value = "OW", value_encoding.lookup_table(source, element, retained_attributes.LOOKUP_TABLES[tag])
         elif kind == "number" and vr not in ("DS", "IS"):
-            value, rounded = values.packed(source, element, vr, bounds.of(tag))
+            value, rounded = value_encoding.packed(source, element, vr, numeric_bounds.bound_of(tag))
             action = "cleaned" if rounded else None
         else:
             value, action = _HANDLERS[kind](self, source, element, decision)
-        if not value and tag in keep.NEVER_EMPTY:
+        if not value and tag in retained_attributes.NEVER_EMPTY:
             return None, step(path, "removed", "empty")
         return raw(tag, vr, value), step(path, action or decision.action, decision.why)
 
-    def _private(self, source: Dataset, tag: BaseTag, path: str) -> tuple[Element | None, Step]:
-        found = private.safe(source, tag)
+    def _private(self, source: Dataset, tag: BaseTag, path: str) -> tuple[Element | None, AttributeAction]:
+        found = safe_private.safe(source, tag)
         if found is None:
             return None, step(path, "removed", "private")
         return found[0], step(path, "cleaned" if found[1] else "kept", "retain_safe_private")
 
     def _sequence(
         self, source: Dataset, tag: BaseTag, decision: Decision, depth: int, path: str
-    ) -> tuple[Element | None, Step]:
+    ) -> tuple[Element | None, AttributeAction]:
         """A sequence whose items are cleaned in turn; one in which nothing is left is removed."""
         items = source[tag].value
         if not isinstance(items, Sequence):
@@ -179,32 +192,35 @@ class Visit:
     # -------------------------------------------------- one function for each kind of value
 
     def _number(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
-        write = values.decimals if decision.vr == "DS" else values.integers
-        value, rounded = write(source, element, bounds.of(element.tag))
+        write = value_encoding.decimals if decision.vr == "DS" else value_encoding.integers
+        value, rounded = write(source, element, numeric_bounds.bound_of(element.tag))
         return value, "cleaned" if rounded else ""
 
     def _term(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
         given = [v.upper() for v in texts(source, element)]
-        allowed = keep.TERMS.get(element.tag, keep.VOCABULARY["terms"])
-        replacement = keep.REPLACE_UNKNOWN.get(element.tag)
+        allowed = retained_attributes.TERMS.get(element.tag, retained_attributes.VOCABULARY["terms"])
+        replacement = retained_attributes.REPLACE_UNKNOWN.get(element.tag)
         stays: list[str | None] = [v if not v or v in allowed else replacement for v in given]
         if len("".join(v for v in given if v.isdigit())) > _MOST_TERM_DIGITS:
-            raise NotOneOf
-        if None in stays and not (element.tag in keep.ORIENTATIONS and all(map(keep.DIRECTION.fullmatch, given))):
-            raise NotOneOf
+            raise NotOneOfError
+        if None in stays and not (
+            element.tag in retained_attributes.ORIENTATIONS
+            and all(map(retained_attributes.DIRECTION.fullmatch, given))
+        ):
+            raise NotOneOfError
         stays = [*given] if None in stays else stays
         changed = "cleaned" if stays != given else ""
         return padded("\\".join(v or "" for v in stays).encode("ascii")), changed
 
     def _date(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
-        moved = values.dates(source, element, self.keyed.days, times=self.profile.times)
+        moved = value_encoding.dates(source, element, self.keyed.days, times=self.profile.times)
         return moved, "" if moved.strip(b"\\ ") else "emptied"
 
     def _clock(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
-        return values.clock(source, element), None
+        return value_encoding.clock(source, element), None
 
     def _age(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
-        return values.age(source, element), None
+        return value_encoding.age(source, element), None
 
     def _uid(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
         given = texts(source, element)
@@ -214,7 +230,7 @@ class Visit:
     def _class_uid(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
         given = texts(source, element)
         if len(given) != 1 or given[0] not in UID_dictionary:
-            raise NotOneOf
+            raise NotOneOfError
         return padded(given[0].encode("ascii"), b"\0"), None
 
     def _keyed_id(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
@@ -227,51 +243,60 @@ class Visit:
 
     def _known(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
         given = texts(source, element)
-        known = {"maker": keep.maker, "model": keep.model, "version": keep.version, "short": keep.short_text}
-        few = decision.kind == "maker" or keep.few_digits(decision.kind, given)
+        known = {
+            "maker": retained_attributes.maker,
+            "model": retained_attributes.model,
+            "version": retained_attributes.version,
+            "short": retained_attributes.short_text,
+        }
+        few = decision.kind == "maker" or retained_attributes.few_digits(decision.kind, given)
         if not few or self._mine(given) or not all(not v or known[decision.kind](v) for v in given):
-            raise NotOneOf
+            raise NotOneOfError
         return padded("\\".join(given).encode("ascii")), None
 
     def _device(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
         given = texts(source, element)
         if self._mine(given) or not all(not v or _DEVICE.fullmatch(v) for v in given):
-            raise NotOneOf
+            raise NotOneOfError
         return padded("\\".join(given).encode("ascii")), None
 
     def _words(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
-        left = keep.technical_words(" ".join(texts(source, element)), self.own)
+        left = retained_attributes.technical_words(" ".join(texts(source, element)), self.own)
         return padded(left[:64].rstrip().encode("ascii")), "" if left else "emptied"
 
     def _code(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
         """One part of a coded entry (PS3.3 section 8.8): the meaning is ours, whatever the file says."""
         value, scheme = (text(source, k) for k in ("CodeValue", "CodingSchemeDesignator"))
-        meaning = keep.concept(scheme, value)
+        meaning = retained_attributes.concept(scheme, value)
         if meaning is None:
-            raise NotOneOf
+            raise NotOneOfError
         given = texts(source, element)[0] if texts(source, element) else ""
-        if element.tag == keep.CODE_VERSION and not keep.CODE_VERSION_FORM.fullmatch(given):
-            raise NotOneOf
-        stays = meaning if element.tag == keep.CODE_MEANING else given
-        ascii_only = stays.encode("ascii", "ignore")[: 64 if element.tag == keep.CODE_MEANING else 16]
+        if element.tag == retained_attributes.CODE_VERSION and not retained_attributes.CODE_VERSION_FORM.fullmatch(
+            given
+        ):
+            raise NotOneOfError
+        stays = meaning if element.tag == retained_attributes.CODE_MEANING else given
+        ascii_only = stays.encode("ascii", "ignore")[: 64 if element.tag == retained_attributes.CODE_MEANING else 16]
         return padded(ascii_only.strip()), "" if stays == given else "replaced"
 
     def _mine(self, given: list[str]) -> bool:
         """Whether a word is the patient's own, beside digits too, or all values together hold a number of theirs."""
         folded = " ".join(given).casefold()
         words = {*_WORD.findall(folded), *_LETTERS.findall(folded)}
-        joined, numbers = "".join(_WORD.findall(folded)), keep.digits(folded)
-        long = [w for w in self.own if len(w) >= _LEAST_ID and keep.digits(w)]
+        joined, numbers = "".join(_WORD.findall(folded)), retained_attributes.digits(folded)
+        long = [w for w in self.own if len(w) >= _LEAST_ID and retained_attributes.digits(w)]
         return not words.isdisjoint(self.own) or any(w in (numbers if w.isdigit() else joined) for w in long)
 
 
 def _understood(item: Dataset, kept: dict[BaseTag, Element]) -> bool:
     """Whether an item that is, or needs, a coded concept still has it."""
-    coded = keep.CODE_VALUE in item or 0x00080119 in item or 0x00080120 in item
-    if coded and keep.CODE_VALUE not in kept:
+    coded = retained_attributes.CODE_VALUE in item or 0x00080119 in item or 0x00080120 in item
+    if coded and retained_attributes.CODE_VALUE not in kept:
         return False
     # a content item of a report says nothing without the concept that names or fills it
-    return all(tag in kept for tag in (structured.CONCEPT_NAME, structured.VALUE_CONCEPT) if tag in item)
+    return all(
+        tag in kept for tag in (structured_content.CONCEPT_NAME, structured_content.VALUE_CONCEPT) if tag in item
+    )
 
 
 class _Item(Dataset):
@@ -282,12 +307,32 @@ class _Item(Dataset):
         self.set_original_encoding(False, True)
 
 
-Handler = Callable[[Visit, Dataset, Element, Decision], tuple[bytes, str | None]]
+Handler = Callable[[DatasetWalker, Dataset, Element, Decision], tuple[bytes, str | None]]
 _HANDLERS: Final[dict[str, Handler]] = {
-    **{"number": Visit._number, "term": Visit._term, "date": Visit._date, "clock": Visit._clock},
-    **{"age": Visit._age, "uid": Visit._uid, "class_uid": Visit._class_uid, "keyed_id": Visit._keyed_id},
-    **{"dummy": Visit._dummy, "maker": Visit._known, "model": Visit._known, "version": Visit._known},
-    **{"short": Visit._known, "device": Visit._device, "words": Visit._words, "code": Visit._code},
+    **{
+        "number": DatasetWalker._number,
+        "term": DatasetWalker._term,
+        "date": DatasetWalker._date,
+        "clock": DatasetWalker._clock,
+    },
+    **{
+        "age": DatasetWalker._age,
+        "uid": DatasetWalker._uid,
+        "class_uid": DatasetWalker._class_uid,
+        "keyed_id": DatasetWalker._keyed_id,
+    },
+    **{
+        "dummy": DatasetWalker._dummy,
+        "maker": DatasetWalker._known,
+        "model": DatasetWalker._known,
+        "version": DatasetWalker._known,
+    },
+    **{
+        "short": DatasetWalker._known,
+        "device": DatasetWalker._device,
+        "words": DatasetWalker._words,
+        "code": DatasetWalker._code,
+    },
 }
 _NOT_ONE_OF: Final = {
     **{"number": "no_number", "lut": "no_number", "code": "no_code", "age": "no_number", "clock": "no_number"},

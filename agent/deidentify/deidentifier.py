@@ -1,6 +1,6 @@
 """De-identification of a DICOM data set: PS3.15 Basic Profile and its options, recursive, default deny.
 
-Every attribute has one fate, by ``plan``, and leaves one ``Step`` in the trace. The result is built from
+Every attribute has one fate, by ``plan``, and leaves one ``AttributeAction`` in the trace. The result is built from
 nothing, with the VR of the dictionary and never that of the file, out of bytes that ``values`` has checked, so
 what was not copied cannot be in it. Own code because every library leaked on planted identifiers: nested
 sequences, unknown VRs, file meta, preamble, attributes newer than their tables.
@@ -23,16 +23,17 @@ from pydicom.dataset import FileMetaDataset
 from pydicom.tag import BaseTag
 from pydicom.uid import UID
 
-from agent.deidentify import keep, structured, table, visit
+from agent.deidentify import dataset_walk
+from agent.deidentify.admission_rules import MEDIA_DIRECTORY, NOT_IMAGES, text
 from agent.deidentify.attributes import identifier, plain
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import EXPLICIT_LE, IMPLICIT_LE
-from agent.deidentify.profile import CODES, UNKNOWN_PIXELS, USUAL, Pixels, Profile
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import MEDIA_DIRECTORY, NOT_IMAGES, text
-from agent.deidentify.trace import Step, step
-from agent.deidentify.values import UNREADABLE, padded, shifted
+from agent.deidentify.ps315 import retained_attributes, structured_content, table
+from agent.deidentify.ps315.action_trace import AttributeAction, step
+from agent.deidentify.ps315.options import CODES, UNKNOWN_PIXELS, USUAL, Pixels, Profile
+from agent.deidentify.ps315.value_encoding import UNREADABLE, padded, shifted
 
-__all__ = ["Clean", "Deidentifier", "shifted"]
+__all__ = ["DeidentifiedDataset", "Deidentifier", "shifted"]
 
 MIN_KEY_BYTES: Final = 32
 # 5 to 15 years back: no shifted study date falls on a date of the years that the cohort was scanned in
@@ -45,11 +46,11 @@ Names = Callable[[Key, str, tuple[bytes, ...]], str]  # which key, purpose, part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Clean:
+class DeidentifiedDataset:
     """A de-identified data set, and what was done to each attribute of the original."""
 
     dataset: FileDataset
-    trace: tuple[Step, ...]
+    trace: tuple[AttributeAction, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Deidentifier:
         ``issuer`` in ingest.toml is what the PACS writes there.
 
         Raises:
-            Refused: ``missing_patient``, also when either is not one plain text.
+            FileRejectedError: ``missing_patient``, also when either is not one plain text.
         """
         return self.named("project", "patient", self._folded(issuer, patient_id))
 
@@ -107,7 +108,7 @@ class Deidentifier:
         What is one patient is said at :meth:`pseudonym`.
 
         Raises:
-            Refused: ``missing_patient``.
+            FileRejectedError: ``missing_patient``.
         """
         return self.named("site", "patient", self._folded(issuer, patient_id))
 
@@ -115,9 +116,9 @@ class Deidentifier:
         try:
             given, own, patient = (_fold(plain(s)) for s in (issuer, self.issuer, patient_id))
         except ValueError:
-            raise Refused("missing_patient") from None
+            raise FileRejectedError("missing_patient") from None
         if not patient:
-            raise Refused("missing_patient")
+            raise FileRejectedError("missing_patient")
         return (given or own).encode(), patient.encode()
 
     def patient(self, dataset: Dataset) -> str:
@@ -128,7 +129,7 @@ class Deidentifier:
         """The site-wide pseudonym of a data set's patient.
 
         Raises:
-            Refused: ``missing_patient``, see ``attributes.identifier`` and :meth:`pseudonym`.
+            FileRejectedError: ``missing_patient``, see ``attributes.identifier`` and :meth:`pseudonym`.
         """
         return self.person(*_named(dataset))
 
@@ -150,31 +151,33 @@ class Deidentifier:
         """``clean`` without its trace."""
         return self.clean(dataset).dataset
 
-    def clean(self, dataset: Dataset, pixels: Pixels = UNKNOWN_PIXELS) -> Clean:
+    def clean(self, dataset: Dataset, pixels: Pixels = UNKNOWN_PIXELS) -> DeidentifiedDataset:
         """A new, de-identified data set; the argument is left as it was.
 
-        The pixel data must be native: a compressed stream has comments of its own. What is burned into
-        the pixels stays; ``rules.judge`` keeps risky pictures out, and ``pixels`` says what others did or
-        vouch for. A structured report is cleaned under the Clean Structured Content Option.
+        The pixel data must be native: a compressed stream may contain comments. Burned-in text stays; ``rules.judge``
+        keeps risky images out, and ``pixels`` says what others changed or vouch for. A structured report is cleaned
+        under the Clean Structured Content Option.
 
         Returns:
             A data set with new file meta (Explicit VR Little Endian) and a zero preamble, and its trace.
         Raises:
-            Refused: documents and other non-images, compressed or oversized pixel data, no patient,
+            FileRejectedError: documents and other non-images, compressed or oversized pixel data, no patient,
                 missing identifiers, too deep or too many elements.
         """
         sop_class = text(dataset, "SOPClassUID")
-        report = self.profile.clean_structured_content and sop_class.startswith(structured.REPORTS)
+        report = self.profile.clean_structured_content and sop_class.startswith(structured_content.REPORTS)
         if sop_class == MEDIA_DIRECTORY or (sop_class.startswith(NOT_IMAGES) and not report):
-            raise Refused("not_an_image")
+            raise FileRejectedError("not_an_image")
         if not (sop_class in UID_dictionary and text(dataset, "SOPInstanceUID")):
-            raise Refused("incomplete")
-        if report and not structured.named(dataset):
-            raise Refused("not_an_image")
+            raise FileRejectedError("incomplete")
+        if report and not structured_content.named(dataset):
+            raise FileRejectedError("not_an_image")
         pseudonym = self.patient(dataset)
-        keyed = visit.Keyed(self.uid, self.identifier, self.shift_days(pseudonym))
+        keyed = dataset_walk.KeyedReplacements(self.uid, self.identifier, self.shift_days(pseudonym))
         signed, palette = dataset.get("PixelRepresentation") == 1, text(dataset, "PhotometricInterpretation")
-        walk = visit.Visit(keyed, self.profile, visit.own_words(dataset), signed, palette == "PALETTE COLOR")
+        walk = dataset_walk.DatasetWalker(
+            keyed, self.profile, dataset_walk.own_words(dataset), signed, palette == "PALETTE COLOR"
+        )
         body = walk.dataset(dataset)
         pixel_data = _native_pixels(dataset, walk.steps)
         if pixel_data is not None:
@@ -185,7 +188,7 @@ class Deidentifier:
         result = Dataset(dict(sorted(body.items())))
         clean = FileDataset("", result, preamble=b"\0" * 128, file_meta=_file_meta(result))
         clean.set_original_encoding(False, True)
-        return Clean(clean, tuple(walk.steps))
+        return DeidentifiedDataset(clean, tuple(walk.steps))
 
     def _stamps(self, source: Dataset, pseudonym: str, pixels: Pixels) -> dict[BaseTag, DataElement]:
         """Say who the patient is now, and that and how the data set was de-identified (PS3.15 E.1.1)."""
@@ -215,7 +218,7 @@ def _named(dataset: Dataset) -> tuple[str, str]:
     try:
         return identifier(dataset, "IssuerOfPatientID"), identifier(dataset, "PatientID")
     except ValueError:
-        raise Refused("missing_patient") from None
+        raise FileRejectedError("missing_patient") from None
 
 
 def _fold(value: str) -> str:
@@ -238,9 +241,9 @@ def _code(value: str) -> Dataset:
     return item
 
 
-def _stamp_steps(source: Dataset, stamps: dict[BaseTag, DataElement]) -> list[Step]:
+def _stamp_steps(source: Dataset, stamps: dict[BaseTag, DataElement]) -> list[AttributeAction]:
     steps = [step("preamble", "blanked", "preamble"), step("file_meta", "replaced", "file_meta")]
-    for tag in map(BaseTag, sorted(visit.STAMPED)):
+    for tag in map(BaseTag, sorted(dataset_walk.STAMPED)):
         path = f"{tag >> 16:04X},{tag & 0xFFFF:04X}"
         if tag in stamps:
             emptied = stamps[tag].value in ("", None)
@@ -250,27 +253,27 @@ def _stamp_steps(source: Dataset, stamps: dict[BaseTag, DataElement]) -> list[St
     return steps
 
 
-def _native_pixels(dataset: Dataset, steps: list[Step]) -> RawDataElement | None:
+def _native_pixels(dataset: Dataset, steps: list[AttributeAction]) -> RawDataElement | None:
     """Native pixel data, exactly as long as the header says; what follows is dropped."""
     if "PixelData" not in dataset:
         return None
     meta = getattr(dataset, "file_meta", None)
     syntax = str(meta.get("TransferSyntaxUID", "")) if meta is not None else ""
     if syntax not in (IMPLICIT_LE, EXPLICIT_LE):
-        raise Refused("unsupported_encoding")
+        raise FileRejectedError("unsupported_encoding")
     try:
         samples = int(dataset.Rows) * int(dataset.Columns) * int(dataset.get("SamplesPerPixel", 1))
         bits = int(dataset.BitsAllocated)
         length = samples * int(dataset.get("NumberOfFrames") or 1) * bits // 8
         value = dataset["PixelData"].value
     except UNREADABLE:
-        raise Refused("undecodable") from None
+        raise FileRejectedError("undecodable") from None
     if bits not in (8, 16, 32) or not isinstance(value, bytes) or not 0 < length <= len(value):
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     steps.append(step("7FE0,0010", "kept", "listed"))
     if len(value) > length + length % 2:
         steps.append(step("trailing", "removed", "trailing"))
-    return visit.raw(keep.PIXELS, "OB" if bits == 8 else "OW", padded(value[:length], b"\0"))
+    return dataset_walk.raw(retained_attributes.PIXELS, "OB" if bits == 8 else "OW", padded(value[:length], b"\0"))
 
 
 def _file_meta(body: Dataset) -> FileMetaDataset:

@@ -9,23 +9,25 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from protos.common.errors import RefusedError
+
 REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "not_dicom": "Neither DICOM (with its 128-byte preamble) nor NIfTI. Nothing to do unless it should"
-        " be an image: then export it from the PACS again.",
-        "not_a_file": "A link, socket or device, which is never followed. Put the file itself in the folder.",
+        "not_dicom": "Neither DICOM (with its 128-byte preamble) nor NIfTI. If it should be an image,"
+        " export it from the PACS again. Otherwise there is nothing to do.",
+        "not_a_file": "A link, socket or device. These are never followed. Put the file itself in the folder.",
         "unreadable": "The file could not be opened or read. Check its permissions and the disk.",
         "truncated": "The file ends before its contents do. Copy or export it again.",
-        "malformed": "The structure breaks the DICOM or NIfTI standard. Export it again; if it stays so, ask"
+        "malformed": "The structure breaks the DICOM or NIfTI standard. Export it again. If that does not help, ask"
         " the vendor of the device.",
         "too_large": "More bytes or pixels than the rules allow. Raise max_bytes or max_pixels if this is"
         " a real image.",
-        "too_deep": "Nested deeper, or more elements, than any real image has. Treat the file as hostile.",
+        "too_deep": "More nesting or elements than a real image has. Treat the file as hostile.",
         "incomplete": "An identifier that every image must have (SOP class, instance, study) is missing."
         " Export it again from the PACS.",
         "unsupported_encoding": "The transfer syntax or colour model is not one this agent decodes. Let the"
         " PACS send it uncompressed, as JPEG 2000, JPEG-LS, RLE or baseline JPEG.",
-        "dicomdir": "The index of a medium, not an image. Nothing to do.",
+        "dicomdir": "The index of a medium (DICOMDIR), not an image. Nothing to do.",
         "not_an_image": "A report, plan, dose, waveform, document, segmentation or presentation state."
         " Leave such objects out of the export.",
         "no_pixels": "An image object without pixel data. Export it again with its pixels.",
@@ -34,10 +36,10 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "modality_not_allowed": "This modality is not on the site's list. Add it to the rules if the"
         " protocol covers it.",
         "burned_in_risk": "The picture may show the patient's name: ultrasound, a captured screen, a derived"
-        " or colour picture, or marked as such. Have a person look, or leave it out.",
+        " or colour picture, or marked as such. Let a person check it, or leave it out.",
         "missing_patient": "No patient identifier, or one that cannot be read as one plain text, so the patient"
         " cannot be counted once. Complete or correct it in the PACS and export again.",
-        "undecodable": "The pixel data cannot be decoded or makes no sense. Export it again, uncompressed.",
+        "undecodable": "The pixel data cannot be decoded or are inconsistent. Export it again, uncompressed.",
         "conflicting_instance": "This instance of the patient was already kept with other bytes. Find out which one"
         " is right, and remove the other.",
         "manufacturer_not_allowed": "The device's manufacturer is not on the site's list. Add it to the rules if"
@@ -45,14 +47,14 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "inconsistent_series": "Its series holds instances of another study of the patient. Find out in the PACS"
         " which is right; the patient's whole series is held back until `cohort --lift`.",
         "opted_out": "The patient has opted out. Nothing to do; the file is not kept.",
-        "residual_identifier": "An identifier of the patient is still in what would be kept. Report it: the"
-        " rules of de-identification must cover it first.",
-        "burned_in_text": "Text was read in the picture. Have a person look at the series, or give a rule that"
+        "residual_identifier": "An identifier of the patient is still in data that would be kept. Report this: the"
+        " de-identification rules must cover it first.",
+        "burned_in_text": "Text was found in the image. Let a person check the series, or add a rule that"
         " blanks the region.",
         "instance_mismatch": "The sender announced another object than the one it sent. Ask the vendor of the"
         " sending system.",
         "nifti_without_modality": "A NIfTI file does not say its modality. Set nifti_modality in ingest.toml.",
-        "missing_from_medium": "The index of the medium lists this file, and it is not there. Copy the medium again.",
+        "missing_from_medium": "The index of the medium lists this file, but it is missing. Copy the medium again.",
         "parser_stopped": "Reading the file took too long or too much memory, or crashed the reader."
         " Treat the file as hostile.",
         "nifti_without_patient": "A NIfTI file names no patient. Add a line with its file and patient_id to"
@@ -61,7 +63,7 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class Refused(Exception):
+class FileRejectedError(RefusedError):
     """A file is not let in. ``code`` is a key of ``REASONS``; nothing of the file is in the exception."""
 
     def __init__(self, code: str) -> None:

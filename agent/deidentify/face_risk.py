@@ -1,7 +1,7 @@
 """Faces: which files may show one.
 
-A record that may show a face keeps ``face = True`` until the face is off (:mod:`agent.edges.sweep`), and such records
-are not eligible for any release: what cannot be de-faced withholds pictures and never lets one through.
+A record that may show a face keeps ``face = True`` until the face is off (:mod:`agent.ingest.vault_defacing`), and
+such records are not eligible for any release: what cannot be de-faced withholds images and never lets one through.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydicom import Dataset
 from pydicom.sequence import Sequence
 
 from agent.deidentify.attributes import frames, text
-from agent.deidentify.profile import Faces
+from agent.deidentify.ps315.options import Faces
 
 _FLAT: Final = frozenset({"CR", "DX", "MG", "OP", "OPT", "OT", "NM", "XA", "RF"})
 _NEVER_A_FACE: Final = frozenset({"MG", "OP", "OPT"})
@@ -24,7 +24,7 @@ _STORAGE: Final = "1.2.840.10008.5.1.4.1.1."
 _VOLUMETRIC_CLASSES: Final = frozenset(
     _STORAGE + c for c in ("2", "2.1", "2.2", "4", "4.1", "4.2", "4.3", "4.4", "20", "128", "128.1", "130")
 )
-_SLICES: Final = _VOLUMETRIC_CLASSES - {_STORAGE + "20"}  # a nuclear picture of one frame is mostly a planar one
+_SLICES: Final = _VOLUMETRIC_CLASSES - {_STORAGE + "20"}  # a nuclear image of one frame is mostly a planar one
 _TRUNK: Final = ("BREAST", "CHEST", "HEART", "LUNG", "ABDOMEN", "LIVER", "KIDNEY", "PELVIS", "PROSTATE", "HIP")
 # Body Part Examined to the part of the body that it lies in; a joint lies in both that it joins
 _ELSEWHERE: Final[dict[str, frozenset[str]]] = {
@@ -69,10 +69,10 @@ _HEAD: Final = re.compile(
 def may_show_a_face(dataset: Dataset) -> bool:
     """True unless the data set says that no face can be rebuilt from it, or from a stack of its like.
 
-    Of a volume every anatomic statement is asked, also those of functional groups (PS3.3 sections C.7.6.16.2.8
-    and 10.5): there must be one, all must be of closed lists, and they must speak of the same part of the
-    body. Then no word for the head or the neck, nor for the whole body, may stand in its descriptions.
-    A file in which all of them lie is not found out: somebody must look.
+    For a volume every anatomic statement is checked, also in functional groups (PS3.3 sections C.7.6.16.2.8 and
+    10.5): there must be one, all must be from closed lists, and all must name the same part of the body. Then its
+    descriptions may not mention the head, the neck, or the whole body. A file in which all statements are wrong is
+    not detected; a person must look.
     """
     modality = text(dataset, "Modality")
     flat = modality in _NEVER_A_FACE or (modality in _FLAT and frames(dataset) == 1)

@@ -1,4 +1,4 @@
-"""Every identifying value of one original data set, to be looked for in what was made of it.
+"""Every identifying value of one original data set, for the residual check of its result.
 
 Read from everywhere that a parser can reach: nested items, private and unknown elements, file meta, preamble.
 The values stay in the process: nothing here is printed, logged or put into an exception.
@@ -20,18 +20,18 @@ from pydicom.multival import MultiValue
 from pydicom.sequence import Sequence
 from pydicom.valuerep import PersonName
 
-from agent.deidentify import keep, table, values
-from agent.deidentify.plan import decide
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import MAX_DEPTH
-from agent.deidentify.profile import CODES, USUAL, Profile
-from agent.deidentify.reasons import Refused
+from agent.deidentify.ps315 import retained_attributes, table, value_encoding
+from agent.deidentify.ps315.actions import decide
+from agent.deidentify.ps315.options import CODES, USUAL, Profile
 
 Kind = str  # of KINDS
 KINDS: Final = ("name", "id", "uid", "date", "text", "device")
 _LEAST: Final = 4  # characters of what is looked for anywhere; shorter ones only as words of text
 _LEAST_UID: Final = 12
 _LEAST_JOINED: Final = 5
-_BIRTHS: Final = keep.tags("PatientBirthDate", "PatientBirthDateInAlternativeCalendar")
+_BIRTHS: Final = retained_attributes.tags("PatientBirthDate", "PatientBirthDateInAlternativeCalendar")
 _MOST_BLOB: Final = 2048  # bytes: larger unknown values are images and tables of a vendor's own
 _TEXT: Final = frozenset({"LO", "SH", "ST", "LT", "UT", "UC", "AE", "UR"})
 _OPAQUE: Final = frozenset({"UN", "OB"})
@@ -50,7 +50,12 @@ _METHOD: Final = "lazaret default deny removed modified dicm basic yes no"
 
 
 def _ours() -> tuple[frozenset[str], str]:
-    words = {w.casefold() for listed in keep.VOCABULARY.values() for entry in listed for w in _WORD.findall(entry)}
+    words = {
+        w.casefold()
+        for listed in retained_attributes.VOCABULARY.values()
+        for entry in listed
+        for w in _WORD.findall(entry)
+    }
     words |= {w for meaning in (*CODES.values(), _METHOD) for w in _WORD.findall(meaning.casefold())}
     return frozenset(words), "\n".join(sorted(words))
 
@@ -59,8 +64,8 @@ OUR_WORDS, _OUR_TEXT = _ours()  # what this agent itself writes: finding it says
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Needles:
-    """What to look for. ``anywhere`` in any byte; ``words`` as whole words or whole values of texts."""
+class IdentifierSet:
+    """Values to search for: ``anywhere`` in any byte; ``words`` as entire words or entire values of texts."""
 
     anywhere: dict[str, Kind] = field(default_factory=dict)
     words: dict[str, Kind] = field(default_factory=dict)  # folded
@@ -69,13 +74,13 @@ class Needles:
     born: set[tuple[int, int, int]] = field(default_factory=set)  # year, month, day
 
 
-def identifiers(dataset: Dataset, profile: Profile = USUAL) -> Needles:
+def identifiers(dataset: Dataset, profile: Profile = USUAL) -> IdentifierSet:
     """The identifying values of a data set under a profile: what the profile keeps is not one.
 
     Raises:
-        Refused: ``too_deep``.
+        FileRejectedError: ``too_deep``.
     """
-    found = Needles()
+    found = IdentifierSet()
     _collect(dataset, profile, found, 0)
     meta = getattr(dataset, "file_meta", None)
     if meta is not None:
@@ -86,16 +91,16 @@ def identifiers(dataset: Dataset, profile: Profile = USUAL) -> Needles:
     return found
 
 
-def of_patient(patient_id: str) -> Needles:
+def of_patient(patient_id: str) -> IdentifierSet:
     """The one identifying value that is known of a file which names nobody itself (NIfTI)."""
     named = Dataset()
     named.PatientID = patient_id
     return identifiers(named)
 
 
-def _collect(source: Dataset, profile: Profile, found: Needles, depth: int) -> None:
+def _collect(source: Dataset, profile: Profile, found: IdentifierSet, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise Refused("too_deep")
+        raise FileRejectedError("too_deep")
     for tag in tuple(source._dict):
         element = source.get_item(tag)
         entry = DicomDictionary.get(int(tag))
@@ -111,7 +116,7 @@ def _collect(source: Dataset, profile: Profile, found: Needles, depth: int) -> N
                     _runs(items, found)
                 continue
             _element(source, element, int(tag), vr, profile, found)
-        except values.UNREADABLE:
+        except value_encoding.UNREADABLE:
             if isinstance(element, RawDataElement) and element.value:
                 _runs(element.value, found)
 
@@ -122,12 +127,14 @@ _NUMERIC: Final = frozenset(
 )
 
 
-def _element(source: Dataset, element: values.Element, tag: int, vr: str, profile: Profile, found: Needles) -> None:
+def _element(
+    source: Dataset, element: value_encoding.Element, tag: int, vr: str, profile: Profile, found: IdentifierSet
+) -> None:
     """Add what one element says, according to what kind of thing it is."""
     claimed = element.VR or vr
     if "UI" in (vr, claimed) or vr in ("DA", "DT"):
         add = _date if vr in ("DA", "DT") else _uid
-        for value in values.texts(source, element):
+        for value in value_encoding.texts(source, element):
             add(value, found)
             if tag in _BIRTHS:
                 _birth(value, found)
@@ -150,7 +157,7 @@ def _strings(source: Dataset, tag: int) -> list[str]:
     return [str(v).strip("\0 ") for v in many if v is not None]
 
 
-def _person(source: Dataset, element: values.Element, found: Needles) -> None:
+def _person(source: Dataset, element: value_encoding.Element, found: IdentifierSet) -> None:
     for encoded in _as_written(source, element):
         for part in re.split(rb"[\^=\\ ]+", encoded):
             if len(part) >= _LEAST:
@@ -164,7 +171,7 @@ def _person(source: Dataset, element: values.Element, found: Needles) -> None:
                 found.anywhere[whole] = "name"
 
 
-def _as_written(source: Dataset, element: values.Element) -> list[bytes]:
+def _as_written(source: Dataset, element: value_encoding.Element) -> list[bytes]:
     """Names that are not ASCII, in the bytes of the file's own character set, parsed already or not."""
     value = element.value
     if isinstance(element, RawDataElement):
@@ -174,7 +181,7 @@ def _as_written(source: Dataset, element: values.Element) -> list[bytes]:
     return [w for w in written if isinstance(w, bytes) and _ESCAPED.search(w)]
 
 
-def _token(part: str, kind: Kind, found: Needles) -> None:
+def _token(part: str, kind: Kind, found: IdentifierSet) -> None:
     """One word of a name, and its writing without accents."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", part) if not unicodedata.combining(c))
     for word in {part, plain}:
@@ -188,7 +195,7 @@ def _token(part: str, kind: Kind, found: Needles) -> None:
             found.words[folded] = kind
 
 
-def _uid(uid: str, found: Needles) -> None:
+def _uid(uid: str, found: IdentifierSet) -> None:
     if not uid or uid in UID_dictionary or uid.startswith("1.2.840.10008."):
         return
     if len(uid) < _LEAST_UID:
@@ -197,7 +204,7 @@ def _uid(uid: str, found: Needles) -> None:
         found.anywhere[uid] = "uid"
 
 
-def _date(value: str, found: Needles) -> None:
+def _date(value: str, found: IdentifierSet) -> None:
     match = _DAY.match(value)
     if match is None or "".join(match.groups()) in _NO_DAYS:
         return
@@ -208,7 +215,7 @@ def _date(value: str, found: Needles) -> None:
     found.anywhere[f"{d}-{m}-{y}"] = "date"
 
 
-def _birth(value: str, found: Needles) -> None:
+def _birth(value: str, found: IdentifierSet) -> None:
     """A date of birth as digits alone, in the usual orders, with and without the century."""
     match = _DAY.match(value)
     if match is None or "".join(match.groups()) in _NO_DAYS:
@@ -219,7 +226,7 @@ def _birth(value: str, found: Needles) -> None:
         found.joined.update(dict.fromkeys((year + m + d, d + m + year, m + d + year), "date"))
 
 
-def telling(value: str) -> bool:
+def is_identifying(value: str) -> bool:
     """Whether a text has a word that this agent would not write itself."""
     if _NUMBER.fullmatch(value) and not (value.isdigit() and len(value) >= 6):
         return False
@@ -227,7 +234,7 @@ def telling(value: str) -> bool:
     return any(w not in OUR_WORDS and not (w.isdigit() and len(w) < 4) for w in words)
 
 
-def _text(source: Dataset, tag: int, profile: Profile, found: Needles) -> None:
+def _text(source: Dataset, tag: int, profile: Profile, found: IdentifierSet) -> None:
     """A text that does not stay: whole, by its lines, and the words that are called names in it."""
     if decide(profile, tag).kind not in _REMOVING:
         return
@@ -242,14 +249,14 @@ def _text(source: Dataset, tag: int, profile: Profile, found: Needles) -> None:
             continue
         label = "device" if tag in table.OPTIONS["retain_device"] else "text"
         for line in {value, *re.split(r"[\r\n]+", value)}:
-            if len(line) >= 6 and telling(line):
+            if len(line) >= 6 and is_identifying(line):
                 found.anywhere[line] = label
 
 
-def _identity(value: str, found: Needles) -> None:
+def _identity(value: str, found: IdentifierSet) -> None:
     whole = "".join(_WORD.findall(value.casefold()))
-    for form in (whole, keep.digits(whole), keep.digits(whole).lstrip("0")):
-        if len(form) >= _LEAST_JOINED and keep.digits(form) and form not in _OUR_TEXT:
+    for form in (whole, retained_attributes.digits(whole), retained_attributes.digits(whole).lstrip("0")):
+        if len(form) >= _LEAST_JOINED and retained_attributes.digits(form) and form not in _OUR_TEXT:
             found.joined[form] = "id"
     for writing in {value, value.lstrip("0"), re.sub(r"[\s./-]+", "", value)}:
         if len(writing) < 2 or writing.casefold() in OUR_WORDS:
@@ -261,18 +268,18 @@ def _identity(value: str, found: Needles) -> None:
             found.words[writing.casefold()] = "id"
 
 
-def _runs(data: bytes, found: Needles) -> None:
+def _runs(data: bytes, found: IdentifierSet) -> None:
     """Readable runs of bytes in what has no known form."""
     if data.startswith((b"II*\0", b"MM\0*")) or not data.strip(b"\0"):
         return
     for run in _RUN.findall(data):
         text = run.decode("latin-1").strip()
-        if len(text) >= 6 and telling(text):
+        if len(text) >= 6 and is_identifying(text):
             found.anywhere[text] = "text"
             found.encoded[run.strip().lower()] = "text"
 
 
-def writings(needles: Needles) -> Iterator[tuple[bytes, str, Kind, int]]:
+def encodings_of(needles: IdentifierSet) -> Iterator[tuple[bytes, str, Kind, int]]:
     """Every needle in every encoding: folded bytes, the text, its kind, bytes per character (1 or 2)."""
     seen: set[bytes] = set()
     for text, kind in needles.anywhere.items():

@@ -1,4 +1,4 @@
-"""The proof that goes with a study: what was removed, replaced and kept in it, why, and what was looked for.
+"""The manifest of a study: removed, replaced and retained attributes, the reasons, and the checks made.
 
 A manifest has no value of any file: attribute paths, actions and reasons of closed lists, keyed digests and
 counts. It can be shown to the site's staff and kept beside the study.
@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from pydicom._dicom_dict import DicomDictionary
 
-from agent.deidentify import table
-from agent.deidentify.profile import CODES, UNKNOWN_PIXELS, USUAL, Pixels, Profile
-from agent.deidentify.trace import WHY, Step
+from agent.deidentify.ps315 import table
+from agent.deidentify.ps315.action_trace import WHY, AttributeAction
+from agent.deidentify.ps315.options import CODES, UNKNOWN_PIXELS, USUAL, Pixels, Profile
 
 _KEYED: Final = re.compile(r"[0-9a-f]{32}")
 _ITEM: Final = re.compile(r"\[\d+\]")
@@ -31,13 +31,13 @@ _SAID: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class InstanceChange:
     """One instance of a study, before and after."""
 
     name: str  # keyed
     before: str  # keyed digest of the bytes that came in
     after: str  # keyed digest of the bytes that are kept
-    trace: tuple[Step, ...]
+    trace: tuple[AttributeAction, ...]
     residual: tuple[str, ...] = ()  # of ``residual.residual``
     pixels: Pixels = UNKNOWN_PIXELS
 
@@ -50,7 +50,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WhatIfRow:
     """One line of ``what-if``."""
 
     tag: str  # path of the attribute, or of a part of the file
@@ -66,12 +66,12 @@ def keyword(path: str) -> str:
     return str(entry[4]) if entry is not None else ""
 
 
-def explain(trace: Iterable[Step]) -> list[Row]:
+def explain(trace: Iterable[AttributeAction]) -> list[WhatIfRow]:
     """What would be done to one file, attribute by attribute, in words."""
-    return [Row(s.path, keyword(s.path), s.action, f"{_SAID[s.action]}: {WHY[s.why]}") for s in trace]
+    return [WhatIfRow(s.path, keyword(s.path), s.action, f"{_SAID[s.action]}: {WHY[s.why]}") for s in trace]
 
 
-def manifest(study: str, instances: Sequence[Instance], profile: Profile = USUAL) -> dict[str, Any]:
+def manifest(study: str, instances: Sequence[InstanceChange], profile: Profile = USUAL) -> dict[str, Any]:
     """The manifest of one study: ready for ``json.dumps(..., sort_keys=True)``, the same in any order of instances.
 
     Attributes of items are counted together under the path without item numbers.

@@ -13,7 +13,7 @@ import nibabel
 import numpy as np
 
 from agent.deidentify import prescan
-from agent.deidentify.reasons import Refused
+from agent.deidentify.errors import FileRejectedError
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 _NIFTI1: Final = (348, 344, b"n+1\0")  # header size, offset and text of the magic
@@ -38,7 +38,7 @@ def inflate(data: bytes, max_bytes: int) -> bytes:
     """Undo gzip, never making more than ``max_bytes``.
 
     Raises:
-        Refused: ``too_large``, ``truncated``, ``malformed``.
+        FileRejectedError: ``too_large``, ``truncated``, ``malformed``.
     """
     if not data.startswith(GZIP_MAGIC):
         return data
@@ -52,28 +52,28 @@ def clean(data: bytes, max_pixels: int) -> bytes:
     are gone.
 
     Raises:
-        Refused: ``not_dicom`` (neither format), ``truncated``, ``too_large``, ``undecodable``.
+        FileRejectedError: ``not_dicom`` (neither format), ``truncated``, ``too_large``, ``undecodable``.
     """
     kind = _version(data)
     if kind is None:
-        raise Refused("not_dicom")
+        raise FileRejectedError("not_dicom")
     header = kind.header_class.from_fileobj(io.BytesIO(data[: kind.header_class.sizeof_hdr]), check=True)
     shape, dtype = header.get_data_shape(), header.get_data_dtype()
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
     if len(shape) not in (3, 4) or not all(n > 0 for n in shape) or dtype.kind not in "iuf":
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     voxels = math.prod(shape)
     if not voxels <= max_pixels:
-        raise Refused("too_large")
+        raise FileRejectedError("too_large")
     offset = int(header.get_data_offset())
     if not 0 < offset <= len(data):
-        raise Refused("malformed")
+        raise FileRejectedError("malformed")
     if len(data) < offset + voxels * dtype.itemsize:
-        raise Refused("truncated")
+        raise FileRejectedError("truncated")
     stored = np.frombuffer(data, dtype=dtype, count=voxels, offset=offset).reshape(shape, order="F")
     if not bool(np.isfinite(stored).all()):
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     return _write(kind, header, stored)
 
 

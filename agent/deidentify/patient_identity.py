@@ -1,4 +1,4 @@
-"""Whose a file is, whether or not it may come in: so that a patient who opts out is found among what was refused."""
+"""The patient of a file, accepted or not, so that an opt-out also finds rejected files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import io
 import pydicom
 
 from agent.deidentify import nifti
+from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.prescan import DEFLATED_LE, read_meta, scan, undeflate
-from agent.deidentify.tags import Deidentifier
 
 
 def person(data: bytes, who: Deidentifier, patient_id: str, issuer: str, max_bytes: int) -> str:

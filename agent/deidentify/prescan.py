@@ -13,7 +13,7 @@ from typing import Final
 
 from pydicom.datadict import dictionary_has_tag, dictionary_VR
 
-from agent.deidentify.reasons import Refused
+from agent.deidentify.errors import FileRejectedError
 
 MAX_DEPTH: Final = 16
 MAX_ELEMENTS: Final = 100_000
@@ -37,7 +37,7 @@ _PREAMBLE: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What the file meta information says, and where the data set starts."""
+    """The file meta information, and where the data set starts."""
 
     transfer_syntax: str  # "" when absent
     media_class: str  # Media Storage SOP Class UID, "" when absent
@@ -66,10 +66,10 @@ def read_meta(data: bytes) -> Meta:
     """Read group 0002 (PS3.10 section 7.1), always Explicit VR Little Endian.
 
     Raises:
-        Refused: ``not_dicom`` without the DICM mark; ``truncated``, ``malformed``.
+        FileRejectedError: ``not_dicom`` without the DICM mark; ``truncated``, ``malformed``.
     """
     if data[128:132] != b"DICM":
-        raise Refused("not_dicom")
+        raise FileRejectedError("not_dicom")
     position, found = 132, {_MEDIA_CLASS: "", _MEDIA_INSTANCE: "", _TRANSFER_SYNTAX: ""}
     for _ in range(64):
         if position + 8 > len(data) or data[position : position + 2] != b"\x02\x00":
@@ -77,12 +77,12 @@ def read_meta(data: bytes) -> Meta:
             return Meta(found[_TRANSFER_SYNTAX], found[_MEDIA_CLASS], position, found[_MEDIA_INSTANCE], occupied)
         head = _head(data, position, explicit=True, order="<")
         if head.body + head.length > len(data):
-            raise Refused("truncated")
+            raise FileRejectedError("truncated")
         if head.tag[1] in found:
             value = data[head.body : head.body + min(head.length, 128)]
             found[head.tag[1]] = value.decode("ascii", "replace").strip("\0 ")
         position = head.body + head.length
-    raise Refused("malformed")
+    raise FileRejectedError("malformed")
 
 
 def inflate(data: bytes, wbits: int, max_bytes: int) -> bytes:
@@ -91,7 +91,7 @@ def inflate(data: bytes, wbits: int, max_bytes: int) -> bytes:
     Args:
         wbits: zlib's name for the container, 31 for gzip.
     Raises:
-        Refused: ``too_large``, ``truncated``, ``malformed``.
+        FileRejectedError: ``too_large``, ``truncated``, ``malformed``.
     """
     machine, rest, total = zlib.decompressobj(wbits=wbits), data, 0
     try:
@@ -100,13 +100,13 @@ def inflate(data: bytes, wbits: int, max_bytes: int) -> bytes:
             rest = machine.unconsumed_tail
             total += len(part)
             if total > max_bytes:
-                raise Refused("too_large")
+                raise FileRejectedError("too_large")
             if not part and not machine.eof:
-                raise Refused("truncated")
+                raise FileRejectedError("truncated")
         # the second time, into one buffer of the known size: a list of chunks would need twice the memory
         return zlib.decompress(data[: len(data) - len(machine.unused_data)], wbits, max(total, 1))
     except zlib.error:
-        raise Refused("malformed") from None
+        raise FileRejectedError("malformed") from None
 
 
 def undeflate(data: bytes, meta: Meta, max_bytes: int) -> tuple[bytes, Meta]:
@@ -115,7 +115,7 @@ def undeflate(data: bytes, meta: Meta, max_bytes: int) -> tuple[bytes, Meta]:
     The file meta information is not carried over: ``meta`` has what is needed of it.
 
     Raises:
-        Refused: ``too_large``, ``truncated``, ``malformed``.
+        FileRejectedError: ``too_large``, ``truncated``, ``malformed``.
     """
     syntax = EXPLICIT_LE.encode().ljust(20, b"\0")
     head = b"\0" * _PREAMBLE + b"DICM" + b"\x02\0\x10\0UI" + struct.pack("<H", len(syntax)) + syntax
@@ -126,7 +126,7 @@ def undeflate(data: bytes, meta: Meta, max_bytes: int) -> tuple[bytes, Meta]:
 def _head(data: bytes, position: int, *, explicit: bool, order: str) -> _Head:
     """One element's tag, VR and length at ``position``."""
     if position + 8 > len(data):
-        raise Refused("truncated")
+        raise FileRejectedError("truncated")
     group, element = struct.unpack_from(order + "HH", data, position)
     if group == 0xFFFE or not explicit:
         (length,) = struct.unpack_from(order + "I", data, position + 4)
@@ -136,9 +136,9 @@ def _head(data: bytes, position: int, *, explicit: bool, order: str) -> _Head:
         (length,) = struct.unpack_from(order + "H", data, position + 6)
         return _Head((group, element), vr, length, position + 8)
     if vr not in _LONG:
-        raise Refused("malformed")
+        raise FileRejectedError("malformed")
     if position + 12 > len(data):
-        raise Refused("truncated")
+        raise FileRejectedError("truncated")
     (length,) = struct.unpack_from(order + "I", data, position + 8)
     return _Head((group, element), vr, length, position + 12)
 
@@ -157,31 +157,33 @@ def _fragments(data: bytes, position: int, end: int, order: str) -> int:
         if head.tag == (0xFFFE, 0xE0DD):
             return head.body
         if head.tag != (0xFFFE, 0xE000):
-            raise Refused("malformed")
+            raise FileRejectedError("malformed")
         position = head.body + head.length
         if position > end:
-            raise Refused("truncated")
-    raise Refused("too_deep")
+            raise FileRejectedError("truncated")
+    raise FileRejectedError("too_deep")
 
 
 def scan(data: bytes, offset: int, transfer_syntax: str) -> int:
     """Walk the data set that starts at ``offset``; the number of its elements, nested ones and items counted.
 
     Raises:
-        Refused: ``truncated`` (a length beyond the end), ``too_deep`` (depth or count), ``malformed``.
+        FileRejectedError: ``truncated`` (a length beyond the end), ``too_deep`` (depth or count), ``malformed``.
     """
     order = ">" if transfer_syntax == EXPLICIT_BE else "<"
     if transfer_syntax == IMPLICIT_LE and data[offset + 4 : offset + 6].isalpha():
-        raise Refused("malformed")  # explicit after all: pydicom would read it so, and not what is scanned here
+        raise FileRejectedError(
+            "malformed"
+        )  # explicit after all: pydicom would read it so, and not what is scanned here
     stack = [_Frame(len(data), False, transfer_syntax != IMPLICIT_LE, False)]
     position, count = offset, 0
     while True:
         frame = stack[-1]
         if position >= frame.end:
             if position > frame.end:
-                raise Refused("malformed")
+                raise FileRejectedError("malformed")
             if frame.open_ended:
-                raise Refused("truncated")
+                raise FileRejectedError("truncated")
             stack.pop()
             if not stack:
                 return count
@@ -189,10 +191,10 @@ def scan(data: bytes, offset: int, transfer_syntax: str) -> int:
         head = _head(data, position, explicit=frame.explicit, order=order)
         count += 1
         if count > MAX_ELEMENTS:
-            raise Refused("too_deep")
+            raise FileRejectedError("too_deep")
         position = _step(data, head, stack, order)
         if len(stack) > 2 * MAX_DEPTH + 1:  # a sequence and its item are one level
-            raise Refused("too_deep")
+            raise FileRejectedError("too_deep")
 
 
 def _step(data: bytes, head: _Head, stack: list[_Frame], order: str) -> int:
@@ -201,19 +203,19 @@ def _step(data: bytes, head: _Head, stack: list[_Frame], order: str) -> int:
     if head.tag[0] == 0xFFFE and head.tag[1] != 0xE000:
         closes = 0xE0DD if frame.holds_items else 0xE00D
         if not frame.open_ended or head.tag[1] != closes or head.length:
-            raise Refused("malformed")
+            raise FileRejectedError("malformed")
         stack.pop()
         return head.body
     if (head.tag == (0xFFFE, 0xE000)) is not frame.holds_items:
-        raise Refused("malformed")
+        raise FileRejectedError("malformed")
     if head.length == UNDEFINED and head.tag == _PIXEL_DATA:
         return _fragments(data, head.body, frame.end, order)
     open_ended = head.length == UNDEFINED
     end = frame.end if open_ended else head.body + head.length
     if end > len(data):
-        raise Refused("truncated")
+        raise FileRejectedError("truncated")
     if end > frame.end:
-        raise Refused("malformed")
+        raise FileRejectedError("malformed")
     # Undefined length makes a sequence whatever the VR; in UN its items are implicit (PS3.5 6.2.2).
     if frame.holds_items or open_ended or _is_sequence(head):
         explicit = frame.explicit and head.vr != b"UN"

@@ -1,4 +1,4 @@
-"""What comes in: one de-identified image or volume, ready for the vault."""
+"""The result of ingest: one de-identified image or volume, ready for the vault."""
 
 from __future__ import annotations
 
@@ -10,18 +10,27 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.deidentify.colour import grey
-from agent.deidentify.trace import Step
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.ps315.action_trace import AttributeAction
+
+_LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # ITU-R BT.601, section 2.5.1
+
+
+def grey(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The luma (h, w) of an RGB image (h, w, 3) in [0, 1]; an image (h, w) as it is."""
+    # the three weights add up to 1, but in float32 a white pixel may come out above it
+    return pixels if pixels.ndim == 2 else np.minimum(pixels @ _LUMA, np.float32(1))
+
 
 _KEYED: Final = re.compile(r"[0-9a-f]{32}")
 NO_SERIES: Final = "0" * 32  # a record that names no series is one by itself
 
 
-def own(person: str, name: str) -> str:
+def keyed_name(person: str, name: str) -> str:
     """Name a study, a series or an instance of one patient: SHA-256 of pseudonym and keyed name, 32 hex characters.
 
-    A UID is whatever a file says, and another patient's file can say the same. So nothing is looked up by a UID
-    alone: what two patients call by one name are two things, and neither decides on the other (P1).
+    A UID is an untrusted value, and another patient's file may contain the same one. So no lookup uses a UID alone:
+    the same UID of two patients names two different things, and neither affects the other (P1).
     """
     return hashlib.sha256(f"{person}/{name}".encode()).hexdigest()[:32]
 
@@ -30,7 +39,7 @@ def own(person: str, name: str) -> str:
 class Record:
     """One file that was let in. Every identity in it is keyed; it stays inside the site all the same.
 
-    ``name``, ``study`` and ``series`` are the patient's own (:func:`own`): no other patient's record has them.
+    ``name``, ``study`` and ``series`` are the patient's own (:func:`keyed_name`): no other patient's record has them.
     """
 
     name: str  # of the instance: from its SOP Instance UID, or from the content of a volume file
@@ -45,8 +54,8 @@ class Record:
     face: bool  # a face may be reconstructed from it: not eligible for any release before defacing
     series: str = NO_SERIES  # keyed; of a volume file: its own
     body_part: str = ""  # one of the terms that ``keep`` admits; "" when the file does not say
-    trace: tuple[Step, ...] = ()  # what was done to every attribute, and why: for the manifest
-    text: bool = False  # drawn text was seen in the picture
+    trace: tuple[AttributeAction, ...] = ()  # what was done to every attribute, and why: for the manifest
+    text: bool = False  # drawn text was seen in the image
     # Keyed study, series and instance UID as the file says them (of a volume file: its content), which another
     # patient's file may say, too: to find a label, and to show people what two patients share
     uids: tuple[str, ...] = ()
@@ -75,10 +84,15 @@ class Record:
 
     @property
     def grey(self) -> NDArray[np.float32] | None:
-        """The pixels (h, w), of a coloured picture its luma: what is searched for drawn text."""
+        """The pixels (h, w), of a coloured image its luma: what is searched for drawn text."""
         return None if self.pixels is None else grey(self.pixels)
 
     @property
     def after(self) -> str:
         """SHA-256 of what is kept: two copies of an instance, come by two roads, are compared by it."""
         return hashlib.sha256(self.payload).hexdigest()
+
+
+def instance_name(deidentifier: Deidentifier, sop_instance_uid: str) -> str:
+    """The keyed SOP Instance UID, the same in the worker and for the hospital's label list."""
+    return deidentifier.mac("instance", sop_instance_uid.strip("\0 ").encode())

@@ -20,11 +20,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.deidentify import keep
-from agent.deidentify.needles import OUR_WORDS, Needles, identifiers, telling, writings
-from agent.deidentify.plan import STAMPED
+from agent.deidentify.identifying_values import OUR_WORDS, IdentifierSet, encodings_of, identifiers, is_identifying
+from agent.deidentify.ps315 import retained_attributes
+from agent.deidentify.ps315.actions import STAMPED
 
-__all__ = ["Needles", "identifiers", "residual", "telling"]
+__all__ = ["IdentifierSet", "identifiers", "is_identifying", "residual"]
 
 _LEAST_IN_PIXELS: Final = 8
 _LEAST_DIGITS_IN_PIXELS: Final = 10
@@ -37,7 +37,7 @@ _TEXTS: Final = frozenset({b"LO", b"SH", b"ST", b"LT", b"UT", b"UC", b"PN", b"AE
 _NUMBERS: Final = frozenset({b"DS", b"IS", b"TM"})
 _KEYED: Final = re.compile(rb"2\.25\.\d{1,39}|[0-9a-f]{16}|[0-9a-f]{32}")
 _LEAST_IN_KEYED: Final = 12
-_OURS: Final = STAMPED | keep.CODE_TAGS  # written by ``tags``, or of the standard's closed lists
+_OURS: Final = STAMPED | retained_attributes.CODE_TAGS  # written by ``tags``, or of the standard's closed lists
 _UNPACKED: Final = {b"US": "H", b"SS": "h", b"UL": "I", b"SL": "i", b"UV": "Q", b"SV": "q", b"FL": "f", b"FD": "d"}
 _FEW_VALUES: Final = 64  # in longer lists of numbers, five digits or three letters are chance
 _LARGEST_COMMON: Final = 9_999
@@ -66,7 +66,7 @@ class _Pattern:
     width: int  # bytes per character
 
 
-def residual(needles: Needles, output: bytes) -> tuple[str, ...]:
+def residual(needles: IdentifierSet, output: bytes) -> tuple[str, ...]:
     """Where identifying values are still to be found: ``kind@path``, each once, never a value.
 
     Args:
@@ -76,7 +76,7 @@ def residual(needles: Needles, output: bytes) -> tuple[str, ...]:
     places, bulk = _layout(output)
     patterns = [
         _Pattern(data, kind, len(text) if text.isdigit() else 0, width)
-        for data, text, kind, width in writings(needles)
+        for data, text, kind, width in encodings_of(needles)
     ]
     found: set[str] = set()
     rest = [(0, bulk[0]), (bulk[1], len(output))] if bulk[1] > bulk[0] else [(0, len(output))]
@@ -111,7 +111,7 @@ def _layout(output: bytes) -> tuple[list[_Place], tuple[int, int]]:
         _walk(output, 132, len(output), "", places)
     except (struct.error, ValueError):
         return places, (0, 0)
-    pixels = next((p for p in places if p.tag == keep.PIXELS and "/" not in p.path), None)
+    pixels = next((p for p in places if p.tag == retained_attributes.PIXELS and "/" not in p.path), None)
     return places, (pixels.start, pixels.end) if pixels is not None else (0, 0)
 
 
@@ -201,10 +201,12 @@ def _counts(pattern: _Pattern, at: int, output: bytes, places: list[_Place]) -> 
     if part is not None and len(pattern.data) < _LEAST_IN_KEYED:
         return ""
     said = value.strip(b"\0 ").decode("ascii", "replace")
-    if place.tag == keep.CODE_MEANING and said in _meanings():
+    if place.tag == retained_attributes.CODE_MEANING and said in _meanings():
         return ""
     # a whole value that is a product's name is no patient's: private elements repeat it, cut to their own lengths
-    if (place.tag in keep.MAKERS and keep.maker(said)) or (place.tag in keep.MODELS and keep.model(said)):
+    if (place.tag in retained_attributes.MAKERS and retained_attributes.maker(said)) or (
+        place.tag in retained_attributes.MODELS and retained_attributes.model(said)
+    ):
         return ""
     return place.path
 
@@ -221,10 +223,10 @@ def _apart(pattern: _Pattern, at: int, end: int, output: bytes) -> bool:
 
 @cache
 def _meanings() -> frozenset[str]:
-    return frozenset(m.encode("ascii", "ignore")[:64].decode().strip() for m in keep.meanings())
+    return frozenset(m.encode("ascii", "ignore")[:64].decode().strip() for m in retained_attributes.meanings())
 
 
-def _words(needles: Needles, output: bytes, places: list[_Place]) -> set[str]:
+def _words(needles: IdentifierSet, output: bytes, places: list[_Place]) -> set[str]:
     """Short needles: whole words, or whole values, of the texts."""
     if not needles.words:
         return set()
@@ -235,13 +237,13 @@ def _words(needles: Needles, output: bytes, places: list[_Place]) -> set[str]:
         value = output[place.start : place.end].decode("utf-8", "replace").casefold().strip("\0 ")
         parts = value.split("\\")
         words = {*parts} if place.vr == b"UI" else {*parts, *_WORD.findall(value)} - OUR_WORDS
-        if place.tag == keep.CODE_MEANING:
+        if place.tag == retained_attributes.CODE_MEANING:
             continue
         found |= {f"{needles.words[w]}@{place.path}" for w in words & needles.words.keys()}
     return found
 
 
-def _regrouped(needles: Needles, output: bytes, places: list[_Place]) -> set[str]:
+def _regrouped(needles: IdentifierSet, output: bytes, places: list[_Place]) -> set[str]:
     """Numbers of people in texts, whatever separates their digits, and over several values."""
     found = set()
     for place in places:
@@ -249,7 +251,7 @@ def _regrouped(needles: Needles, output: bytes, places: list[_Place]) -> set[str
             continue
         parts = [v.strip(b"\0 ") for v in output[place.start : place.end].split(b"\\")]
         text = "\\".join(p.decode("utf-8", "replace").casefold() for p in parts if not _KEYED.fullmatch(p))
-        joined, digits = "".join(_WORD.findall(text)), keep.digits(text)
+        joined, digits = "".join(_WORD.findall(text)), retained_attributes.digits(text)
         for needle, kind in needles.joined.items():
             if needle in joined if not needle.isdigit() else needle in digits and _in_groups(needle, text):
                 found.add(f"{kind}@{place.path}")
@@ -263,7 +265,7 @@ def _in_groups(needle: str, text: str) -> bool:
     return any(m[0] != needle or not re.search(r"\d[.]$", text[: m.start()]) for m in re.finditer(pattern, text))
 
 
-def _as_numbers(needles: Needles, output: bytes, places: list[_Place]) -> set[str]:
+def _as_numbers(needles: IdentifierSet, output: bytes, places: list[_Place]) -> set[str]:
     """Numbers of people, dates of birth and short names in the attributes whose values are numbers."""
     plain = {int(n): kind for n, kind in needles.joined.items() if n.isdigit() and int(n) > _LARGEST_COMMON}
     names = [n for n, kind in needles.words.items() if kind == "name" and len(n) == _SHORT_NAME and n.isascii()]

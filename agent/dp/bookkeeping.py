@@ -1,4 +1,4 @@
-"""One backward pass for many patients: what every layer saw is kept, and each patient's gradient is made from it.
+"""One backward pass for many patients: record each layer's inputs, and compute each patient's gradient from them.
 
 Book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost"): while one
 backward pass runs for all units of a chunk, the weights want no gradient, so that only those of activations are
@@ -15,27 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from agent.stages.per_unit import RULES, Batch, suitable, unit_gradients
+from agent.dp.per_example_gradients import RULES, Batch, suitable, unit_gradients
+from protos.common.errors import TrainingError
 
 
-class NoRule(ValueError):
+class NoGradientRuleError(TrainingError, ValueError):
     """The model cannot be trained this way; the text names types of modules."""
 
 
-class Book:
-    """The layers of a model, and what they tell during one backward pass."""
+class GradientRecorder:
+    """The layers of a model, with what they record during one backward pass."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Find the layers whose weights are trained.
 
         Raises:
-            NoRule: a trained parameter belongs to a module that no rule is for.
+            NoGradientRuleError: a trained parameter belongs to a module that no rule is for.
         """
         self._parameters, self._wanted = parameters, set(parameters)
         own = {m: {p for p in m.parameters(recurse=False) if p in self._wanted} for m in model.modules()}
         if wrong := sorted({type(m).__name__ for m, found in own.items() if found and not suitable(m)}):
             known = ", ".join(kind.__name__ for kind in RULES)
-            raise NoRule(f"no gradient of each patient for {', '.join(wrong)}: only for plain {known}")
+            raise NoGradientRuleError(f"no gradient of each patient for {', '.join(wrong)}: only for plain {known}")
         self._layers = [m for m, found in own.items() if found]
         self._found: dict[nn.Parameter, Tensor] = {}
         self._backward = False
@@ -49,7 +50,7 @@ class Book:
             losses: runs the model on all rows: (rows,), the loss of each.
             batch: whose rows these are.
         Raises:
-            NoRule: a layer is used in a way that the rules do not cover.
+            NoGradientRuleError: a layer is used in a way that the rules do not cover.
         """
         device = self._parameters[0].device
         anchor = torch.zeros((), device=device, requires_grad=True)  # every layer's output leads back to it
@@ -80,7 +81,7 @@ class Book:
         if not torch.is_grad_enabled():
             return None  # the loss takes no gradient through this call
         if len(given) != 1 or named or not len(given[0]) == len(out) == batch.rows:
-            raise NoRule(
+            raise NoGradientRuleError(
                 f"{type(module).__name__} must be called with one tensor that has a row for each of the batch's"
             )
         told: Tensor = _Tap.apply(out, anchor, given[0].detach(), partial(self._take, module, batch))  # type: ignore[no-untyped-call]
@@ -88,7 +89,7 @@ class Book:
 
     def _take(self, module: nn.Module, batch: Batch, a: Tensor, g: Tensor) -> None:
         if not self._backward:
-            raise NoRule("the loss takes a gradient itself (a gradient penalty)")
+            raise NoGradientRuleError("the loss takes a gradient itself (a gradient penalty)")
         for name, gradient in unit_gradients(module, a, g, batch).items():
             parameter = getattr(module, name)
             if parameter in self._found:  # a layer called twice, or a tied weight: one gradient, one norm

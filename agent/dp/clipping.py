@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from agent.stages.bookkeeping import Book, NoRule
-from agent.stages.per_unit import Batch
+from agent.dp.bookkeeping import GradientRecorder, NoGradientRuleError
+from agent.dp.per_example_gradients import Batch
+from protos.common.errors import TrainingError
 
 # Of the bound: covers the rounding of norms and of float64 sums, and of the other patients' float32 gradients, whose
-# last bits depend on who is computed beside them (1e-7 of the bound each, by looking; with ``looped`` nothing). It
-# would not cover TF32, whose last bits are 1e-3: see ``full_precision``.
+# last bits depend on who is computed beside them (1e-7 of the bound each, by looking; with ``loop_engine`` nothing).
+# It would not cover TF32, whose last bits are 1e-3: see ``full_precision``.
 MARGIN: Final = 1e-5
 MOST_ROWS: Final = 4096  # of one pass, if nobody says less
 PROBES: Final = 3  # batches that are compared: weights that start at zero hide others until noise moves them
@@ -31,12 +32,12 @@ RowLosses = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 """(model, rows) -> (n,): the loss of each row, of that row alone. It draws nothing: all noise is in the rows."""
 
 
-class UnsuitableModel(ValueError):
+class UnsuitableModelError(TrainingError, ValueError):
     """The model would carry patients' data past the noise, or an engine cannot train it, or has nothing to train."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unit:
+class PrivacyUnit:
     """Everything that one patient brings to one step of the training."""
 
     rows: tuple[Tensor, ...]  # tensors (n, ...) of equal n >= 1, such as images and targets; row i is one example
@@ -56,7 +57,7 @@ class Unit:
 class ClippedSum(Protocol):
     """An engine: the sum over units of the clipped gradients, (d,) float64, on the host."""
 
-    def __call__(self, model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+    def __call__(self, model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
         """Sum the units' gradients, each of L2 norm at most ``clip`` over all parameters together.
 
         Every unit is asked for once, by its index. ``model`` is left as it was.
@@ -89,7 +90,7 @@ def full_precision() -> Iterator[None]:
             setattr(where, name, value)
 
 
-def looped(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+def loop_engine(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
     """The reference engine: one ordinary backward pass for each patient; any module, little memory."""
     parameters = trainable(model)
     total = torch.zeros(count(parameters), dtype=torch.float64)
@@ -101,20 +102,20 @@ def looped(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float
     return total
 
 
-def chunked(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
+def vmap_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
     """An engine for GPUs: ``torch.func.vmap`` over at most ``size`` patients with equally many rows.
 
     The model must be one that ``torch.func`` can trace, and must draw nothing (no dropout). Patients wait for others
     until they have ``most_rows`` rows together. In the first batches of a model two patients' sum is compared with
-    ``looped``.
+    ``loop_engine``.
 
     Raises:
-        UnsuitableModel: (the engine) the comparison failed.
+        UnsuitableModelError: (the engine) the comparison failed.
     """
     _refuse_empty(size, most_rows)
     probe = _Probe(most_rows, equal=True)
 
-    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
         together = _Together(model, loss)
         parameters = trainable(model)
         weights = {name: p.detach() for name, p in together.named_parameters() if p.requires_grad}
@@ -125,7 +126,7 @@ def chunked(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
 
         gradient = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0))
 
-        def of_part(part: Sequence[Unit]) -> Tensor:
+        def of_part(part: Sequence[PrivacyUnit]) -> Tensor:
             rows = tuple(torch.stack(tensors) for tensors in zip(*(unit.rows for unit in part), strict=True))
             found = gradient(weights, _there(rows, parameters[0].device))
             return _clipped_sum([found[name] for name in weights], clip)
@@ -139,27 +140,28 @@ def chunked(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
     return clipped_sum
 
 
-def bookkept(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
+def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
     """An engine with one backward pass for at most ``size`` patients at once: see ``bookkeeping``.
 
     They have at most ``most_rows`` rows together, or are one patient: all of them must fit in memory.
 
     It needs more than the others do: plain layers, called as modules, and rows that do not meet. Where that can be
-    told beforehand it is refused; and in the first batches of a model two patients' sum is compared with ``looped``.
+    told beforehand it is refused; and in the first batches of a model two patients' sum is compared with
+    ``loop_engine``.
 
     Raises:
-        UnsuitableModel: (the engine) no rule for a module, or the comparison failed.
+        UnsuitableModelError: (the engine) no rule for a module, or the comparison failed.
     """
     _refuse_empty(size, most_rows)
     probe = _Probe(most_rows)
 
-    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
         parameters = trainable(model)
         total = torch.zeros(count(parameters), dtype=torch.float64)
         try:
-            book = Book(model, parameters)
+            book = GradientRecorder(model, parameters)
 
-            def of_part(part: Sequence[Unit]) -> Tensor:
+            def of_part(part: Sequence[PrivacyUnit]) -> Tensor:
                 rows = tuple(torch.cat(tensors) for tensors in zip(*(unit.rows for unit in part), strict=True))
                 there = _there(rows, parameters[0].device)
                 batch = Batch(tuple(map(len, part)))
@@ -168,8 +170,8 @@ def bookkept(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
             with full_precision():
                 for part in probe.watched(_successive(_each(units), size, most_rows), of_part, model, loss, clip):
                     total += of_part(part)
-        except NoRule as fault:
-            raise UnsuitableModel(f"{fault}; the engine looped can train it") from fault
+        except NoGradientRuleError as fault:
+            raise UnsuitableModelError(f"{fault}; the engine looped can train it") from fault
         return total
 
     return clipped_sum
@@ -177,7 +179,7 @@ def bookkept(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Probe:
-    """The comparison of an engine with ``looped``, on two patients of each of a model's first ``PROBES`` batches."""
+    """The comparison of an engine with ``loop_engine``, on two patients of each of the first ``PROBES`` batches."""
 
     most_rows: int  # of both together, or one of each
     equal: bool = False  # as many of the one as of the other
@@ -185,48 +187,48 @@ class _Probe:
 
     def watched(
         self,
-        parts: Iterable[list[Unit]],
-        engine: Callable[[Sequence[Unit]], Tensor],
+        parts: Iterable[list[PrivacyUnit]],
+        engine: Callable[[Sequence[PrivacyUnit]], Tensor],
         model: nn.Module,
         loss: RowLosses,
         clip: float,
-    ) -> Iterator[list[Unit]]:
+    ) -> Iterator[list[PrivacyUnit]]:
         """The parts as they come; on the way the first two units are compared, in one part or not.
 
         Only a batch whose two patients have a gradient counts: another shows nothing.
 
         Raises:
-            UnsuitableModel: the engine gives something else than ``looped``.
+            UnsuitableModelError: the engine gives something else than ``loop_engine``.
         """
         wanted = 2 if self._seen.get(model, 0) < PROBES else 0
-        pair: list[Unit] = []
+        pair: list[PrivacyUnit] = []
         for part in parts:
             if len(pair) < wanted:
                 pair += part[: wanted - len(pair)]
                 if len(pair) == wanted:
                     few = self._cut(pair)
-                    shown = _compared(engine(few), looped(model, loss, few, clip), trainable(model))
+                    shown = _compared(engine(few), loop_engine(model, loss, few, clip), trainable(model))
                     self._seen[model] = self._seen.get(model, 0) + shown
             yield part
 
-    def _cut(self, pair: Sequence[Unit]) -> list[Unit]:
+    def _cut(self, pair: Sequence[PrivacyUnit]) -> list[PrivacyUnit]:
         """In one part, both must fit in memory: half of the rows of each show as much as all."""
         lengths = [len(unit) for unit in pair]
         least = max(lengths) if sum(lengths) <= self.most_rows else max(1, self.most_rows // 2)
         least = min(least, *lengths) if self.equal else least
-        return [Unit(tuple(row[:least] for row in unit.rows)) for unit in pair]
+        return [PrivacyUnit(tuple(row[:least] for row in unit.rows)) for unit in pair]
 
 
 def _compared(ours: Tensor, theirs: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
     """Whether two sums (d,) that are equal but for rounding showed anything: there was a gradient.
 
     Raises:
-        UnsuitableModel: they are not. A forgotten or mixed-up layer does not pass.
+        UnsuitableModelError: they are not. A forgotten or mixed-up layer does not pass.
     """
     sizes = [parameter.numel() for parameter in parameters]
     for mine, reference in zip(torch.split(ours, sizes), torch.split(theirs, sizes), strict=True):
         if not (mine - reference).norm() <= 1e-2 * reference.norm() + 1e-4 * theirs.norm():
-            raise UnsuitableModel(
+            raise UnsuitableModelError(
                 "one pass for all patients gives other gradients than one for each: a weight is used without its "
                 "layer, rows of different patients meet, or the loss draws numbers; the engine looped can train it"
             )
@@ -249,24 +251,24 @@ def refuse_batch_statistics(model: nn.Module) -> None:
     """Refuse layers that mix patients or remember them.
 
     Raises:
-        UnsuitableModel: batch normalisation of any kind, or instance normalisation with running statistics.
+        UnsuitableModelError: batch normalisation of any kind, or instance normalisation with running statistics.
     """
     for module in model.modules():
         if isinstance(module, _NormBase) and (
             module.track_running_stats or not isinstance(module, nn.modules.instancenorm._InstanceNorm)
         ):
-            raise UnsuitableModel(f"{type(module).__name__} keeps statistics of patients: use GroupNorm")
+            raise UnsuitableModelError(f"{type(module).__name__} keeps statistics of patients: use GroupNorm")
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that a sum covers, in its order.
 
     Raises:
-        UnsuitableModel: there is none.
+        UnsuitableModelError: there is none.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise UnsuitableModel("the model has no parameter to train")
+        raise UnsuitableModelError("the model has no parameter to train")
     return parameters
 
 
@@ -279,7 +281,7 @@ def _losses(loss: RowLosses, model: nn.Module, rows: tuple[Tensor, ...]) -> Tens
     """One loss for each row; a shape like (n, 1) is refused, for it would broadcast against weights (n,)."""
     losses = loss(model, rows)
     if losses.shape != rows[0].shape[:1]:
-        raise UnsuitableModel(f"the loss must give one number for each row, not the shape {tuple(losses.shape)}")
+        raise UnsuitableModelError(f"the loss must give one number for each row, not the shape {tuple(losses.shape)}")
     return losses
 
 
@@ -292,15 +294,15 @@ def _refuse_empty(size: int, most_rows: int) -> None:
         raise ValueError("a chunk holds at least one patient, and one row")
 
 
-def _each(units: Sequence[Unit]) -> Iterator[Unit]:
+def _each(units: Sequence[PrivacyUnit]) -> Iterator[PrivacyUnit]:
     """Every unit, by its index: ``Sequence.__iter__`` ends in silence where making a unit raises IndexError."""
     for index in range(len(units)):
         yield units[index]
 
 
-def _alike(units: Iterable[Unit], size: int, most_rows: int) -> Iterable[list[Unit]]:
+def _alike(units: Iterable[PrivacyUnit], size: int, most_rows: int) -> Iterable[list[PrivacyUnit]]:
     """Lists of at most ``size`` units with equally many rows; each unit is asked for once."""
-    waiting: dict[int, list[Unit]] = {}
+    waiting: dict[int, list[PrivacyUnit]] = {}
     for unit in units:
         group = waiting.setdefault(len(unit), [])
         group.append(unit)
@@ -309,9 +311,9 @@ def _alike(units: Iterable[Unit], size: int, most_rows: int) -> Iterable[list[Un
     yield from waiting.values()
 
 
-def _successive(units: Iterable[Unit], size: int, most_rows: int) -> Iterable[list[Unit]]:
+def _successive(units: Iterable[PrivacyUnit], size: int, most_rows: int) -> Iterable[list[PrivacyUnit]]:
     """Lists of the next units, at most ``size``; each unit is asked for once."""
-    part: list[Unit] = []
+    part: list[PrivacyUnit] = []
     for unit in units:
         if part and (len(part) == size or sum(map(len, part)) + len(unit) > most_rows):
             yield part

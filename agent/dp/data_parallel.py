@@ -1,10 +1,10 @@
 """Several processes of one site train one model together: each takes a share of the drawn patients.
 
-All of them draw the same batch and the same noise, for the bytes come from the first one's generator; each clips its
-share, and the float64 sums are added up before the noise, which is therefore added once. Sums without noise travel
-between the processes: all of them must be of one site, on machines that may see its images (never across hospitals).
-The first one, rank 0, is the only one whose result is released. If one process dies or falls out of step the others
-stop with an exception: a share that is missing is never taken for nothing.
+All processes draw the same batch and the same noise, since the bytes come from the first one's generator. Each clips
+its share, and the float64 sums are added up before the noise, so the noise is added once. Sums without noise travel
+between the processes: all of them must belong to one site, on machines that may see its images (never across
+hospitals). Only the result of rank 0 is released. If one process dies or falls out of step the others stop with an
+exception: a missing share never counts as zero.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from agent.stages.clipping import ClippedSum, RowLosses, Unit, trainable
-from agent.stages.noise import Entropy
-from agent.training.loop import Place
+from agent.domain import CheckpointStore
+from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, trainable
+from agent.dp.noise import Entropy
+from protos.common.errors import TrainingError
 
 PATIENCE: Final = 600.0  # seconds, with a process that says nothing: longer than a share of a step takes
 _SECOND: Final = dist.default_pg_timeout / dist.default_pg_timeout.total_seconds()
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class OutOfStep(RuntimeError):
+class OutOfStepError(TrainingError, RuntimeError):
     """The processes do not train the same model on the same patients: begin again from the checkpoint."""
 
 
@@ -59,17 +60,17 @@ class SharedEntropy:
         """Give ``count`` fresh bytes, the same everywhere.
 
         Raises:
-            OutOfStep: another process asks for another number: it has other patients or another model.
+            OutOfStepError: another process asks for another number: it has other patients or another model.
         """
         _agree([count])
         return _from_first(self.first.take(count) if dist.get_rank() == 0 else bytes(count)) if count else b""
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPlace:
+class SharedCheckpointStore:
     """A checkpoint that the first process keeps for all of them."""
 
-    first: Place  # read and written in the first process only
+    first: CheckpointStore  # read and written in the first process only
 
     def read(self) -> bytes | None:
         """What the first process reads."""
@@ -92,11 +93,11 @@ def abreast(engine: ClippedSum) -> ClippedSum:
     """The sum of all processes, each computing its share of the units by ``engine``.
 
     Raises:
-        OutOfStep: (the engine) other weights or another number of drawn units somewhere.
+        OutOfStepError: (the engine) other weights or another number of drawn units somewhere.
         RuntimeError: (the engine) a process has died, or was silent for too long.
     """
 
-    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
         parameters = trainable(model)
         bits = [p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
         _agree([len(units), *torch.stack(bits).tolist()])
@@ -119,11 +120,11 @@ def _from_first(data: bytes) -> bytes:
 
 
 def _agree(numbers: Sequence[int]) -> None:
-    """Raise ``OutOfStep`` unless all processes say the same numbers."""
+    """Raise ``OutOfStepError`` unless all processes say the same numbers."""
     said = torch.tensor([len(numbers)], dtype=torch.int64, device=_device())
     for mine in (said, torch.tensor(numbers, dtype=torch.int64, device=_device())):
         least, most = mine.clone(), mine.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if not torch.equal(least, most):
-            raise OutOfStep("the processes have different patients or weights: begin again from the checkpoint")
+            raise OutOfStepError("the processes have different patients or weights: begin again from the checkpoint")

@@ -11,37 +11,36 @@ size comes out; an empty batch is a step like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, overload
+from typing import Final, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.stages.clipping import (
+from agent.domain import CheckpointStore
+from agent.dp.clipping import (
     ClippedSum,
+    PrivacyUnit,
     RowLosses,
-    Unit,
-    UnsuitableModel,
-    bookkept,
-    chunked,
-    looped,
+    UnsuitableModelError,
+    bookkeeping_engine,
+    loop_engine,
     refuse_batch_statistics,
     trainable,
+    vmap_engine,
 )
-from agent.stages.noise import Entropy, deviation, noisy_sum, on_lattice, uniforms
-from agent.training.loop import (
-    BadCheckpoint,
-    Diverged,
-    OtherRun,
-    Place,
+from agent.dp.noise import Entropy, deviation, draw_uniforms, noisy_sum, snap_to_lattice
+from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
+from agent.models.training_loop import (
+    PostStepHook,
     Progress,
+    load_state,
     optimizer_state,
     restore_optimizer,
-    restored,
-    saved,
+    save_state,
 )
 
 CHECKPOINT_EVERY: Final = 25  # steps; a constant, so that nothing of a job or its patients shows in it
@@ -69,7 +68,7 @@ class PrivateSgd:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class SecureSumGrid:
     """What all sites agree on for the parts of a sum that only secure aggregation will see: public constants."""
 
     grid: float  # the lattice of every part, in units of the clipped sum
@@ -81,23 +80,7 @@ class Box:
             raise ValueError("grid and bound must be finite and positive, the grid the smaller one")
 
 
-class Follower(Protocol):
-    """What moves along with the noisy steps: a moving average, a GAN's generator.
-
-    It is post-processing: it sees the model after a step, and no patient.
-    """
-
-    def after(self, step: int) -> None:
-        """Follow the model, which has just taken noisy step ``step`` (from 1)."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next call depends on."""
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state`."""
-
-
-def identity(unit: Unit) -> Unit:
+def identity(unit: PrivacyUnit) -> PrivacyUnit:
     """The unit as it is."""
     return unit
 
@@ -109,18 +92,19 @@ class Task:
     model: nn.Module
     loss: RowLosses
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # sees noisy gradients only
-    expand: Callable[[Unit], Unit] = identity  # K noise draws of one unit's rows; own randomness, no other unit
-    follower: Follower | None = None
+    # K noise draws of one unit's rows; own randomness, no other unit
+    expand: Callable[[PrivacyUnit], PrivacyUnit] = identity
+    follower: PostStepHook | None = None
 
 
 def train_privately(  # noqa: PLR0913 - the last three are those of every training loop here
     task: Task,
-    units: Sequence[Unit],
+    units: Sequence[PrivacyUnit],
     job: PrivateSgd,
     entropy: Entropy,
-    clipped_sum: ClippedSum = looped,
+    clipped_sum: ClippedSum = loop_engine,
     *,
-    place: Place | None = None,
+    place: CheckpointStore | None = None,
     run: str = "",
     say: Callable[[Progress], None] = lambda _: None,
 ) -> int:
@@ -130,10 +114,10 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
     caller does with the weights afterwards are post-processing. The wall time of a step grows with its
     batch: whoever can time single steps sees more than the claim covers.
 
-    A job that was killed goes on at its last checkpoint (every ``CHECKPOINT_EVERY`` steps). The steps after it are
-    taken again, with fresh noise and another batch; what came of them the first time went with the process, nobody
-    has seen it. So what comes out is a function of one path of ``job.steps`` noisy steps, as claimed, and the
-    same grant pays for it. A checkpoint is a place inside the site: it is not released before the job is through.
+    A killed job resumes at its last checkpoint (every ``CHECKPOINT_EVERY`` steps). The steps after it are taken
+    again, with fresh noise and another batch; their first results were lost with the process and never seen. So the
+    output is a function of one path of ``job.steps`` noisy steps, as claimed, and the same grant pays for it. A
+    checkpoint stays inside the site: it is not released before the job is complete.
 
     Args:
         task: its model, optimiser and follower are as they were built, also when the job goes on.
@@ -147,10 +131,10 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
     Returns:
         The number of steps in the model, always ``job.steps``.
     Raises:
-        UnsuitableModel: batch statistics, a buffer that the training changed, or nothing to train.
-        Diverged: a parameter is not finite any more. That depends on noisy steps alone.
-        OtherRun: the place holds another job's checkpoint.
-        BadCheckpoint: the checkpoint cannot be read.
+        UnsuitableModelError: batch statistics, a buffer that the training changed, or nothing to train.
+        DivergedError: a parameter is not finite any more. That depends on noisy steps alone.
+        OtherRunError: the place holds another job's checkpoint.
+        TrainingCheckpointError: the checkpoint cannot be read.
     """
     refuse_batch_statistics(task.model)
     if place is not None and not run:
@@ -164,15 +148,17 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
         total = clipped_sum(task.model, task.loss, batch, job.clip).numpy()
         state.step(noisy_sum(total, job.clip, job.noise_multiplier, entropy) / job.expected_batch)
         if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
-            raise Diverged(f"at step {step}: parameters are not finite; a smaller learning rate or more noise helps")
+            raise DivergedError(
+                f"at step {step}: parameters are not finite; a smaller learning rate or more noise helps"
+            )
         if task.follower is not None:
             task.follower.after(step)
         if step % CHECKPOINT_EVERY == 0 or step == job.steps:
             if place is not None:
-                place.write(saved(run, step, state.tensors()))
+                place.write(save_state(run, step, state.tensors()))
             say(Progress(step, job.steps, {}))
     if not all(torch.equal(old, new) for old, new in zip(buffers, task.model.buffers(), strict=True)):
-        raise UnsuitableModel("a buffer changed in training: it would leave without noise")
+        raise UnsuitableModelError("a buffer changed in training: it would leave without noise")
     return job.steps
 
 
@@ -180,14 +166,21 @@ def best_engine(device: torch.device | str) -> ClippedSum:
     """The engine that the product takes.
 
     On a processor one backward pass for some patients, not more than the caches bear: the fastest of all in
-    tests/benchmarks/dp_engine.py for patients of one row, and beside ``looped`` for patients of eight. On an
+    tests/benchmarks/dp_engine.py for patients of one row, and beside ``loop_engine`` for patients of eight. On an
     accelerator ``vmap``, with as many rows as keep it busy.
     """
-    return bookkept(32, most_rows=64) if torch.device(device).type == "cpu" else chunked(64, most_rows=512)
+    return (
+        bookkeeping_engine(32, most_rows=64) if torch.device(device).type == "cpu" else vmap_engine(64, most_rows=512)
+    )
 
 
 def noisy_part(
-    model: nn.Module, loss: RowLosses, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, box: Box
+    model: nn.Module,
+    loss: RowLosses,
+    units: Sequence[PrivacyUnit],
+    job: PrivateSgd,
+    entropy: Entropy,
+    box: SecureSumGrid,
 ) -> NDArray[np.float64]:
     """One step's clipped sum with this site's share of the noise, as integer steps of ``box.grid``, (d,) float64.
 
@@ -201,34 +194,34 @@ def noisy_part(
     Returns:
         Whole numbers, none above ``(box.bound + TAIL * deviation) / box.grid + 1``.
     Raises:
-        UnsuitableModel: batch statistics, or nothing to train.
+        UnsuitableModelError: batch statistics, or nothing to train.
     """
     refuse_batch_statistics(model)
-    total = looped(model, loss, _batch(units, job, entropy), job.clip).numpy()
+    total = loop_engine(model, loss, _batch(units, job, entropy), job.clip).numpy()
     spread = deviation(job.clip, job.noise_multiplier, len(total), box.grid)
-    lattice = on_lattice(np.clip(total, -box.bound, box.bound), spread, box.grid, entropy)
+    lattice = snap_to_lattice(np.clip(total, -box.bound, box.bound), spread, box.grid, entropy)
     whole: NDArray[np.float64] = np.rint(lattice / box.grid)
     return whole
 
 
-class _Drawn(Sequence[Unit]):
+class _Drawn(Sequence[PrivacyUnit]):
     """The units of one batch, expanded when they are asked for: the rows of all at once may not fit."""
 
-    def __init__(self, units: Sequence[Unit], expand: Callable[[Unit], Unit]) -> None:
+    def __init__(self, units: Sequence[PrivacyUnit], expand: Callable[[PrivacyUnit], PrivacyUnit]) -> None:
         self._units, self._expand = units, expand
 
     def __len__(self) -> int:
         return len(self._units)
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[PrivacyUnit]:
         # the inherited one takes an IndexError of ``expand`` for the end, and leaves out everybody behind it
         return (self._expand(unit) for unit in self._units)
 
     @overload
-    def __getitem__(self, index: int) -> Unit: ...
+    def __getitem__(self, index: int) -> PrivacyUnit: ...
     @overload
     def __getitem__(self, index: slice) -> _Drawn: ...
-    def __getitem__(self, index: int | slice) -> Unit | _Drawn:
+    def __getitem__(self, index: int | slice) -> PrivacyUnit | _Drawn:
         if isinstance(index, slice):
             return _Drawn(self._units[index], self._expand)
         return self._expand(self._units[index])
@@ -262,25 +255,29 @@ class _State:
         }
 
     def restore(self, raw: bytes | None, run: str) -> int:
-        """Take back what ``tensors`` gave, and say after which step that was; 0 when there is nothing."""
+        """Restore the state from ``tensors``, and return its step; 0 if there is none."""
         if raw is None:
             return 0
-        step, state = restored(raw, run)
+        step, state = load_state(raw, run)
         if not (torch.equal(state.get("job", torch.zeros(0)), self._job()) and 0 <= step <= self.job.steps):
-            raise OtherRun("the checkpoint is of a job with other constants: give the job another place")
+            raise OtherRunError("the checkpoint belongs to a job with other constants: give the job another folder")
         try:
             with torch.no_grad():
                 for i, parameter in enumerate(self.parameters):
                     tensor = state[f"parameter.{i}"]
                     if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
-                        raise BadCheckpoint("the checkpoint does not fit this model: delete it to begin anew")
+                        raise TrainingCheckpointError(
+                            "the checkpoint does not fit this model: delete it to start again"
+                        )
                     parameter.copy_(tensor)
             restore_optimizer(self.optimizer, "optimizer", state)
             if self.task.follower is not None:
                 named = {n.removeprefix("follower."): t for n, t in state.items() if n.startswith("follower.")}
                 self.task.follower.restore(named)
         except (KeyError, RuntimeError) as fault:
-            raise BadCheckpoint("the checkpoint does not fit this model: delete it to begin anew") from fault
+            raise TrainingCheckpointError(
+                "the checkpoint does not fit this model: delete it to start again"
+            ) from fault
         return step
 
     def _job(self) -> Tensor:
@@ -289,15 +286,15 @@ class _State:
         return torch.tensor(constants, dtype=torch.float64)
 
 
-def _batch(units: Sequence[Unit], job: PrivateSgd, entropy: Entropy) -> list[Unit]:
+def _batch(units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy) -> list[PrivacyUnit]:
     """A Poisson sample of the units, each with a bounded random choice of its images."""
-    drawn = [unit for unit, u in zip(units, uniforms(entropy, len(units)), strict=True) if u < job.sampling_rate]
+    drawn = [unit for unit, u in zip(units, draw_uniforms(entropy, len(units)), strict=True) if u < job.sampling_rate]
     return [_bounded(unit, job.images_per_patient, entropy) for unit in drawn]
 
 
-def _bounded(unit: Unit, most: int, entropy: Entropy) -> Unit:
+def _bounded(unit: PrivacyUnit, most: int, entropy: Entropy) -> PrivacyUnit:
     """The unit with at most ``most`` of its images, chosen uniformly without replacement."""
     if len(unit) <= most:
         return unit
-    chosen = torch.from_numpy(np.sort(uniforms(entropy, len(unit)).argsort()[:most]))
-    return Unit(tuple(row[chosen] for row in unit.rows))
+    chosen = torch.from_numpy(np.sort(draw_uniforms(entropy, len(unit)).argsort()[:most]))
+    return PrivacyUnit(tuple(row[chosen] for row in unit.rows))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 GRID: Final = 2.0**-24  # lattice step in units of the sensitivity
-TAIL: Final = 12.18  # no number of ``gaussians`` is larger: sqrt(-2 log 2^-107) = 12.179
+TAIL: Final = 12.18  # no number of ``draw_gaussians`` is larger: sqrt(-2 log 2^-107) = 12.179
 _53: Final = 2.0**-53
 
 
@@ -37,13 +37,13 @@ class SystemEntropy:
         return os.urandom(count)
 
 
-def uniforms(entropy: Entropy, count: int) -> NDArray[np.float64]:
+def draw_uniforms(entropy: Entropy, count: int) -> NDArray[np.float64]:
     """(count,) independent uniforms in [0, 1), multiples of 2^-53."""
     words = np.frombuffer(entropy.take(8 * count), "<u8") >> np.uint64(11)
     return words.astype(np.float64) * _53
 
 
-def gaussians(entropy: Entropy, count: int) -> NDArray[np.float64]:
+def draw_gaussians(entropy: Entropy, count: int) -> NDArray[np.float64]:
     """(count,) independent standard normals: Box & Muller 1958 in float64, tails to 12.2 sigma.
 
     The radius takes 106 bits. With the 53 of one uniform the possible radii beyond 6 sigma lie further apart than the
@@ -51,9 +51,9 @@ def gaussians(entropy: Entropy, count: int) -> NDArray[np.float64]:
     in a hundredth of all trainings of 10^5 parameters. Float32 uniforms would cut the tails at 5.8 sigma.
     """
     half = (count + 1) // 2
-    coarse, fine = uniforms(entropy, half), uniforms(entropy, half) + 0.5 * _53
+    coarse, fine = draw_uniforms(entropy, half), draw_uniforms(entropy, half) + 0.5 * _53
     radius = np.sqrt(-2.0 * np.log(coarse + fine * _53))  # float64 keeps 53 bits of it, however small it is
-    angle = 2.0 * math.pi * uniforms(entropy, half)
+    angle = 2.0 * math.pi * draw_uniforms(entropy, half)
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
 
 
@@ -76,10 +76,10 @@ def noisy_sum(
     if not (0.0 < sensitivity < math.inf and 0.0 < noise_multiplier < math.inf):
         raise ValueError("sensitivity and noise_multiplier must be finite and positive")
     grid = sensitivity * GRID
-    return on_lattice(total, deviation(sensitivity, noise_multiplier, len(total), grid), grid, entropy)
+    return snap_to_lattice(total, deviation(sensitivity, noise_multiplier, len(total), grid), grid, entropy)
 
 
-def on_lattice(total: NDArray[np.float64], spread: float, grid: float, entropy: Entropy) -> NDArray[np.float64]:
+def snap_to_lattice(total: NDArray[np.float64], spread: float, grid: float, entropy: Entropy) -> NDArray[np.float64]:
     """``total`` (d,) and noise of standard deviation ``spread``, each rounded by itself to multiples of ``grid``.
 
     Raises:
@@ -87,7 +87,7 @@ def on_lattice(total: NDArray[np.float64], spread: float, grid: float, entropy: 
     """
     if total.dtype != np.float64 or total.ndim != 1 or not np.isfinite(total).all():
         raise ValueError("what gets noise must be a vector of finite float64 numbers")
-    noise = gaussians(entropy, len(total)) * spread
+    noise = draw_gaussians(entropy, len(total)) * spread
     lattice: NDArray[np.float64] = (np.rint(total / grid) + np.rint(noise / grid)) * grid
     return lattice
 

@@ -2,7 +2,7 @@
 
 Logistic regression and a multi-layer perceptron are scikit-learn's with their own defaults, on pixels in [0, 1]. The
 paper's third is the ResNet-9 of FFCV, which has batch norm and some 6 million weights; ours is the small network of
-:mod:`agent.measures.utility`, which is made for a thousandth of the images. Nothing is chosen on the test set.
+:mod:`agent.evaluation.utility`, which is made for a thousandth of the images. Nothing is chosen on the test set.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 
-from agent.measures.intervals import Figure, Resampling
-from agent.measures.utility import Classifier, Examples, Grades, Recipe, Train, network_trainer, tstr
+from agent.evaluation.utility import Classifier, Examples, Grades, Recipe, Train, network_trainer, tstr
+from agent.intervals import Figure, Resampling
 
 LR, MLP, CNN = "LR", "MLP", "CNN"
 NAMES: Final = (LR, MLP, CNN)
@@ -61,8 +61,8 @@ def accuracies(
     Returns:
         LR, MLP and CNN, each in [0, 1]; ``chance`` is the commonest label for everybody.
     Raises:
-        ValueError: see :func:`agent.measures.utility.tstr`.
-        Diverged: the CNN's answers are not numbers.
+        ValueError: see :func:`agent.evaluation.utility.tstr`.
+        DivergedError: the CNN's answers are not numbers.
     """
     how = Resampling(200)
     found = {name: tstr(release, held_out, train, seeds, rng, how) for name, train in trainers(recipe).items()}

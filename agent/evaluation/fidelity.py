@@ -17,19 +17,10 @@ from numpy.typing import NDArray
 from sklearn.covariance import ledoit_wolf
 from torch import Tensor
 
-from agent.measures.intervals import (
-    Figure,
-    Interval,
-    Resampling,
-    Units,
-    centred,
-    finite,
-    percentile,
-    resampled,
-    table,
-)
-from agent.nets.pictures import to_tensor
-from agent.nets.weights import Origin
+from agent.intervals import Figure, Interval, Resampling, Units, centred, finite, percentile, resampled, table
+from agent.models.image_tensors import to_tensor
+from agent.models.weights import Origin
+from protos.common.errors import RefusedError
 
 Values = NDArray[np.float64]  # (n, d)
 Covariance = Literal["full", "shrunk", "singular"]
@@ -52,13 +43,13 @@ class Extractor(Protocol):
         """(n, c, h, w) in [-1, 1] as (n, d)."""
 
 
-class TooFew(ValueError):
+class TooFewImagesError(RefusedError, ValueError):
     """Too few images for the score. The text never says how many there are (P14)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """The features of one set of images, and what made them."""
+    """The features of one set of images, and the network that computed them."""
 
     values: Values  # (n, d)
     units: NDArray[np.int64]  # (n,): the patient of every image; of a released image its own number
@@ -70,7 +61,7 @@ class Features:
         if self.values.ndim != 2 or self.values.dtype != np.float64 or self.units.shape != self.values.shape[:1]:
             raise ValueError("features are (n, d) float64 with one unit for each row")
         if len(self.values) < LEAST or self.values.shape[1] < 1:
-            raise TooFew("too few images for a measure of fidelity")
+            raise TooFewImagesError("too few images for a measure of fidelity")
         if not bool(np.isfinite(self.values).all()):
             raise ValueError("features must be finite")
 
@@ -79,11 +70,11 @@ def describe(net: Extractor, images: NDArray[np.float32], units: NDArray[np.int6
     """The features of images (n, h, w[, 3]) in [0, 1], computed ``batch`` at a time without gradients.
 
     Raises:
-        TooFew: fewer than ``LEAST`` images.
+        TooFewImagesError: fewer than ``LEAST`` images.
         ValueError: an image or a feature is not finite, or the shapes do not fit.
     """
     if len(images) < LEAST:
-        raise TooFew("too few images for a measure of fidelity")
+        raise TooFewImagesError("too few images for a measure of fidelity")
     if not bool(np.isfinite(images).all()):
         raise ValueError("images must be finite")
     with torch.no_grad():
@@ -153,7 +144,7 @@ def fidelity(sets: Sets, plan: Plan, rng: np.random.Generator) -> Fidelity:
     """Every score of the release and of the held-out baseline, which is cut to as many images at random.
 
     Raises:
-        TooFew: ``plan.covariance`` is full and a set has fewer than d + 1 images.
+        TooFewImagesError: ``plan.covariance`` is full and a set has fewer than d + 1 images.
     """
     held, size = sets.held_out, len(sets.synthetic.values)
     if len(held.values) > size:
@@ -177,10 +168,12 @@ def frechet(a: Values, b: Values, covariance: Covariance = "full") -> float:
     any A = F^T F and B = G^T G: no square root of a product, which is not symmetric, and nothing complex to drop.
 
     Raises:
-        TooFew: ``covariance`` is full and there are fewer than d + 1 rows, so a covariance has no inverse.
+        TooFewImagesError: ``covariance`` is full and there are fewer than d + 1 rows, so a covariance has no inverse.
     """
     if covariance == "full" and not min(len(a), len(b)) > a.shape[1]:
-        raise TooFew("a full covariance needs more images than features; choose a shrunk one, or a smaller network")
+        raise TooFewImagesError(
+            "a full covariance needs more images than features; choose a shrunk one, or a smaller network"
+        )
     f, g = _factor(a, covariance), _factor(b, covariance)
     cross = float(np.linalg.svd(f @ g.T, compute_uv=False).sum())
     means = float(((a.mean(axis=0) - b.mean(axis=0)) ** 2).sum())
@@ -241,10 +234,10 @@ def manifold(real: Values, fake: Values, neighbours: int) -> tuple[NDArray[np.fl
     reaches to its ``neighbours``-th neighbour in its own set. Density and coverage: Naeem et al. 2020, Eq. 5-6.
 
     Raises:
-        TooFew: a set has no ``neighbours``-th neighbour.
+        TooFewImagesError: a set has no ``neighbours``-th neighbour.
     """
     if not min(len(real), len(fake)) > neighbours:
-        raise TooFew("too few images for so many neighbours")
+        raise TooFewImagesError("too few images for so many neighbours")
     centre = real.mean(axis=0)  # distances by products of rows lose digits far from the origin
     real, fake = real - centre, fake - centre
     real_reach, fake_reach = _reach(real, neighbours), _reach(fake, neighbours)

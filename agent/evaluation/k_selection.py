@@ -1,8 +1,8 @@
 """Choose k: what each k of a fixed menu costs in information and leaves in risk (AnonFACES, sections 3.5 and 4.4).
 
 The menu is public and written down before anybody looks at patients: a search over private curves is itself a choice
-that depends on the data, so every later statement lists what was tried (:mod:`agent.released`) and says nothing of
-the curves. The curves are for the site only.
+that depends on the data, so every later statement lists what was tried (:mod:`agent.release.history`) and says
+nothing of the curves. The curves are for the site only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.measures.information_loss import Partition, silhouettes, sizes_at
-from agent.measures.information_loss import dendrogram as tree_of
-from agent.measures.intervals import wilson
-from agent.nouns import Clusters, CohortTooSmall, Latents
-from agent.stages.average import average
-from agent.stages.cluster import partition
+from agent.domain import Clusters, Latents
+from agent.errors import CohortTooSmallError
+from agent.evaluation.partitions import Partition, silhouettes, sizes_at
+from agent.evaluation.partitions import dendrogram as tree_of
+from agent.intervals import wilson
+from agent.microaggregation.aggregation import average
+from agent.microaggregation.partition import partition
 
 STRAIGHT: Final = 0.05  # of the unit square: a curve that keeps this near to its chord has no elbow
 LEAVES: Final = 300  # patients of a dendrogram, drawn at random when there are more
@@ -88,7 +89,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RejectedK:
     """One k that gave no partition, or may not be recommended."""
 
     k: int
@@ -118,11 +119,11 @@ class Dendrogram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
-    """What was measured over the menu, and what follows. Made of patients: it stays at the site."""
+    """Measurements over the menu of k, and the recommendation. They depend on patients: they stay at the site."""
 
     menu: Menu
     points: tuple[Point, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RejectedK, ...]
     elbow: Elbow | None  # of the whole curve
     recommended: int | None
     why: str
@@ -147,10 +148,10 @@ def tune(
         attributes: name -> (n) values whose homogeneity is followed; "" is unknown and counts for nothing.
         probe: makes the representatives of a partition and gives the distances (n,) of the patients to their own
             representative in a recogniser's space, in the order of ``latents``, with the threshold below which two
-            pictures are the same person. Without it the loss is that of the codes, and nothing is said of risk.
+            images are the same person. Without it the loss is that of the codes, and nothing is said of risk.
 
     Raises:
-        CohortTooSmall: no k of the menu gives a partition.
+        CohortTooSmallError: no k of the menu gives a partition.
         ValueError: an argument has another length than the codes.
     """
     told = dict(attributes or {})
@@ -160,12 +161,12 @@ def tune(
     for k, stream in zip(menu.ks, rng.spawn(len(menu.ks)), strict=True):
         try:
             clusters = partition(latents, labels, k, menu.l_diversity, stream)
-        except CohortTooSmall:
-            refused.append(Refused(k, "the cohort does not give one cluster of this size and diversity"))
+        except CohortTooSmallError:
+            refused.append(RejectedK(k, "the cohort does not give one cluster of this size and diversity"))
             continue
         points.append(_measured(latents, clusters, k, told, (probe, stream)))
     if not points:
-        raise CohortTooSmall
+        raise CohortTooSmallError
     admitted, barred = _admitted(points, menu)
     recommended, why = recommend([(p.k, p.information_loss) for p in admitted])
     whole = elbow([(p.k, p.information_loss) for p in points])
@@ -263,15 +264,15 @@ def recommend(curve: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
     return found.k, "elbow: beyond this k more privacy costs much more information"
 
 
-def _admitted(points: Sequence[Point], menu: Menu) -> tuple[list[Point], list[Refused]]:
+def _admitted(points: Sequence[Point], menu: Menu) -> tuple[list[Point], list[RejectedK]]:
     """The points that the policy lets be chosen, and why the others are not."""
     admitted, barred = [], []
     for point in points:
         limit = min(1.0 / point.k, menu.max_reid_rate)
         if not point.k >= menu.k_min:
-            barred.append(Refused(point.k, f"measured, but below the policy's least k of {menu.k_min}"))
+            barred.append(RejectedK(point.k, f"measured, but below the policy's least k of {menu.k_min}"))
         elif point.reid is not None and not point.reid.interval[1] <= limit:
-            barred.append(Refused(point.k, "the re-identification rate cannot be told to keep below its limit"))
+            barred.append(RejectedK(point.k, "the re-identification rate cannot be shown to be below its limit"))
         else:
             admitted.append(point)
     return admitted, barred

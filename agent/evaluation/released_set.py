@@ -1,7 +1,7 @@
-"""What a released image set is worth on patients of whom it knows nothing: fidelity, utility and semantics at once.
+"""Evaluate a released image set on held-out patients: fidelity, utility and semantics at once.
 
 PrivImage's figures (section 4.3): a Fréchet distance, the accuracy of LR, MLP and CNN trained on the set and tested
-on real pictures, and the semantic distribution similarity of Eq. 5. Each has an interval by patient, and the figure
+on real images, and the semantic distribution similarity of Eq. 5. Each has an interval by patient, and the figure
 that it is to be held against. All are computed from patients: they are for the site's eyes. Nothing is chosen here.
 """
 
@@ -14,20 +14,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.measures.classifiers import LR, trainers
-from agent.measures.fidelity import Features, Fidelity, Plan, Sets, TooFew, describe, fidelity
-from agent.measures.intervals import Figure, Interval, Resampling, Units, percentile, resampled, wilson
-from agent.measures.semantics import Meaning, class_means, frequencies, similarity
-from agent.measures.utility import Examples, Recipe, tstr
-from agent.nets.features import RandomFeatures
-from agent.nets.semantics import Semantics
-from agent.nouns import Cohort, SyntheticSet
-from agent.stages.select import NothingSelected, Query, chosen, selection
-from agent.training.loop import Diverged
+from agent.domain import Cohort, SyntheticSet
+from agent.errors import DivergedError
+from agent.evaluation.classifiers import LR, trainers
+from agent.evaluation.fidelity import Features, Fidelity, Plan, Sets, TooFewImagesError, describe, fidelity
+from agent.evaluation.semantic_similarity import Meaning, class_means, frequencies, similarity
+from agent.evaluation.utility import Examples, Recipe, tstr
+from agent.intervals import Figure, Interval, Resampling, Units, percentile, resampled, wilson
+from agent.mechanisms.privimage.semantic_query import NothingSelectedError, Query, chosen, selection
+from agent.models.features.extractors import RandomFeatures
+from agent.models.semantics.classifier import Semantics
+from protos.common.errors import RefusedError
 
 LEAST: Final = 20  # held-out patients: figures of fewer say more of them than of the set
-_LOOKED_AT: Final = 2000  # pictures of one side of a Fréchet distance, at most
-_TAUGHT: Final = 5000  # pictures that a classifier is trained on, at most
+_LOOKED_AT: Final = 2000  # images of one side of a Fréchet distance, at most
+_TAUGHT: Final = 5000  # images that a classifier is trained on, at most
 _STEPS: Final = 1500  # of the CNN, about
 Say = Callable[[str], None]
 
@@ -36,49 +37,51 @@ Say = Callable[[str], None]
 class Effort:
     """How much is computed. None of it is chosen by a figure."""
 
-    recipe: Recipe | None = None  # of the CNN; None: about ``_STEPS`` steps at the pictures' own size, 64 px at most
+    recipe: Recipe | None = None  # of the CNN; None: about ``_STEPS`` steps at the images' own size, 64 px at most
     seeds: tuple[int, ...] = (0, 1, 2)  # of trainings; every accuracy is the mean over them
     draws: int = 100  # of every bootstrap
 
 
-class TooFewPatients(ValueError):
+class TooFewPatientsError(RefusedError, ValueError):
     """Too few held-out patients to measure by. The text never says how many there are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class SemanticsQuery:
     """The public side of a query for semantics (PrivImage, sections 3.2 and 3.3)."""
 
     semantics: Semantics
-    images: NDArray[np.uint8]  # (n, s, s[, 3]): the public pictures
+    images: NDArray[np.uint8]  # (n, s, s[, 3]): the public images
     bins: NDArray[np.int64]  # (n,)
     query: Query
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """What is judged: a set, the labels that it may carry, and how its semantics were asked for, if they were."""
+    """The set under evaluation, its permitted labels, and its semantics query, if any."""
 
     made: SyntheticSet
     classes: tuple[str, ...]  # labels of the set
-    labels: tuple[str, ...]  # of patients' pictures that count; other than ``classes`` when those are pooled
-    asked: Asked | None = None
+    labels: tuple[str, ...]  # of patients' images that count; other than ``classes`` when those are pooled
+    asked: SemanticsQuery | None = None
 
     def __post_init__(self) -> None:
         """Refuse a set of other labels, or of another size than what it was asked by."""
         if not set(self.made.labels) <= set(self.classes):
-            raise ValueError("the set has labels that the configuration does not draw: it is another one's")
+            raise ValueError(
+                "the set has labels that the configuration does not draw: it was made with another configuration"
+            )
         if not len(self.made.images):
-            raise ValueError("the set holds no picture")
+            raise ValueError("the set has no images")
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """One classifier, trained on the set and tested on real pictures."""
+class ClassifierResult:
+    """One classifier, trained on the set and tested on real images."""
 
     name: str
     accuracy: Figure  # ``chance``: the commonest label for everybody
-    recalls: tuple[Figure, ...]  # of each class that the held-out pictures have
+    recalls: tuple[Figure, ...]  # of each class that the held-out images have
     seeds: int
 
 
@@ -87,7 +90,7 @@ class Evaluation:
     """The figures of one look; a sentence where a part could not be measured."""
 
     fidelity: Fidelity | str
-    taught: tuple[Taught, ...] | str
+    taught: tuple[ClassifierResult, ...] | str
     semantics: tuple[Figure, ...] | str
     classes: tuple[str, ...]
     patients: int
@@ -95,7 +98,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Real:
-    """The held-out pictures, row by row."""
+    """The held-out images, row by row."""
 
     images: NDArray[np.float32]
     labels: tuple[str, ...]
@@ -114,15 +117,15 @@ def evaluate(
 
     Args:
         subject: what is judged.
-        held_out: the patients, their pictures of the set's size.
+        held_out: the patients, their images of the set's size.
         rng: of halves, samples and intervals.
         say: told what is measured next.
         effort: how much is computed.
     Returns:
         Figures, each with its interval by patient.
     Raises:
-        TooFewPatients: fewer than ``LEAST`` have pictures that count.
-        ValueError: pictures of another size.
+        TooFewPatientsError: fewer than ``LEAST`` have images that count.
+        ValueError: images of another size.
     """
     real, effort = _rows(held_out, subject), effort or Effort()
     say("Fréchet distance: the set, and one half of the held-out patients, against the other half")
@@ -142,10 +145,10 @@ def _rows(held_out: Cohort, subject: Subject) -> _Real:
     patients = np.array([number for number, _ in found], np.int64)
     count = len(np.unique(patients))
     if not count >= LEAST:
-        raise TooFewPatients("too few held-out patients with pictures of these classes: hold a larger part out")
+        raise TooFewPatientsError("too few held-out patients with images of these classes: hold a larger part out")
     images = np.stack([image.pixels for _, image in found])
     if images.shape[1:] != subject.made.images.shape[1:]:
-        raise ValueError("the set's pictures do not have the size of the patients', as the configuration takes them")
+        raise ValueError("the set's images do not have the size of the patients' images under this configuration")
     return _Real(images, tuple(image.label for _, image in found), patients, count)
 
 
@@ -160,7 +163,7 @@ def _sample(count: int, most: int, rng: np.random.Generator) -> NDArray[np.int64
 
 
 def _eyes(images: NDArray[Any]) -> RandomFeatures:
-    """Random features of 224 numbers: few enough for a covariance of some hundred pictures."""
+    """Random features of 224 numbers: few enough for a covariance of some hundred images."""
     return RandomFeatures(width=16, depth=3, channels=3 if images.ndim == 4 else 1)
 
 
@@ -180,8 +183,8 @@ def _fidelity(made: SyntheticSet, real: _Real, effort: Effort, rng: np.random.Ge
         synthetic = describe(net, _unit(made.images[rows]), np.arange(len(rows)))
         plan = Plan("shrunk", subsets=2, resampling=Resampling(effort.draws))
         return fidelity(Sets(seen(first), synthetic, seen(~first)), plan, rng)
-    except TooFew:
-        return "the set has too few pictures for a distance of distributions"
+    except TooFewImagesError:
+        return "the set has too few images for a Fréchet distance"
 
 
 def recipe_for(pictures: int, side: int) -> Recipe:
@@ -191,8 +194,8 @@ def recipe_for(pictures: int, side: int) -> Recipe:
 
 def _taught(
     subject: Subject, real: _Real, effort: Effort, rng: np.random.Generator, say: Say
-) -> tuple[Taught, ...] | str:
-    """LR, MLP and CNN, trained on the set and tested on the held-out pictures."""
+) -> tuple[ClassifierResult, ...] | str:
+    """LR, MLP and CNN, trained on the set and tested on the held-out images."""
     if subject.classes != subject.labels:
         return "all pictures of the set are of one class: there is nothing to learn"
     known = [subject.classes.index(label) for label in subject.made.labels]
@@ -210,11 +213,11 @@ def _taught(
         seeds = effort.seeds[:1] if name == LR else effort.seeds  # a seed of LR changes nothing
         try:
             figures = tstr(shown, tested, train, seeds, rng, Resampling(effort.draws)).figures
-        except (Diverged, ValueError) as fault:
+        except (DivergedError, ValueError) as fault:
             return f"{name}: {fault}"
         recalls = zip(figures[2:], sorted(set(truth.tolist())), strict=True)
         named = tuple(replace(figure, name=subject.classes[place]) for figure, place in recalls)
-        out.append(Taught(name, _sure(figures[0]), named, len(seeds)))
+        out.append(ClassifierResult(name, _sure(figures[0]), named, len(seeds)))
     return tuple(out)
 
 
@@ -231,21 +234,21 @@ def _sure(accuracy: Figure) -> Figure:
 def _similarities(
     subject: Subject, real: _Real, effort: Effort, rng: np.random.Generator
 ) -> tuple[Figure, ...] | str:
-    """SDS with the held-out patients: of the set, of the public pictures, and of a selection of these without noise.
+    """SDS with the held-out patients: of the set, of the public images, and of a selection of these without noise.
 
-    A semantic's vector is the mean random feature of the public pictures that show it, less that of all. Eq. 5 has no
+    A semantic's vector is the mean random feature of the public images that show it, less that of all. Eq. 5 has no
     fixed best value: a set's similarity to itself is 1 only if all of it shows one thing, so that comes first.
     """
     asked = subject.asked
     if asked is None:
-        return "the configuration asks for no semantics"
+        return "the configuration has no semantics"
     count = len(asked.semantics.bins)
     rows = _sample(len(asked.bins), _LOOKED_AT, rng)
     features = _embedded(_eyes(asked.images), asked.images[rows])
     vectors = class_means(features, asked.bins[rows], count, features.mean(axis=0))
     there = np.flatnonzero(np.linalg.norm(vectors, axis=1) > 0)
     if not len(there):
-        return "the public pictures do not differ"
+        return "the public images are all equal"
     probabilities = asked.semantics.probabilities(real.images)[:, there]
     bins = there[probabilities.argmax(axis=1)]
     others = {"the set": there[asked.semantics.probabilities(_unit(subject.made.images))[:, there].argmax(axis=1)]}
@@ -282,9 +285,9 @@ def _weighted(bins: NDArray[np.int64], patients: NDArray[np.int64], count: int) 
 
 
 def _selected(
-    subject: Subject, asked: Asked, real: _Real, probabilities: NDArray[np.float64], there: NDArray[np.int64]
+    subject: Subject, asked: SemanticsQuery, real: _Real, probabilities: NDArray[np.float64], there: NDArray[np.int64]
 ) -> NDArray[np.int64] | None:
-    """The semantics of the public pictures that these patients' own counts, without noise, would choose."""
+    """The semantics of the public images that these patients' own counts, without noise, would choose."""
     pooled = subject.classes != subject.labels
     counts = np.zeros((1 if pooled else len(subject.classes), len(asked.semantics.bins)))
     _, owner, each = np.unique(real.patients, return_inverse=True, return_counts=True)
@@ -293,7 +296,7 @@ def _selected(
     np.add.at(counts, (np.array(rows)[:, None], there[votes]), (1.0 / each[owner])[:, None])
     try:
         places, _ = selection(asked.bins, chosen(counts, asked.query))
-    except NothingSelected:
+    except NothingSelectedError:
         return None
     found = asked.bins[places]
     return found[np.isin(found, there)]

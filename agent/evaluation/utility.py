@@ -16,13 +16,13 @@ from typing import Final, Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.linear_model import LogisticRegression, Ridge
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample, mse_loss
 
-from agent.measures.intervals import Figure, Resampling, Units, percentile, resampled, table
-from agent.nets.pictures import resized, to_tensor
-from agent.training.loop import Diverged, seeded
+from agent.errors import DivergedError
+from agent.intervals import Figure, Resampling, Units, percentile, resampled, table
+from agent.models.image_tensors import resized, to_tensor
+from agent.models.training_loop import seeded
 
 Grades = NDArray[np.int64]  # (n,): 0 .. c-1, in clinical order
 Target = Literal["classes", "mse"]
@@ -112,7 +112,7 @@ def train_network(release: Examples, recipe: Recipe, seed: int) -> Classifier:
 
     Raises:
         ValueError: the release has one grade only, so that there is nothing to learn.
-        Diverged: when the classifier is asked and its answers are not numbers.
+        DivergedError: when the classifier is asked and its answers are not numbers.
     """
     if len(np.unique(release.grades)) < 2:
         raise ValueError("the release has one grade only")
@@ -143,37 +143,8 @@ def train_network(release: Examples, recipe: Recipe, seed: int) -> Classifier:
         )
         outputs = torch.cat(list(parts)).double().numpy()
         if not bool(np.isfinite(outputs).all()):
-            raise Diverged("the classifier's answers are not numbers: train it at a smaller rate")
+            raise DivergedError("the classifier's answers are not numbers: train it at a smaller rate")
         return _grades(outputs, release.count, recipe.target)
-
-    return classify
-
-
-def linear_trainer(target: Target = "classes", penalty: float = 0.1) -> Train:
-    """Multinomial logistic regression, or ridge regression for ``mse``, on standardised pixels: seconds, no seed."""
-
-    def train(release: Examples, seed: int) -> Classifier:
-        return train_linear(release, target, penalty)
-
-    return train
-
-
-def train_linear(release: Examples, target: Target = "classes", penalty: float = 0.1) -> Classifier:
-    """Fit a linear model to pixels, averaged down to at most 64 x 64 and scaled so that their rows have length 1.
-
-    Raises:
-        ValueError: the release has one grade only.
-    """
-    if len(np.unique(release.grades)) < 2:
-        raise ValueError("the release has one grade only")
-    x = _flat(release.images)
-    mean, std = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-3) * np.sqrt(x.shape[1])
-    model = LogisticRegression(C=1.0 / penalty, max_iter=500) if target == "classes" else Ridge(alpha=penalty)
-    model.fit((x - mean) / std, release.grades)
-
-    def classify(unseen: NDArray[np.float32]) -> Grades:
-        told = np.asarray(model.predict((_flat(unseen) - mean) / std), np.float64)
-        return np.clip(np.rint(told), 0, release.count - 1).astype(np.int64)
 
     return classify
 
@@ -198,7 +169,7 @@ def quadratic_kappa(table_: NDArray[np.float64]) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tstr:
+class TstrResult:
     """Train on synthetic, test on real."""
 
     figures: tuple[Figure, ...]  # accuracy, quadratic kappa, recall of each grade that the test set has
@@ -218,13 +189,13 @@ def tstr(
     seeds: Sequence[int],
     rng: np.random.Generator,
     how: Resampling | None = None,
-) -> Tstr:
+) -> TstrResult:
     """Train on the release once for each seed and test on real held-out patients.
 
     Args:
         release: released images with their grades.
         held_out: real images of patients who are in no cluster of the release.
-        train: :func:`network_trainer` or :func:`linear_trainer`.
+        train: :func:`network_trainer`, or another.
         seeds: of the training runs; every figure is the mean over them.
         rng: for the bootstrap by patient, which does not cover the chance of training; ``per_seed`` shows that.
         how: the bootstrap.
@@ -258,7 +229,7 @@ def tstr(
         for i, (name, value) in enumerate(zip(names, values, strict=True))
     )
     each = tuple((s, _accuracy(t), quadratic_kappa(t)) for s, t in zip(seeds, tables, strict=True))
-    return Tstr(figures, np.mean(tables, axis=0), each)
+    return TstrResult(figures, np.mean(tables, axis=0), each)
 
 
 def _numbers(cells: NDArray[np.float64], present: Sequence[int]) -> list[float]:

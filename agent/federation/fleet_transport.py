@@ -1,8 +1,8 @@
 """Flower's HTTP calls through the gRPC method ``Fleet``: the site has one connection, to one port.
 
-This runs in the agent, for the link's process, which has no network (agent/edges/link.py). A transport for `httpx`,
-in which Flower's client is written. Whatever goes wrong on the way is an `httpx.TransportError`, so that callers need
-to know nothing of gRPC. No Flower here.
+This runs in the agent, for the link's process, which has no network (agent/federation/supernode_process.py). A
+transport for `httpx`, in which Flower's client is written. Whatever goes wrong on the way is an
+`httpx.TransportError`, so that callers need to know nothing of gRPC. No Flower here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Final
 import grpc
 import httpx
 
-from protos import rounds as wire
-from protos.v1 import gateway_pb2 as pb
+from protos.federation import messages
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
 _CALL_S: Final = 30.0
@@ -65,9 +65,9 @@ class FleetTransport(httpx.BaseTransport):
             httpx.TransportError: no answer in time, or one that is none.
         """
         path, body = request.url.path, request.read()
-        reply_size = wire.FLEET_BODY if path == _WHOLE_BODY else 0
+        reply_size = messages.FLEET_BODY if path == _WHOLE_BODY else 0
         deadline = _CALL_S + (len(body) + reply_size) / _SLOWEST
-        headers = {name: value for name, value in request.headers.items() if name in wire.FLEET_HEADERS}
+        headers = {name: value for name, value in request.headers.items() if name in messages.FLEET_HEADERS}
         with self._open() as channel:
             try:
                 replies = GatewayStub(channel).Fleet(_parts(path, headers, body), timeout=deadline)
@@ -109,9 +109,9 @@ class FleetTransport(httpx.BaseTransport):
 
 
 def _parts(path: str, headers: dict[str, str], body: bytes) -> Iterator[Any]:
-    yield pb.FleetPart(path=path, headers=headers)
-    for at in range(0, len(body), wire.FLEET_PART):
-        yield pb.FleetPart(data=body[at : at + wire.FLEET_PART])
+    yield gateway_pb2.FleetPart(path=path, headers=headers)
+    for at in range(0, len(body), messages.FLEET_PART):
+        yield gateway_pb2.FleetPart(data=body[at : at + messages.FLEET_PART])
 
 
 def _response(replies: Iterator[Any]) -> httpx.Response:
@@ -125,7 +125,7 @@ def _response(replies: Iterator[Any]) -> httpx.Response:
         raise httpx.RemoteProtocolError("no status")
     body = bytearray()
     for part in replies:
-        if len(body) + len(part.data) > wire.FLEET_BODY:
+        if len(body) + len(part.data) > messages.FLEET_BODY:
             raise httpx.RemoteProtocolError("too long")
         body += part.data
     headers = {name: value for name, value in first.headers.items() if name in _BACK}

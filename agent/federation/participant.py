@@ -1,8 +1,8 @@
 """A site's part in one federated run: one grant, one update a round, each update made once.
 
-The site's own ledger holds the price first; the coordinator then reserves the budgets of all sites at once, and only
-what its ledger shows is trained for. What a part has done is noted in the vault before an image is read, so that a
-killed agent comes back into the run with the rounds it has begun counted as made.
+The site's own ledger reserves the price first. The coordinator then reserves the budgets of all sites at once, and
+only grants in its ledger are trained for. The vault records the participant's progress before an image is read, so a
+killed agent rejoins the run with the rounds it has begun counted as made.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from agent.grants import finish, hold, if_reachable, let_go, unused
-from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.nouns import Update
-from agent.pipeline import ask, parcel, set_out, still_in
-from agent.site import Parcel, Refused, Site
-from agent.stages.noise import Entropy
-from agent.wrapping import draft_of
-from policies.claims import Claim
-from policies.entries import Reserved
-from policies.review import Finding, Verdict
-from policies.statement import ID, release_id
-from protos.artifact import pack_vector
-from protos.weights import pack_ring
+from agent.domain import Update
+from agent.dp.noise import Entropy
+from agent.errors import ReviewRejectedError
+from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.release.budget import best_effort, release_grant, reserve_locally, return_unused_grant, settle_grant
+from agent.release.packaging import draft_of
+from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
+from agent.release.ports import SignedRelease, SiteContext
+from policies.accounting.claims import Claim
+from policies.ledger.entries import Reserved
+from policies.review.rules import Finding, Verdict
+from policies.statements import ID, release_id
+from protos.artifacts.arrays import pack_vector
+from protos.artifacts.strict_safetensors import pack_ring
 
 NOTE = "run"  # in the vault: the part that is open
 MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
@@ -35,7 +36,7 @@ def read_mechanism(config: str) -> Federated | FederatedMasked:
     """The mechanism of a public configuration: only one has these keys.
 
     Raises:
-        BadConfiguration: it is neither's.
+        FederatedConfigError: it is neither's.
     """
     return (FederatedMasked if '"ring_bits"' in config else Federated).from_json(config)
 
@@ -48,15 +49,15 @@ def update_bytes(mechanism: Federated | FederatedMasked) -> int:
     return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
 
 
-def _no(rule: str, detail: str) -> Refused:
-    return Refused("site", Verdict((Finding(rule, detail),)))
+def _no(rule: str, detail: str) -> ReviewRejectedError:
+    return ReviewRejectedError("site", Verdict((Finding(rule, detail),)))
 
 
 @dataclass(slots=True)
 class Participant:
     """A site's part in one federated run: one grant, one update a round, each update made once."""
 
-    site: Site
+    site: SiteContext
     modality: str
     entropy: Entropy
     run: str = ""
@@ -66,14 +67,16 @@ class Participant:
     mechanism: Federated | FederatedMasked | None = None
     rounds_trained: int = 0
     begun: int = 0  # the newest round that was begun
-    under_way: bool = False  # it was begun by this process, and is neither sealed nor given up: the run is not over
-    last: tuple[int, Parcel, Update] | None = None  # the newest round's update, sent again if asked again
+    # it was begun by this process, and is neither sealed nor given up: the run is not over
+    round_in_progress: bool = False
+    last: tuple[int, SignedRelease, Update] | None = None  # the newest round's update, sent again if asked again
 
     def resume(self) -> bool:
         """Take up the part that an earlier process had open; False when there is none.
 
-        A round that was begun and did not set out counts as made. The vault may be an older copy, so that it counts
-        too few: no fewer rounds were made than the site's ledger holds as sent, and no part is given back whole.
+        A round that was begun but not submitted counts as made. The vault may be an older copy with too small a
+        count: the number of rounds made is at least the number that the site's ledger holds as sent, and then no part
+        of the grant is returned whole.
         """
         note = self.site.vault.note(NOTE)
         known = self.site.books.store.state.grants.get(note["grant"]) if note else None
@@ -104,7 +107,8 @@ class Participant:
         Returns:
             The site's sealed reservation: the coordinator reserves with it.
         Raises:
-            Refused: by the site's ledger, or because the run was priced before and is spent, has no proper name, is
+            ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
+            proper name, is
                 for more patients than delta allows (P1), or has larger updates than the policies admit.
         """
         if run == self.run and mechanism == self.mechanism and self.grant:
@@ -114,7 +118,7 @@ class Participant:
         if not ID.fullmatch(run):
             findings.append(Finding("run", "a run's name is a short lower-case identifier"))
         if run in self.site.books.runs():
-            findings.append(Finding("run_spent", "this run was priced before; its grant is spent"))
+            findings.append(Finding("run_spent", "this run was priced before, and its grant is spent"))
         if not delta * mechanism.public_patients < 1:
             findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
         size, most = update_bytes(mechanism), self.site.books.policy_of(self.site.name).max_artifact_bytes
@@ -122,9 +126,9 @@ class Participant:
             told = f"each update takes {size} bytes, and the policies admit {most}"
             findings.append(Finding("artifact_size", told))
         if findings:
-            raise Refused("site", Verdict(tuple(findings)))
-        self.part()
-        reservation, envelope = hold(self.site, mechanism, self.modality, run)
+            raise ReviewRejectedError("site", Verdict(tuple(findings)))
+        self.leave_run()
+        reservation, envelope = reserve_locally(self.site, mechanism, self.modality, run)
         self.run, self.grant, self.granted, self.resumed = run, reservation.grant, False, False
         self.mechanism, self.rounds_trained, self.begun, self.last = mechanism, 0, 0, None
         self._note()
@@ -141,7 +145,7 @@ class Participant:
         :meth:`part`.
 
         Raises:
-            Unreachable: not known now.
+            CoordinatorUnreachableError: not known now.
         """
         if self.granted or not self.grant:
             return self.granted
@@ -153,39 +157,40 @@ class Participant:
             held = self.site.books.store.state.grants[self.grant].reserved
             assert isinstance(held, Reserved)
             if self.resumed:
-                finish(self.site, self.grant, None)
+                settle_grant(self.site, self.grant, None)
             else:
-                let_go(self.site, held)
+                release_grant(self.site, held)
             self._forget()
             return False
         self.granted = verdict.admitted
         return self.granted
 
-    def part(self) -> None:
-        """Leave the run this site is in: write down what is known of it, and spend what was made under its grant.
+    def leave_run(self) -> None:
+        """Leave the site's run: record its state, and spend what was made under its grant.
 
-        Where nothing was made, the process that reserved frees the grant. After a restart only the vault's note says
-        that nothing was read, and the vault may be an older copy: then the whole grant is spent.
+        If nothing was made, the process that reserved frees the grant. After a restart only the vault's note says
+        that nothing was read, and the vault may be an older copy: then the entire grant is spent.
 
         Raises:
-            Forked: the coordinator's ledger is another one; the grant stays held, or has its end in the books here.
+            LedgerForkError: the coordinator's ledger is another one; the grant stays held, or has its end in the
+            books here.
         """
         grant = self.site.books.store.state.grants.get(self.grant)
         if grant is not None and grant.state == "held":
-            with if_reachable():
-                ask(self.site)
+            with best_effort():
+                fetch_verdicts(self.site)
             untouched = not (self.rounds_trained or self.resumed or grant.sent or grant.used)
             if untouched and isinstance(grant.reserved, Reserved):
-                unused(self.site, grant.reserved)
+                return_unused_grant(self.site, grant.reserved)
             else:
-                finish(self.site, self.grant, self._made())
+                settle_grant(self.site, self.grant, self._made())
         self._forget()
 
     def _forget(self) -> None:
         self.run, self.grant, self.granted, self.mechanism = "", "", False, None
         self.resumed = False
         self.rounds_trained, self.begun, self.last = 0, 0, None
-        self.under_way = False
+        self.round_in_progress = False
         self._note()
 
     def _made(self) -> Claim | None:
@@ -194,7 +199,7 @@ class Participant:
             return None
         return replace(self.mechanism.claim(), steps=self.mechanism.steps_per_round * self.rounds_trained)
 
-    def begin(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+    def begin_round(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
         """Is this round covered by a grant in both ledgers? Then it is counted, durable before an image is read.
 
         Args:
@@ -202,8 +207,8 @@ class Participant:
             round_index: from 1.
             once: also refuse a round that was begun before and led to nothing.
         Raises:
-            Refused: not the run that was priced, a round out of order, or not granted at the coordinator.
-            Unreachable: whether it was granted is not known now.
+            ReviewRejectedError: not the run that was priced, a round out of order, or not granted at the coordinator.
+            CoordinatorUnreachableError: whether it was granted is not known now.
         """
         mechanism = self.mechanism
         in_order = round_index > max([self.begun if once else 0, *self._sent()])
@@ -214,31 +219,32 @@ class Participant:
         self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
         self.begun = max(self.begun, round_index)
         self._note()
-        self.under_way = True
+        self.round_in_progress = True
         return mechanism
 
-    def train(self, run: str, round_index: int, start: Update) -> tuple[Parcel, Update]:
+    def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
         """One round: train on the site's patients from ``start``, and seal the new parameters.
 
         Raises:
-            Refused: see :meth:`begin`; a run that is aggregated in secret; or a patient opted out meanwhile.
+            ReviewRejectedError: see :meth:`begin`; a run that is aggregated in secret; or a patient opted out
+            meanwhile.
         """
         if self.last is not None and run == self.run and self.last[0] == round_index:
             return self.last[1:]
         if not isinstance(self.mechanism, Federated):
-            raise _no("round", "this run does not send updates in the clear")
-        mechanism = self.begin(run, round_index)
+            raise _no("round", "this run sends no unencrypted updates")
+        mechanism = self.begin_round(run, round_index)
         try:
             cohort = self.site.vault.cohort(self.modality, mechanism.shape)
             update = mechanism.run_round(cohort, start, self.entropy)
-            still_in(self.site, {patient.pseudonym for patient in cohort.patients})
+            check_opt_outs(self.site, {patient.pseudonym for patient in cohort.patients})
             goods = self.seal(round_index, pack_vector(update.vector))
         finally:
-            self.under_way = False
+            self.round_in_progress = False
         self.last = (round_index, goods, update)
         return goods, update
 
-    def seal(self, round_index: int, artifact: bytes) -> Parcel:
+    def seal(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed and written down as leaving; the link carries it out."""
         assert self.mechanism is not None
         claim = self._made()
@@ -249,9 +255,9 @@ class Participant:
             run=self.run,
             round=round_index,
         )
-        goods = parcel(self.site, draft, artifact)
-        set_out(self.site, goods)
-        self.under_way = False
+        goods = sign_release(self.site, draft, artifact)
+        record_submission(self.site, goods)
+        self.round_in_progress = False
         self.site.say("round", f"{round_index}: update {self.rounds_trained} of {self.mechanism.rounds} sealed")
         return goods
 
@@ -259,12 +265,12 @@ class Participant:
         """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed.
 
         Raises:
-            Unreachable: not now; ask again later.
+            CoordinatorUnreachableError: not now; ask again later.
         """
         self.confirm()
-        ask(self.site)
+        fetch_verdicts(self.site)
         waiting = any(sent.grant == self.grant for sent, _ in self.site.books.unanswered())
-        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting or self.under_way:
+        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting or self.round_in_progress:
             return False
         self.site.books.close(self.grant, "released")
         run = self.run

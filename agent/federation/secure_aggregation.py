@@ -7,34 +7,34 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.mechanisms.federated import FederatedMasked
-from agent.nouns import Update
-from agent.participant import Participant
-from agent.pipeline import still_in
-from agent.site import Refused
-from policies.review import Finding, Verdict
-from protos import secret
-from protos.artifact import BadArtifact, unpack_vector
-from protos.envelope import key_id
-from protos.secagg import Member
-from protos.secagg_session import Acquaintance, Quorum, Session
-from protos.secagg_wire import Refused as NotTogether
-from protos.secagg_wire import Step
-from protos.shamir import Entropy
-from protos.weights import pack_ring
+from agent.domain import Update
+from agent.errors import ReviewRejectedError
+from agent.federation.participant import Participant
+from agent.mechanisms.federated.mechanism import FederatedMasked
+from agent.release.pipeline import check_opt_outs
+from policies.review.rules import Finding, Verdict
+from protos.artifacts.arrays import ArtifactFormatError, unpack_vector
+from protos.artifacts.strict_safetensors import pack_ring
+from protos.common.dsse import key_id
+from protos.secagg import round
+from protos.secagg.member import Member
+from protos.secagg.messages import SecAggError as NotTogether
+from protos.secagg.messages import Step
+from protos.secagg.session import KnownPartners, Quorum, Session
+from protos.secagg.shamir import Entropy
 
 
-def _no(detail: str) -> Refused:
-    return Refused("site", Verdict((Finding("masked", detail),)))
+def _no(detail: str) -> ReviewRejectedError:
+    return ReviewRejectedError("site", Verdict((Finding("masked", detail),)))
 
 
 @dataclass(slots=True)
-class Sum:
+class SecureAggregationClient:
     """The round that is under way; a new one forgets the old one's secrets."""
 
     participant: Participant
     sign_key: Ed25519PrivateKey
-    known: Acquaintance | None  # None: this site names no partners, and is in no sum
+    known: KnownPartners | None  # None: this site names no partners, and is in no sum
     entropy: Entropy
     _at: tuple[str, int] = ("", 0)
     _member: Member | None = None
@@ -46,13 +46,14 @@ class Sum:
         """One step of round ``number`` (from 1) of a run.
 
         Raises:
-            Refused: out of order, not granted, a roster without sites that this hospital knows, or a protocol that
+            ReviewRejectedError: out of order, not granted, a roster without sites that this hospital knows, or a
+            protocol that
                 is not followed. The member is forgotten then.
         """
         try:
             step = Step[name.upper()]
         except KeyError:
-            raise _no("there is no such step") from None
+            raise _no("unknown step") from None
         if self._at == (run, number) and name in self._answers:
             return self._answers[name]
         try:
@@ -60,12 +61,12 @@ class Sum:
                 answer = self._begin(run, number, payload, config)
             else:
                 answer = self._go_on(run, number, step, payload)
-        except (NotTogether, BadArtifact, ValueError) as fault:
-            self._member, self.participant.under_way = None, False
+        except (NotTogether, ArtifactFormatError, ValueError) as fault:
+            self._member, self.participant.round_in_progress = None, False
             raise _no(str(fault)) from None
         except BaseException:  # whatever it was, this round is over here; a step of another round ends none
             if self._at == (run, number):
-                self._member, self.participant.under_way = None, False
+                self._member, self.participant.round_in_progress = None, False
             raise
         self._answers[name] = answer
         return answer
@@ -76,15 +77,17 @@ class Sum:
         if not isinstance(mechanism, FederatedMasked) or FederatedMasked.from_json(config.decode()) != mechanism:
             raise _no("the round is not of the run that was priced")
         if self.known is None:
-            raise _no("site.toml names no partners: without sites that it knows this one is in no sum")
-        setup = secret.Setup.decode(payload)
+            raise _no(
+                "site.toml names no partners: this site takes part in a secure sum only with partners that it knows"
+            )
+        setup = round.RoundSetup.decode(payload)
         start = unpack_vector(setup.start)
         self._acquainted(setup.roster, mechanism.sites)
-        quorum = Quorum.smallest(len(setup.roster), secret.CORRUPT, mechanism.honest)
-        terms = secret.Terms(run, number - 1, config, setup.strategy)
-        session = secret.session(terms, start, setup.roster, quorum)
+        quorum = Quorum.smallest(len(setup.roster), round.CORRUPT, mechanism.honest)
+        terms = round.RoundParams(run, number - 1, config, setup.strategy)
+        session = round.session(terms, start, setup.roster, quorum)
         member = Member(session, part.site.name, self.sign_key, self.known, self.entropy)
-        part.begin(run, number, once=True)  # durable before anything of it is said
+        part.begin_round(run, number, once=True)  # durable before anything of it is said
         self._at, self._answers = (run, number), {}
         self._member, self._session, self._start = member, session, Update(start)
         return member.answer(Step.ADVERTISE, b"")
@@ -96,14 +99,14 @@ class Sum:
         threshold helps. Whoever is unknown here counts as corrupt, and the quorum allows for so many.
 
         Raises:
-            Refused: there are more.
+            ReviewRejectedError: there are more.
         """
         assert self.known is not None
         if not len(roster) <= most:
             raise _no("the roster has more sites than the claim was priced for")
         others = [key for site, key in roster.items() if site != self.participant.site.name]
         strangers = sum(key_id(key) not in self.known.known for key in others)
-        if not strangers <= secret.CORRUPT:
+        if not strangers <= round.CORRUPT:
             raise _no("the roster has more sites that this hospital does not know than may be corrupt")
 
     def _go_on(self, run: str, number: int, step: Step, payload: bytes) -> bytes:
@@ -118,9 +121,9 @@ class Sum:
         assert start is not None
         cohort = part.site.vault.cohort(part.modality, mechanism.shape)
         delta = mechanism.run_round(cohort, start, part.entropy)
-        still_in(part.site, {patient.pseudonym for patient in cohort.patients})
+        check_opt_outs(part.site, {patient.pseudonym for patient in cohort.patients})
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)
-        goods = part.seal(number, pack_ring(secret.masked_vector(self._session, message)))
+        goods = part.seal(number, pack_ring(round.masked_vector(self._session, message)))
         self._member = member
-        return secret.frame(goods.envelope, message)
+        return round.frame(goods.envelope, message)

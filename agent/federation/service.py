@@ -1,6 +1,7 @@
 """The agent's long-running side: take part in federated rounds over the Flower link, with code installed here.
 
-The link is a process of its own, and Flower is imported only there; :func:`protos.quiet.hush` comes before its start.
+The link is a process of its own, and Flower is imported only there;
+:func:`protos.federation.flower_environment.configure_environment` comes before its start.
 """
 
 from __future__ import annotations
@@ -8,31 +9,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from agent.edges.home import BadSite
-from agent.edges.link import Link, LinkFailed
-from agent.edges.pace import rest
-from agent.edges.tasks import Answer, Declined, Task
-from agent.edges.watch import Unmet
-from agent.masked import Sum
-from agent.mechanisms.federated import BadConfiguration
-from agent.nouns import Forked, Unreachable, Update
-from agent.participant import read_mechanism
-from agent.site import Refused
-from policies.claims import UnsupportedClaim
-from policies.entries import InvalidEntry
-from policies.store import LedgerStopped
+from agent.domain import Update
+from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError, SiteConfigError
+from agent.federation.participant import read_mechanism
+from agent.federation.secure_aggregation import SecureAggregationClient
+from agent.federation.supernode_process import Link, LinkError
+from agent.federation.tasks import Answer, Task, TaskDeclinedError
+from agent.gateway.witness import EpochChangedError
+from agent.mechanisms.federated.mechanism import FederatedConfigError
+from policies.accounting.claims import UnsupportedClaimError
+from policies.ledger.entries import InvalidEntryError
+from policies.ledger.store import LedgerStoppedError
 
 FOLLOW_S = 1.0
 PRICE_S = 0.5  # after each price: whoever asks for many does not fill the ledger at once
 GREET_S = 300.0  # how often the coordinator's ledger is looked at when nothing else asks for it
+GREET_AGAIN_S = 30.0  # after a greeting that failed: the coordinator may wait for the head of this site's own ledger
 _BUDGET = frozenset({"budget", "releases_per_patient"})
 
 
-class Over:
-    """Runs that the coordinator says have ended: this site's part in them ends too, and what was made is spent."""
+class EndedRuns:
+    """Runs that the coordinator reports as ended: the site leaves them, and what was made is spent."""
 
     def __init__(self) -> None:
         """None yet."""
@@ -51,20 +51,23 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Station:
-    """What a site that takes part has around it."""
+class FederationContext:
+    """The dependencies of a site that takes part in rounds."""
 
     greet: Callable[[], None]  # meets the coordinator: its ledger must extend what this site has seen
     log: Any
     say: Callable[[str], None]
     stop: threading.Event
-    over: Over
+    over: EndedRuns
+    met: bool = True  # the coordinator was greeted before
+    again: threading.Event = field(default_factory=threading.Event)  # it shall be greeted at once
 
 
-def attend(link: Link, part: Sum, station: Station) -> int:
+def run_service(link: Link, part: SecureAggregationClient, station: FederationContext) -> int:
     """Answer rounds until told to stop; verdicts on updates are asked for and written into the site's ledger.
 
-    ``part`` is this site's part in a run, and in its secret sums.
+    ``part`` is this site's part in a run, and in its secret sums. The link begins when the coordinator was met: it
+    has then judged this site's own ledger.
 
     Returns:
         1 when the coordinator's ledger forked;
@@ -72,7 +75,9 @@ def attend(link: Link, part: Sum, station: Station) -> int:
     """
     log, stop = station.log, station.stop
     mutex = threading.Lock()
-    desk = _Desk(part, mutex, log, stop)
+    desk = TaskHandler(part, mutex, log, stop)
+    if station.met:
+        desk.met.set()
     failed = threading.Event()
     thread = threading.Thread(target=_connect, args=(link, desk, station, failed), name="link", daemon=True)
     thread.start()
@@ -83,7 +88,7 @@ def attend(link: Link, part: Sum, station: Station) -> int:
         thread.join(30)
         with mutex:
             desk.follow()
-    except Forked as fork:
+    except LedgerForkError as fork:
         stop.set()
         log.error("ledger_forked")
         station.say(f"stopped: {fork}")
@@ -92,29 +97,33 @@ def attend(link: Link, part: Sum, station: Station) -> int:
     return 70 if books.stopped or failed.is_set() else 0
 
 
-def _connect(link: Link, desk: _Desk, station: Station, failed: threading.Event) -> None:
+def _connect(link: Link, desk: TaskHandler, station: FederationContext, failed: threading.Event) -> None:
     """The link's thread: tasks in, answers out, until told to stop."""
 
     def state(name: str) -> None:
         station.log.info("link", state=name)
         station.say(f"link: {name}")
 
+    while not desk.met.wait(FOLLOW_S):
+        if station.stop.is_set():
+            return
     try:
         link.run(desk.handle, station.stop, state)
     except Exception as fault:  # noqa: BLE001 - a dead link must end the process, without a text that may hold data
-        reason = str(fault) if isinstance(fault, LinkFailed) else type(fault).__name__
+        reason = str(fault) if isinstance(fault, LinkError) else type(fault).__name__
         station.log.error("link_failed", reason=reason)
         failed.set()
         station.stop.set()
 
 
-def _keep_on(desk: _Desk, station: Station) -> None:
+def _keep_on(desk: TaskHandler, station: FederationContext) -> None:
     """Ask for verdicts, leave what is over, meet the coordinator now and then; until told to stop.
 
     Raises:
-        Forked: the coordinator's ledger is not the one seen before.
+        LedgerForkError: the coordinator's ledger is not the one seen before.
     """
-    participant, greeted = desk.participant, time.monotonic()
+    participant = desk.participant
+    due = time.monotonic() + (GREET_S if station.met else GREET_AGAIN_S)
     while not station.stop.wait(FOLLOW_S) and not participant.site.books.store.stopped:
         with desk.mutex:
             desk.follow()
@@ -122,55 +131,56 @@ def _keep_on(desk: _Desk, station: Station) -> None:
                 desk.leave()
             if desk.fork is not None:
                 raise desk.fork
-            if desk.unmet or time.monotonic() - greeted > GREET_S:
-                greeted = time.monotonic()
-                desk.greet(station.greet)
+            if desk.unmet or station.again.is_set() or time.monotonic() > due:
+                station.again.clear()  # before: what is asked for meanwhile is not lost
+                due = time.monotonic() + (GREET_S if desk.greet(station.greet) else GREET_AGAIN_S)
 
 
-class _Desk:
+class TaskHandler:
     """Tasks from the link become calls of the pipeline; what the pipeline refuses becomes a code."""
 
-    def __init__(self, part: Sum, mutex: threading.Lock, log: Any, stop: threading.Event) -> None:
+    def __init__(self, part: SecureAggregationClient, mutex: threading.Lock, log: Any, stop: threading.Event) -> None:
         self.sum, self.participant, self.mutex, self.log, self.stop = part, part.participant, mutex, log, stop
-        self.unmet = False  # the coordinator's ledger was restored since it was greeted
-        self.fork: Forked | None = None  # found while a task was answered: the process ends
+        self.met = threading.Event()  # the coordinator was greeted
+        self.unmet = False  # its ledger was restored since
+        self.fork: LedgerForkError | None = None  # found while a task was answered: the process ends
 
     def handle(self, task: Task) -> Answer:
         """Price a run, train one round, or take a step of secure aggregation.
 
         Raises:
-            Declined: with a code that tells nothing of patients.
+            TaskDeclinedError: with a code that tells nothing of patients.
         """
         began = time.monotonic()
         try:
             return self._answer(task)
         finally:
             if task.kind == "train" or task.step == "mask":  # outside the lock, and for refusals too
-                self.stop.wait(rest(time.monotonic() - began))
+                self.stop.wait(response_delay(time.monotonic() - began))
             elif task.kind == "price":  # each is an entry of this site's ledger
                 self.stop.wait(PRICE_S)
 
     def _answer(self, task: Task) -> Answer:
-        if task.kind not in _WAYS:
-            raise Declined("mechanism")
+        if task.kind not in _HANDLERS:
+            raise TaskDeclinedError("mechanism")
         with self.mutex:
             try:
-                return _WAYS[task.kind](self, task)
-            except Refused as refusal:
+                return _HANDLERS[task.kind](self, task)
+            except ReviewRejectedError as refusal:
                 rules = [f.rule for f in refusal.verdict.findings]
                 self.log.warning("declined", run=task.run, where=refusal.where, rules=rules)
                 code = "budget" if _BUDGET & set(rules) else "not_granted" if "not_granted" in rules else "policy"
                 # who opts out, and when, is no business of the coordinator's: as whatever fails for a patient's sake
-                raise Declined("unavailable" if "opted_out" in rules else code) from None
-            except Forked as fork:
+                raise TaskDeclinedError("unavailable" if "opted_out" in rules else code) from None
+            except LedgerForkError as fork:
                 self.fork = fork
-                raise Declined("unavailable") from None
-            except (BadConfiguration, UnsupportedClaim):
+                raise TaskDeclinedError("unavailable") from None
+            except (FederatedConfigError, UnsupportedClaimError):
                 self.log.warning("declined", run=task.run, rules=["configuration"])
-                raise Declined("mechanism") from None
+                raise TaskDeclinedError("mechanism") from None
             except Exception as fault:  # noqa: BLE001 - one code for every cause, since some depend on patients (P14)
                 self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
-                raise Declined("unavailable") from None
+                raise TaskDeclinedError("unavailable") from None
 
     def _price(self, task: Task) -> Answer:
         envelope = self.participant.join(task.run, read_mechanism(task.config.decode()))
@@ -190,29 +200,38 @@ class _Desk:
         self.log.info("secret_sum", run=task.run, round=number, step=task.step)
         return Answer(payload=answer)
 
-    def greet(self, meet: Callable[[], None]) -> None:
+    def greet(self, meet: Callable[[], None]) -> bool:
         """Look at the coordinator's ledger; an unreachable coordinator is looked at again later.
 
+        Returns:
+            Whether it was reached.
         Raises:
-            Forked: it is not the one seen before.
+            LedgerForkError: it is not the one seen before.
         """
         try:
             meet()
-            self.unmet = False
-        except Forked:
+        except LedgerForkError:
             raise
-        except (Unreachable, Refused, BadSite):  # BadSite: no usable certificate; the old one is good for a while
+        except (
+            CoordinatorUnreachableError,
+            ReviewRejectedError,
+            SiteConfigError,
+        ):  # SiteConfigError: no usable certificate; the old one is good for a while
             self.log.warning("not_greeted")
+            return False
+        self.unmet = False
+        self.met.set()
+        return True
 
     def leave(self) -> None:
         """Leave the run that is over. What the books refuse stays held, which is as good as spent.
 
         Raises:
-            Forked: the coordinator's ledger is not the one seen before.
+            LedgerForkError: the coordinator's ledger is not the one seen before.
         """
         try:
-            self.participant.part()
-        except (InvalidEntry, LedgerStopped) as fault:
+            self.participant.leave_run()
+        except (InvalidEntryError, LedgerStoppedError) as fault:
             self.log.error("not_left", run=self.participant.run, reason=type(fault).__name__)
 
     def follow(self) -> None:
@@ -220,16 +239,33 @@ class _Desk:
         try:
             if self.participant.follow():
                 self.log.info("run_closed", run=self.participant.run)
-        except Forked:
+        except LedgerForkError:
             raise
-        except Unmet:
+        except EpochChangedError:
             self.unmet = True
-        except (Unreachable, LedgerStopped):
+        except (CoordinatorUnreachableError, LedgerStoppedError):
             return
 
 
-_WAYS: dict[str, Callable[[_Desk, Task], Answer]] = {
-    "price": _Desk._price,
-    "train": _Desk._train,
-    "secure": _Desk._secure,
+_HANDLERS: dict[str, Callable[[TaskHandler, Task], Answer]] = {
+    "price": TaskHandler._price,
+    "train": TaskHandler._train,
+    "secure": TaskHandler._secure,
 }
+
+
+# An answer leaves after this many seconds, or after twice as many, or four times...: the time that training
+# takes grows with the number of patients it meets, and when an answer comes is seen by the coordinator.
+TICK_S = 2.0
+
+
+def response_delay(seconds: float) -> float:
+    """How long to wait until the next of 1, 2, 4, ... ticks since the work began.
+
+    >>> response_delay(0.5), response_delay(2.5), response_delay(8.0)
+    (1.5, 1.5, 0.0)
+    """
+    tick = TICK_S
+    while tick < seconds:
+        tick *= 2
+    return tick - seconds

@@ -1,17 +1,17 @@
 """Flower at the agent: the SuperNode's side of the Fleet protocol, run by our own installed code.
 
-All use of Flower's private interfaces at this side is in this file (coordinator/edges/federation.py and
+All use of Flower's private interfaces at this side is in this file (coordinator/federation/superlink.py and
 grid.py are the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them
-to it. What travels is documented in protos/rounds.py, the records are read and made in records.py.
+to it. What travels is documented in protos/federation/messages.py, the records are read and made in records.py.
 
-The calls go to the agent, which makes them at the coordinator's one port (agent/edges/tunnel.py) and signs them with
-the node's key; this process has neither network nor key. It polls; nothing listens here. The
-app bundle of a run is never fetched: a message whose run does not carry the pinned stub, or of another
-type, is declined before its content is downloaded. Tasks go to the caller, and what it answers goes back.
+The agent makes the calls at the coordinator's one port (agent/federation/fleet_transport.py) and signs them with the
+node's key; this process has neither network nor key. It polls; nothing listens here. The app bundle of a run is never
+fetched: a message whose run does not carry the pinned stub, or of another type, is declined before its content is
+downloaded. Tasks go to the caller, and its results are sent back.
 
-This runs in a process of its own (agent/edges/link.py), for two reasons: it parses foreign bytes, and that process is
-confined and holds no vault, no ledger and no key; and Flower's classes may end or signal the process they are in. It
-speaks the protocol through Flower's own client class, not
+This runs in a process of its own (agent/federation/supernode_process.py), for two reasons: it parses foreign bytes,
+and that process is confined and holds no vault, no ledger and no key; and Flower's classes may end or signal the
+process they are in. It speaks the protocol through Flower's own client class, not
 through its SuperNode loop, which sends SIGINT on a 401 and exits when the node is not registered yet.
 """
 
@@ -62,14 +62,13 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-from agent.edges.link import LinkSetup
-from agent.edges.records import read_task, records_of
-from agent.edges.tasks import MAX_TICKET, Declined, Reply, Task
-from agent.edges.tunnel import TurnedAway
-from protos import quiet
-from protos import rounds as wire
+from agent.federation.fleet_transport import TurnedAway
+from agent.federation.flower_records import read_task, records_of
+from agent.federation.supernode_process import LinkSetup
+from agent.federation.tasks import MAX_TICKET, Reply, Task, TaskDeclinedError
+from protos.federation import flower_environment, messages
 
-__all__ = ["Desk", "serve"]
+__all__ = ["TaskQueue", "serve"]
 
 for _name in ("flwr", "httpx", "httpcore"):  # they log addresses and exception texts
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
@@ -90,7 +89,7 @@ _FAULTS: Final = (httpx.HTTPError, ObjectPullError, ObjectPushError, OSError, Va
 
 
 @dataclass(slots=True, eq=False)
-class Desk:
+class TaskQueue:
     """Where the link meets the one who handles tasks; the methods are called from the link's thread."""
 
     task: Callable[[bytes, Task], None]  # take this; a `Reply` with the same ticket is expected in ``replies``
@@ -111,7 +110,7 @@ class _FleetClient(FleetHttpClient):
         self._client = httpx.Client(transport=transport, trust_env=False, follow_redirects=False)
 
 
-def serve(link: LinkSetup, transport: httpx.BaseTransport, desk: Desk) -> None:
+def serve(link: LinkSetup, transport: httpx.BaseTransport, desk: TaskQueue) -> None:
     """Take part in rounds until ``desk.stop`` is set. Blocks; may run in any thread.
 
     A lost connection is opened again with growing waits, for ever: the coordinator may restart, and the
@@ -124,9 +123,10 @@ def serve(link: LinkSetup, transport: httpx.BaseTransport, desk: Desk) -> None:
         transport: the way to the coordinator.
         desk: takes the tasks, gives the replies; one task at a time.
     Raises:
-        NotQuiet: `protos.quiet.hush` was not called before the imports.
+        FlowerEnvironmentError: `protos.federation.flower_environment.configure_environment` was not called before the
+        imports.
     """
-    quiet.require()
+    flower_environment.require_configured()
     states = _States(desk.state)
     wait = _BACKOFF_S[0]
     with _FleetClient(transport) as client:
@@ -162,7 +162,7 @@ class _States:
 class _Session:
     """One node's conversation with the SuperLink."""
 
-    def __init__(self, client: _FleetClient, link: LinkSetup, desk: Desk) -> None:
+    def __init__(self, client: _FleetClient, link: LinkSetup, desk: TaskQueue) -> None:
         self.client, self.digest, self.desk = client, link.bundle_digest, desk
         self.public_key = link.node_public.encode()
         self.node: Node | None = Node(node_id=link.node) if link.node else None
@@ -257,9 +257,9 @@ class _Session:
         message = message_from_proto(got.messages_list[0])
         try:
             if len(ticket) > MAX_TICKET:
-                raise Declined("malformed")
+                raise TaskDeclinedError("malformed")
             task = self._accept(node, message, got.message_object_trees[0])
-        except Declined as refusal:
+        except TaskDeclinedError as refusal:
             self._decline(node, message, refusal.code)
         else:
             self.out = 1
@@ -267,29 +267,29 @@ class _Session:
         return True
 
     def _decline(self, node: Node, message: Message, code: str) -> None:
-        self._send(node, Message(Error(wire.CODES[code], code), reply_to=message))
+        self._send(node, Message(Error(messages.CODES[code], code), reply_to=message))
 
     def _accept(self, node: Node, message: Message, tree: ObjectTree) -> Task:
         """The task of a message. Type and bundle decide first; only then is its content downloaded.
 
         Raises:
-            Declined: "message_type", "bundle" or "malformed".
+            TaskDeclinedError: "message_type", "bundle" or "malformed".
         """
         kind = message.metadata.message_type
-        if kind not in wire.KINDS:
-            raise Declined("message_type")
+        if kind not in messages.KINDS:
+            raise TaskDeclinedError("message_type")
         run_id = message.metadata.run_id
         run = _patiently(lambda: self.client.GetRun(GetRunRequest(node=node, run_id=run_id))).run
         if not secrets.compare_digest(run.fab_hash.encode(), self.digest.encode()):
-            raise Declined("bundle")
-        if sum(1 for _ in iterate_object_tree(tree)) > wire.MAX_OBJECTS:
-            raise Declined("malformed")
+            raise TaskDeclinedError("bundle")
+        if sum(1 for _ in iterate_object_tree(tree)) > messages.MAX_OBJECTS:
+            raise TaskDeclinedError("malformed")
         try:
             content = self._pull(node, run_id, tree).content
         except httpx.HTTPError:
             raise  # the way failed, not the message
         except Exception:  # noqa: BLE001 - bytes from outside; whatever they break, they are malformed
-            raise Declined("malformed") from None
+            raise TaskDeclinedError("malformed") from None
         return read_task(kind, content)
 
     def _pull(self, node: Node, run_id: int, tree: ObjectTree) -> Message:

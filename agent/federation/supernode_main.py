@@ -1,6 +1,6 @@
-"""The Flower link's own process, started by `agent.edges.link.Link` and never by hand.
+"""The Flower link's own process, started by `agent.federation.supernode_process.Link` and never by hand.
 
-    python -P -m agent.edges.linked FD RELAY SETUP
+    python -P -m agent.federation.supernode_main FD RELAY SETUP
 
 FD is our end of the pipe, RELAY that of the relay which makes our calls (protos/operations/http_relay.py), SETUP the
 words of a `LinkSetup`. Not a thread, not a file and not a key of the parent's is in here: before it hears a word of
@@ -18,11 +18,11 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Final
 
-from agent.edges.federation import Desk, serve
-from agent.edges.link import LinkSetup
-from agent.edges.tasks import MAX_FRAME, BadFrame, frame, read_reply_frame, task_frame, unframe
-from agent.edges.tunnel import TurnedAway
-from protos import rounds as wire
+from agent.federation.fleet_transport import TurnedAway
+from agent.federation.supernode import TaskQueue, serve
+from agent.federation.supernode_process import LinkSetup
+from agent.federation.tasks import MAX_FRAME, FrameError, frame, read_reply_frame, task_frame, unframe
+from protos.federation import messages
 from protos.operations.confinement import CONVERSING, Allowed, ConfinementError, confine, interpreter
 from protos.operations.http_relay import RelayedTransport
 
@@ -30,7 +30,7 @@ _ORPHAN_S: Final = 1.0
 _INTERNAL: Final = 70
 
 
-def _listen(pipe: Connection, desk: Desk) -> None:
+def _listen(pipe: Connection, desk: TaskQueue) -> None:
     """The second thread: what the parent says. The end of the pipe, or of the parent, ends the process."""
     parent = os.getppid()
     try:
@@ -45,7 +45,7 @@ def _listen(pipe: Connection, desk: Desk) -> None:
             elif word == "stop":
                 desk.stop.set()
                 desk.wake.set()
-    except (OSError, EOFError, BadFrame):
+    except (OSError, EOFError, FrameError):
         pass
     os._exit(0)  # in whatever call the other thread is: there is nobody left to take its result
 
@@ -62,14 +62,14 @@ def main(descriptor: str, relay: str, words: str) -> int:
     except ConfinementError as fault:
         pipe.send_bytes(frame("fault", type(fault).__name__.encode()))
         return _INTERNAL
-    transport = RelayedTransport(calls, wire.FLEET_BODY, {"TurnedAway": TurnedAway})
+    transport = RelayedTransport(calls, messages.FLEET_BODY, {"TurnedAway": TurnedAway})
     mutex = threading.Lock()
 
     def say(data: bytes) -> None:
         with mutex:
             pipe.send_bytes(data)
 
-    desk = Desk(
+    desk = TaskQueue(
         task=lambda ticket, task: say(task_frame(ticket, task)),
         state=lambda state: say(frame("state", state.encode())),
         node=lambda number: say(frame("node", number.to_bytes(8, "big"))),

@@ -1,26 +1,27 @@
-"""The Flower link in a process of its own: the agent's end of the pipe. The other is agent/edges/linked.py.
+"""The Flower link in a process of its own: the agent's end of the pipe. The other is
+agent/federation/supernode_main.py.
 
-The child parses what the coordinator sends, and decides on run, message type and bundle before anything is
-downloaded. It has no vault, no ledger, no key, no torch and no network, and is confined
-(protos/operations/confinement.py) before it hears a word. The parent makes its calls at one method of the
-coordinator's one port (protos/operations/http_relay.py), and signs them with the node's key. It gets tasks as frames
-(agent/edges/tasks.py), checks every field of them again, and answers. Whoever takes the child over can speak as this
-site's node, and do nothing else.
+The child parses data from the coordinator, and decides on run, message type and bundle before anything is downloaded.
+It has no vault, no ledger, no key, no torch and no network, and is confined (protos/operations/confinement.py) before
+it reads anything. The parent makes its calls at one method of the coordinator's one port
+(protos/operations/http_relay.py), and signs them with the node's key. It receives tasks as frames
+(agent/federation/tasks.py), checks every field of them again, and answers. An attacker who controls the child can act
+as this site's node, and do nothing else.
 
 Neither outlives the other for long: the child ends when the pipe does, or when it has another parent. A child that
 died or spoke nonsense is started again, with growing waits; the new one goes on as the same node, and the reply to a
 task that the old one had fetched goes out through it, since the task's ticket came to the parent with it.
+
+This is a wall: a pipe without keys. Flower parses what the coordinator sends on the other side; each frame is read
+again on this one, which has the vault and the ledger.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from base64 import b64encode
@@ -36,42 +37,28 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 
-from agent.edges.channel import open_channel
-from agent.edges.credentials import Credentials
-from agent.edges.tasks import (
-    MAX_FRAME,
-    Answer,
-    BadFrame,
-    Declined,
-    Reply,
-    Task,
-    frame,
-    read_task_frame,
-    reply_frame,
-    unframe,
-)
-from agent.edges.tunnel import FleetTransport
-from protos import quiet
-from protos import rounds as wire
-from protos.keyfile import read_private
+from agent.federation import tasks
+from agent.federation.fleet_transport import FleetTransport
+from agent.gateway.channel import open_channel
+from agent.gateway.credentials import Credentials
+from protos.common.errors import WorkerError
+from protos.federation import flower_environment, messages
+from protos.identity.key_files import read_private
+from protos.operations.child_process import end, start
 from protos.operations.confinement import AVAILABLE, ConfinementError
 from protos.operations.http_relay import Relay
 
-MODULE: Final = "agent.edges.linked"
+MODULE: Final = "agent.federation.supernode_main"
 STATES: Final = frozenset({"online", "unreachable", "turned away", "unregistered", "stopped"})
 _BACKOFF_S: Final = (0.5, 15.0)
 _STEADY_S: Final = 60.0  # a child that lived this long starts the backoff anew
 _LEAVE_S: Final = 25.0  # for a last reply and the sign-off
 _POLL_S: Final = 0.2
 _FAULT: Final = re.compile(r"[A-Za-z]{1,64}")
-# Nothing else of the environment reaches the child: a password may stand there.
-KEPT: Final = [
-    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONHOME",
-    "PYTHONDONTWRITEBYTECODE", "FLWR_HOME", *quiet.SETTINGS,
-]  # fmt: skip
+KEPT: Final = ["FLWR_HOME", *flower_environment.SETTINGS]  # of the environment, for Flower
 
 
-class LinkFailed(RuntimeError):
+class LinkError(WorkerError, RuntimeError):
     """The link cannot work: a key or certificate cannot be used. The argument is the kind of fault."""
 
 
@@ -83,7 +70,7 @@ class LinkConfig:
     keys: Path  # the site's key directory; read again whenever a connection is opened
     node_key: Path  # OpenSSH private key, EC P-384, enrolled at the coordinator
     proxy: str = ""  # host:port of the hospital's forward proxy; proxy variables of the environment are ignored
-    bundle_digest: str = wire.STUB_DIGEST  # SHA-256 of the only bundle a run may carry
+    bundle_digest: str = messages.STUB_DIGEST  # SHA-256 of the only bundle a run may carry
     demand: str = AVAILABLE  # which layers of the child's confinement must be in force
 
     def transport(self) -> FleetTransport:
@@ -99,7 +86,7 @@ class LinkConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinkSetup:
-    """What the child is told, and all that it knows of its site."""
+    """The child's configuration: all it has of its site."""
 
     node_public: str  # PEM
     bundle_digest: str
@@ -148,7 +135,7 @@ class Link:
         self._wake = threading.Event()
         self._transport: FleetTransport | None = None
         self._node = 0
-        self._unsent: Reply | None = None  # made, and perhaps not sent by the child that asked for it
+        self._unsent: tasks.Reply | None = None  # made, and perhaps not sent by the child that asked for it
 
     def wake(self) -> None:
         """A run is about to ask something: let the child look often. Any thread."""
@@ -159,7 +146,9 @@ class Link:
         if self._transport is not None:
             self._transport.renew()
 
-    def run(self, handle: Callable[[Task], Answer], stop: threading.Event, on_state: Callable[[str], None]) -> None:
+    def run(
+        self, handle: Callable[[tasks.Task], tasks.Answer], stop: threading.Event, on_state: Callable[[str], None]
+    ) -> None:
         """Take part in rounds until ``stop`` is set. Blocks; may run in any thread.
 
         Args:
@@ -167,13 +156,13 @@ class Link:
             stop: ends the service; a task being handled is finished and answered first.
             on_state: hears each change: one of `STATES`, and "restarted" when the child had died.
         Raises:
-            LinkFailed: a key or certificate cannot be used, `protos.quiet.hush` was not called, or the child cannot
-                be confined as the settings demand.
+            LinkError: a key or certificate cannot be used, the environment is not configured
+                (`protos.federation.flower_environment`), or the child cannot be confined as the settings demand.
         """
         try:
             key, self._transport = _NodeKey(self.config.node_key), self.config.transport()
         except (OSError, ValueError) as fault:
-            raise LinkFailed(type(fault).__name__) from None
+            raise LinkError(type(fault).__name__) from None
         with httpx.Client(transport=self._transport, base_url="http://coordinator", timeout=None) as client:  # noqa: S113 - the transport has limits
             self._serve(client, key, handle, stop, on_state)
 
@@ -181,7 +170,7 @@ class Link:
         self,
         client: httpx.Client,
         key: _NodeKey,
-        handle: Callable[[Task], Answer],
+        handle: Callable[[tasks.Task], tasks.Answer],
         stop: threading.Event,
         on_state: Callable[[str], None],
     ) -> None:
@@ -198,7 +187,8 @@ class Link:
             setup = LinkSetup(key.public.decode(), self.config.bundle_digest, self.config.demand, self._node)
             with _Child(setup, client, key) as child:
                 self.pid = child.process.pid
-                with contextlib.suppress(BadFrame, OSError, EOFError):  # dead, or nonsense: both mean a new one
+                # dead, or nonsense: both mean a new one
+                with contextlib.suppress(tasks.FrameError, OSError, EOFError):
                     self._converse(child, handle, stop, tell)
             self.pid = 0
             if stop.is_set():
@@ -213,30 +203,30 @@ class Link:
     def _converse(
         self,
         child: _Child,
-        handle: Callable[[Task], Answer],
+        handle: Callable[[tasks.Task], tasks.Answer],
         stop: threading.Event,
         tell: Callable[[str], None],
     ) -> None:
         """Until the child ends, which it does in an orderly way only when told to stop."""
         if self._unsent is not None:
-            child.pipe.send_bytes(reply_frame(self._unsent))
+            child.pipe.send_bytes(tasks.reply_frame(self._unsent))
         told_to_stop = 0.0
         while True:
             if self._wake.is_set():
                 self._wake.clear()
-                child.pipe.send_bytes(frame("wake"))
+                child.pipe.send_bytes(tasks.frame("wake"))
             if stop.is_set() and not told_to_stop:
                 told_to_stop = time.monotonic()
-                child.pipe.send_bytes(frame("stop"))
+                child.pipe.send_bytes(tasks.frame("stop"))
             if told_to_stop and time.monotonic() - told_to_stop > _LEAVE_S:
                 return
             if not child.pipe.poll(_POLL_S):
                 continue
-            word, fields = unframe(child.pipe.recv_bytes(MAX_FRAME))
+            word, fields = tasks.unframe(child.pipe.recv_bytes(tasks.MAX_FRAME))
             if word == "task":
                 self._unsent = None  # it asks for more, so it has sent the last one
-                self._unsent = _handled(*read_task_frame(fields), handle)
-                child.pipe.send_bytes(reply_frame(self._unsent))
+                self._unsent = _handled(*tasks.read_task_frame(fields), handle)
+                child.pipe.send_bytes(tasks.reply_frame(self._unsent))
             else:
                 self._note(word, fields, tell)
 
@@ -244,8 +234,8 @@ class Link:
         """What is not a task.
 
         Raises:
-            BadFrame: nothing that a link says.
-            LinkFailed: it cannot work.
+            FrameError: nothing that a link says.
+            LinkError: it cannot work.
         """
         if word == "node":
             self._node = int.from_bytes(fields[0], "big")
@@ -255,22 +245,22 @@ class Link:
             if text != "stopped":  # it is this end that says so
                 tell(text)
         elif word == "fault" and _FAULT.fullmatch(text):
-            raise LinkFailed(f"{text}: see `lazaret-agent doctor`" if text == ConfinementError.__name__ else text)
+            raise LinkError(f"{text}: see `lazaret-agent doctor`" if text == ConfinementError.__name__ else text)
         else:
-            raise BadFrame("not what a link says")
+            raise tasks.FrameError("not what a link says")
 
 
-def _handled(ticket: bytes, task: Task, handle: Callable[[Task], Answer]) -> Reply:
+def _handled(ticket: bytes, task: tasks.Task, handle: Callable[[tasks.Task], tasks.Answer]) -> tasks.Reply:
     """What the installed code answers; "internal" for anything but a refusal that it raises. Its text stays here."""
     try:
         answer = handle(task)
-    except Declined as refusal:
-        return Reply(ticket, task.kind, None, refusal.code)
+    except tasks.TaskDeclinedError as refusal:
+        return tasks.Reply(ticket, task.kind, None, refusal.code)
     except Exception:  # noqa: BLE001 - an exception's text may hold patient data
-        return Reply(ticket, task.kind, None, "internal")
+        return tasks.Reply(ticket, task.kind, None, "internal")
     if not answer.fits(task):
-        return Reply(ticket, task.kind, None, "internal")
-    return Reply(ticket, task.kind, answer)
+        return tasks.Reply(ticket, task.kind, None, "internal")
+    return tasks.Reply(ticket, task.kind, answer)
 
 
 class _Child:
@@ -280,20 +270,9 @@ class _Child:
         ours, theirs = socket.socketpair()
         relay, calls = socket.socketpair()
         with theirs, calls:
-            root = str(Path(__file__).resolve().parents[2])
-            path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-            kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-            self.process = subprocess.Popen(  # noqa: S603 - this very interpreter and module
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(calls.fileno()), setup.words()],
-                # only what has one thread can be confined
-                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno(), calls.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a traceback may quote what came over the wire
-            )
+            self.process = start(MODULE, [setup.words()], [theirs.fileno(), calls.fileno()], KEPT)
         self.pipe = Connection(ours.detach())
-        self._relay = Relay(relay, client, wire.FLEET_BODY, key.proof)
+        self._relay = Relay(relay, client, messages.FLEET_BODY, key.proof)
 
     def __enter__(self) -> _Child:
         return self
@@ -302,8 +281,4 @@ class _Child:
         """The end of the pipe is the child's end; one that does not see that is killed."""
         self.pipe.close()
         self._relay.close()
-        try:
-            self.process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process)

@@ -1,8 +1,8 @@
-"""One task of a federated round at the agent: what is asked, what is answered, when it is declined.
+"""One task of a federated round at the agent: request, response, refusal.
 
-And how these cross the pipe between the link's process (agent/edges/link.py) and the one that holds the vault: as
-frames. A frame is a word and its fields, each with its length in front; nothing is unpickled, and every field is
-checked by whoever receives it. No Flower here.
+And how these cross the pipe between the link's process (agent/federation/supernode_process.py) and the one that holds
+the vault: as frames. A frame is a word and its fields, each with its length in front; nothing is unpickled, and every
+field is checked by whoever receives it. No Flower here.
 """
 
 from __future__ import annotations
@@ -15,24 +15,34 @@ from typing import Final, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from protos import rounds as wire
+from protos.common.errors import PeerError
+from protos.federation import messages
 
-CODES: Final = frozenset(wire.CODES)
+CODES: Final = frozenset(messages.CODES)
 Kind = Literal["price", "train", "secure"]
 _KINDS: Final = ("price", "train", "secure")
 
 MAX_TICKET: Final = 1 << 16
 _WORD: Final = 64
-_VECTOR: Final = 4 * wire.MAX_PARAMETERS
+_VECTOR: Final = 4 * messages.MAX_PARAMETERS
 # word -> the greatest length of each of its fields
 _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
     # from the link
     "state": (_WORD,),
     "node": (8,),
     "fault": (_WORD,),
-    "task": (MAX_TICKET, _WORD, 4 * wire.MAX_RUN, 8, wire.MAX_CONFIG, wire.MAX_STEP, wire.MAX_PAYLOAD, _VECTOR),
+    "task": (
+        MAX_TICKET,
+        _WORD,
+        4 * messages.MAX_RUN,
+        8,
+        messages.MAX_CONFIG,
+        messages.MAX_STEP,
+        messages.MAX_PAYLOAD,
+        _VECTOR,
+    ),
     # to the link
-    "answer": (MAX_TICKET, _WORD, wire.MAX_ENVELOPE, wire.MAX_PAYLOAD, _VECTOR),
+    "answer": (MAX_TICKET, _WORD, messages.MAX_ENVELOPE, messages.MAX_PAYLOAD, _VECTOR),
     "declined": (MAX_TICKET, _WORD),
     "wake": (),
     "stop": (),
@@ -40,11 +50,11 @@ _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
 MAX_FRAME: Final = max(sum(sizes) + 4 * len(sizes) for sizes in _FRAMES.values()) + 1 + _WORD
 
 
-class BadFrame(ValueError):
-    """What came over the pipe is not a frame, or does not say what it must."""
+class FrameError(PeerError, ValueError):
+    """The bytes from the pipe are not a valid frame."""
 
 
-class Declined(Exception):
+class TaskDeclinedError(PeerError):
     """The site does not do this. Raised by ``handle``; only ``code`` leaves the site."""
 
     def __init__(self, code: str) -> None:
@@ -80,13 +90,13 @@ class Task:
         trains, steps = self.kind == "train", self.kind == "secure"
         right = (
             self.kind in _KINDS
-            and 0 < len(self.run) <= wire.MAX_RUN
+            and 0 < len(self.run) <= messages.MAX_RUN
             and 0 <= self.round_index < 1 << 31
-            and len(self.config) <= wire.MAX_CONFIG
+            and len(self.config) <= messages.MAX_CONFIG
             and (self.vector is not None) == trains
             and bool(self.step) == steps
-            and len(self.step) <= wire.MAX_STEP
-            and len(self.payload) <= (wire.MAX_PAYLOAD if steps else 0)
+            and len(self.step) <= messages.MAX_STEP
+            and len(self.payload) <= (messages.MAX_PAYLOAD if steps else 0)
         )
         if not right or (self.vector is not None and not _sound(self.vector)):
             raise ValueError("not a task")
@@ -102,8 +112,8 @@ class Answer:
 
     def fits(self, task: Task) -> bool:
         """Whether this answers ``task``: the records of its kind, the sizes of its vector."""
-        envelope = type(self.envelope) is bytes and len(self.envelope) <= wire.MAX_ENVELOPE
-        payload = type(self.payload) is bytes and len(self.payload) <= wire.MAX_PAYLOAD
+        envelope = type(self.envelope) is bytes and len(self.envelope) <= messages.MAX_ENVELOPE
+        payload = type(self.payload) is bytes and len(self.payload) <= messages.MAX_PAYLOAD
         if not (envelope and payload) or (self.vector is None) != (task.vector is None):
             return False
         if task.kind == "secure":
@@ -115,7 +125,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """What goes out for the message that ``ticket`` stands for: an answer, or the code of a refusal."""
+    """The reply to the message of ``ticket``: a response, or the code of a refusal."""
 
     ticket: bytes  # the link's own, given back as it came
     kind: Kind
@@ -125,7 +135,7 @@ class Reply:
 
 def _sound(vector: NDArray[np.float32]) -> bool:
     """(p,) finite float32, p > 0 and within bounds."""
-    right = vector.dtype == np.float32 and vector.ndim == 1 and 0 < vector.size <= wire.MAX_PARAMETERS
+    right = vector.dtype == np.float32 and vector.ndim == 1 and 0 < vector.size <= messages.MAX_PARAMETERS
     return right and bool(np.isfinite(vector).all())
 
 
@@ -141,7 +151,7 @@ def unframe(data: bytes) -> tuple[str, list[memoryview]]:
     """The word and the fields of a frame, not copied.
 
     Raises:
-        BadFrame: an unknown word, another number of fields, one that is too long, bytes left over.
+        FrameError: an unknown word, another number of fields, one that is too long, bytes left over.
     """
     view = memoryview(data)
     try:
@@ -152,12 +162,12 @@ def unframe(data: bytes) -> tuple[str, list[memoryview]]:
             (size,) = struct.unpack_from(">I", view, start)
             start += 4 + size
             if not (size <= most and start <= len(view)):
-                raise BadFrame("a field is too long")
+                raise FrameError("a field is too long")
             fields.append(view[start - size : start])
     except (IndexError, KeyError, UnicodeDecodeError, struct.error):
-        raise BadFrame("not a frame") from None
+        raise FrameError("not a frame") from None
     if start != len(view):
-        raise BadFrame("a frame is too long")
+        raise FrameError("a frame is too long")
     return word, fields
 
 
@@ -172,7 +182,7 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, Task]:
     """Ticket and task; the link has parsed foreign bytes, so nothing is taken on its word.
 
     Raises:
-        BadFrame: it is not a task.
+        FrameError: it is not a task.
     """
     ticket, kind, run, index, config, step, payload, vector = fields
     try:
@@ -186,7 +196,7 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, Task]:
             bytes(payload),
         )
     except ValueError:  # a decoding error is one
-        raise BadFrame("not a task") from None
+        raise FrameError("not a task") from None
 
 
 def reply_frame(reply: Reply) -> bytes:

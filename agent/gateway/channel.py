@@ -1,8 +1,7 @@
 """A gRPC channel to the coordinator: the only kind of connection that an agent opens.
 
-The way is what the site's settings say and nothing else. Proxy variables of the environment (``https_proxy``,
-``no_proxy``...) are ignored in both directions: they neither add a proxy that nobody configured nor take away
-the one that was.
+The site's settings alone decide the network path. Proxy variables of the environment (``https_proxy``,
+``no_proxy``...) are ignored in both directions: they neither add a proxy nor remove the configured one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Final
 
 import grpc
 
-from protos.versions import USER_AGENT
+from protos.protocol_version import USER_AGENT
 
 MAX_MESSAGE: Final = 4 << 20  # bytes of one gRPC message, either way; what is larger travels in parts
 _KEEPALIVE_MS: Final = 60_000  # a half-open connection is noticed after this and the next

@@ -1,8 +1,8 @@
 """The one way out of a hospital: the coordinator's gRPC service over mutual TLS, dialled from inside.
 
 Retries carry the same idempotency key, so a lost reply never spends twice. A reply counts only with a checkpoint that
-:class:`agent.edges.watch.Watch` finds to extend the one before; calls go one after the other, so that there is one
-before.
+:class:`agent.gateway.witness.LedgerWitness` finds to extend the one before; calls go one after the other, so that
+there is one before.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from typing import Any
 
 import grpc
 
-from agent.edges.channel import open_channel
-from agent.edges.credentials import Credentials
-from agent.edges.upload import Patience, Progress, send
-from agent.edges.watch import Epoch, ShownEntry, Watch
-from agent.nouns import Unreachable
-from policies.entries import Admitted, Amended, Presented, Recovered, Refused, Reserved
-from policies.review import Finding, Verdict
-from policies.statement import ID, Release, parse
-from policies.store import Shown
-from protos.v1 import gateway_pb2 as pb
+from agent.errors import CoordinatorUnreachableError
+from agent.gateway.channel import open_channel
+from agent.gateway.credentials import Credentials
+from agent.gateway.upload import Patience, Progress, send
+from agent.gateway.witness import Epoch, IncludedEntry, LedgerWitness
+from policies.ledger.entries import Admitted, Amended, Presented, Recovered, Refused, Reserved
+from policies.ledger.store import ProofBundle
+from policies.review.rules import Finding, Verdict
+from policies.statements import ID, Release, parse
+from protos.protocol_version import COMPRESSED, EARLIER_AGENT, NoCommonVersionError, agree, answered
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import COMPRESSED, EARLIER_AGENT, Unspoken, agree, answered
 
 # a key's first word, and the entry it leads to
 _LEADS_TO = {"reserve": Reserved, "run": Reserved, "submit": Admitted, "recover": Recovered}
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_SHOW_AGAIN = grpc.StatusCode.OUT_OF_RANGE  # the head of this site's own ledger, and then the call
 _LEVELS = frozenset({"A", "A*", "B", "C"})
 _PAUSE_S = (0.2, 8.0)  # before the first retry, and at most; each is shortened at random
 
 
-class GrpcDoor:
-    """The port :class:`agent.pipeline.Door` over gRPC."""
+class GatewayClient:
+    """The port :class:`agent.release.pipeline.Door` over gRPC."""
 
     def __init__(
-        self, target: str, credentials: Credentials, watch: Watch, patience_s: float = 30.0, proxy: str = ""
+        self, target: str, credentials: Credentials, watch: LedgerWitness, patience_s: float = 30.0, proxy: str = ""
     ) -> None:
         """Open a channel; nothing is sent yet.
 
@@ -59,7 +60,8 @@ class GrpcDoor:
         self.watch, self._patience_s, self._turn = watch, patience_s, threading.Lock()
         self.protocol = 0  # that both sides speak: see :meth:`hello`
         self.progress: Progress | None = None  # hears how far an artifact has got
-        self.own: Callable[[int], Shown] | None = None  # shows this site's own ledger to who has seen so much of it
+        # shows this site's own ledger to who has seen so much of it
+        self.own: Callable[[int], ProofBundle] | None = None
         self._own_seen: int | None = None  # how much of it the coordinator keeps; None: it has not said so yet
         self._open()
 
@@ -77,14 +79,14 @@ class GrpcDoor:
         Returns:
             Whether there is a new one: whoever holds another channel opens it again.
         Raises:
-            Unreachable: not now; the old one is good for a while yet.
+            CoordinatorUnreachableError: not now; the old one is good for a while yet.
         """
         if not self._credentials.due(now, jitter):
             return False
         with self._turn:
 
             def ask(csr: bytes) -> bytes:
-                reply = self._ask(lambda: self._stub.Renew(pb.RenewRequest(csr=csr), timeout=15))
+                reply = self._ask(lambda: self._stub.Renew(gateway_pb2.RenewRequest(csr=csr), timeout=15))
                 return bytes(reply.certificate)
 
             self._credentials.renew(ask, now)
@@ -94,28 +96,42 @@ class GrpcDoor:
         return True
 
     def session(self, version: str) -> Any:
-        """The long-lived stream of what the coordinator says without being asked; cancel it to end it."""
-        return self._stub.Session(pb.SessionRequest(version=version))
+        """The long-lived stream of the coordinator's notifications; cancel it to end it."""
+        return self._stub.Session(gateway_pb2.SessionRequest(version=version))
 
-    def hello(self, cosigned: str = "") -> str:
+    def hello(self, cosigned: str = "", *, looks: bool = False) -> str:
         """The federation's policy, TOML. Also the cheapest test of the whole way.
 
-        From the second time on this site shows the head of its own ledger: it must extend what the coordinator keeps.
+        This site shows the head of its own ledger: it must extend what the coordinator keeps, where it keeps one.
 
         Args:
             cosigned: the newest verified head with this site's cosignature, for the coordinator to keep.
+            looks: only look, beside the process that holds the site's ledger and alone shows its head.
         """
         with self._turn:
-            request = pb.HelloRequest(seen=self.watch.seen, cosigned=cosigned, own=self._own_head())
-            reply, call = self._ask(lambda: self._stub.Hello.with_call(request, timeout=10))
-            self.protocol = _speaks(call)
-            self._own_seen = reply.own_seen
-            epoch = Epoch(reply.epoch, reply.restored, reply.restored_at, tuple(reply.restored_proof))
-            if self.watch.renewed(epoch):
-                self.watch.restored(reply.checkpoint, epoch, reply.proof)
-            else:
-                self.watch.check(reply.checkpoint, reply.proof)
-        return str(reply.policy)
+            return str(self._hello(cosigned, looks).policy)
+
+    def _hello(self, cosigned: str = "", looks: bool = False) -> Any:
+        """A greeting; made once more where the head that it showed is not from the one that is kept."""
+        reply, shown = self._hello_once(cosigned, looks)
+        # nothing was shown yet, or another call came between; 0: nothing is kept, or an older coordinator
+        if self.own and 0 < reply.own_seen != (_size(shown) if shown else -1):
+            reply, _ = self._hello_once(cosigned, looks)
+        return reply
+
+    def _hello_once(self, cosigned: str, looks: bool) -> tuple[Any, gateway_pb2.SiteHead | None]:
+        """One greeting, and the head of this site's own ledger that went with it."""
+        own = self._own_head()
+        request = gateway_pb2.HelloRequest(seen=self.watch.seen, cosigned=cosigned, own=own, looks=looks)
+        reply, call = self._ask(lambda: self._stub.Hello.with_call(request, timeout=10))
+        self.protocol = _speaks(call)
+        self._own_seen = reply.own_seen
+        epoch = Epoch(reply.epoch, reply.restored, reply.restored_at, tuple(reply.restored_proof))
+        if self.watch.renewed(epoch):
+            self.watch.restored(reply.checkpoint, epoch, reply.proof)
+        else:
+            self.watch.check(reply.checkpoint, reply.proof)
+        return reply, own
 
     def reserve(self, key: str, envelope: bytes) -> Verdict:
         """Hold the price at the coordinator."""
@@ -123,7 +139,9 @@ class GrpcDoor:
 
     def settle(self, key: str, envelope: bytes) -> Verdict:
         """Say what became of a grant."""
-        return self._sealed(self._stub.Settle, key, envelope, Refused)
+        with self._turn:
+            reply = self._ask(lambda: self._stub.Settle(self._request(key, envelope, None), timeout=15))
+            return self._verdict(reply, (Refused,), hashlib.sha256(envelope).digest())
 
     def amend(self, key: str, envelope: bytes) -> Verdict:
         """Hand in the site's new policy."""
@@ -134,32 +152,62 @@ class GrpcDoor:
         return self._sealed(self._stub.Present, key, envelope, Recovered, Reserved, Presented)
 
     def _sealed(self, call: Callable[..., Any], key: str, envelope: bytes, *kinds: type) -> Verdict:
+        """A call that brings the head of this site's own ledger along, each time that it is tried."""
+        own: gateway_pb2.SiteHead | None = None
+
+        def once() -> Any:
+            nonlocal own
+            own = self._own_head()
+            return call(self._request(key, envelope, own), timeout=15)
+
         with self._turn:
-            request = pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen)
-            return self._verdict(
-                self._ask(lambda: call(request, timeout=15)), kinds, hashlib.sha256(envelope).digest()
-            )
+            self._met()
+            reply = self._ask(once)
+            self._own_seen = _size(own) if own else None
+            return self._verdict(reply, kinds, hashlib.sha256(envelope).digest())
+
+    def _met(self) -> None:
+        """Greet who has not said yet what it keeps of this site's own ledger."""
+        if self.own is not None and self._own_seen is None:
+            self._hello()
+
+    def _request(self, key: str, envelope: bytes, own: gateway_pb2.SiteHead | None) -> gateway_pb2.SealedRequest:
+        return gateway_pb2.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen, own=own)
 
     def submit(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
         """Hand in an artifact with its sealed statement, in resumable pieces, and wait for the verdict."""
         if 0 < self.protocol < COMPRESSED:
-            raise Unreachable("the coordinator is too old for compressed pictures: upgrade the coordinator first")
+            raise CoordinatorUnreachableError(
+                "the coordinator is too old for compressed images: upgrade the coordinator first"
+            )
         return self._hand_in(key, envelope, artifact)
 
     def _hand_in(self, key: str, envelope: bytes, artifact: Path | bytes) -> Verdict:
         with self._turn:
-            own = self._own_head()
-            sealed = pb.SealedRequest(key=key, envelope=envelope, seen=self.watch.seen, own=own)
-            patience = Patience(still_s=self._patience_s)
+            self._met()
             try:
-                reply = send(self._stub, sealed, artifact, patience, self.progress, _named(envelope))
+                try:
+                    reply = self._send(key, envelope, artifact)
+                except grpc.RpcError as error:
+                    if error.code() is not _SHOW_AGAIN:
+                        raise
+                    self._hello()  # says what is kept by now
+                    reply = self._send(key, envelope, artifact)
             except grpc.RpcError as error:
-                raise Unreachable(_hint(error.code(), error.details())) from None
-            self._own_seen = int(own.checkpoint.split("\n")[1]) if own else None  # where it is not, it will say so
+                raise CoordinatorUnreachableError(_hint(error.code(), error.details())) from None
             return self._verdict(reply, (Admitted,), hashlib.sha256(envelope).digest())
 
+    def _send(self, key: str, envelope: bytes, artifact: Path | bytes) -> gateway_pb2.VerdictReply:
+        """An artifact, with the head of this site's own ledger, which holds its release."""
+        own = self._own_head()
+        sealed = self._request(key, envelope, own)
+        patience = Patience(still_s=self._patience_s)
+        reply = send(self._stub, sealed, artifact, patience, self.progress, _named(envelope))
+        self._own_seen = _size(own) if own else None  # where it is not what is kept, the coordinator will say so
+        return reply
+
     def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
-        """The same of a set that was made before pictures were compressed, in the protocol of then."""
+        """The same of a set that was made before images were compressed, in the protocol of then."""
         way = self._target, self._credentials.channel_credentials(), self._proxy
         with self._turn:
             ours, self._channel = self._channel, open_channel(*way, EARLIER_AGENT)
@@ -174,17 +222,17 @@ class GrpcDoor:
     def outcome(self, key: str, envelope: bytes) -> Verdict | None:
         """What a key has led to, with the SHA-256 of the envelope sent; None if the coordinator never heard of it."""
         with self._turn:
-            request = pb.OutcomeRequest(key=key, seen=self.watch.seen)
+            request = gateway_pb2.OutcomeRequest(key=key, seen=self.watch.seen)
             reply = self._ask(lambda: self._stub.Outcome(request, timeout=10))
             verdict = self._verdict(reply, (_LEADS_TO[key.partition("-")[0]],), envelope)
         return verdict if reply.known else None
 
-    def _own_head(self) -> pb.SiteHead | None:
+    def _own_head(self) -> gateway_pb2.SiteHead | None:
         """The head of this site's own ledger, with the proof that it extends what the coordinator keeps of it."""
         if self.own is None or self._own_seen is None:
             return None
         shown = self.own(self._own_seen)
-        return pb.SiteHead(
+        return gateway_pb2.SiteHead(
             checkpoint=shown.checkpoint,
             since=self._own_seen,
             proof=shown.proof,
@@ -194,14 +242,18 @@ class GrpcDoor:
         )
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
+        until, pause, shown = time.monotonic() + self._patience_s, _PAUSE_S[0], False
         while True:
             try:
                 return call()
             except grpc.RpcError as error:
                 code = error.code()
+                if code is _SHOW_AGAIN and not shown:
+                    shown = True
+                    self._hello()
+                    continue
                 if code not in _AGAIN or not time.monotonic() < until:
-                    raise Unreachable(_hint(code, error.details())) from None
+                    raise CoordinatorUnreachableError(_hint(code, error.details())) from None
             time.sleep(random.SystemRandom().uniform(0, pause))  # full jitter: many sites must not come at once
             pause = min(2 * pause, _PAUSE_S[1])
 
@@ -209,7 +261,7 @@ class GrpcDoor:
         """A yes counts when the ledger holds it, about this envelope: the receipt that auditors will look for."""
         self.watch.check(reply.checkpoint, reply.proof)
         if reply.admitted:
-            self.watch.included(ShownEntry(reply.entry, reply.seq, tuple(reply.inclusion)), kinds, envelope)
+            self.watch.included(IncludedEntry(reply.entry, reply.seq, tuple(reply.inclusion)), kinds, envelope)
         said = list(reply.findings)[:32]
         findings = tuple(Finding(f.rule if ID.fullmatch(f.rule) else "unreadable", f.detail[:500]) for f in said)
         if not reply.admitted and not findings:
@@ -217,16 +269,21 @@ class GrpcDoor:
         return Verdict(findings, reply.level if reply.level in _LEVELS else "")
 
 
+def _size(own: gateway_pb2.SiteHead) -> int:
+    """How many entries this site's own ledger has under this head."""
+    return int(own.checkpoint.split("\n")[1])
+
+
 def _speaks(call: Any) -> int:
     """The newest protocol that the coordinator speaks too.
 
     Raises:
-        Unreachable: there is none, and which side to upgrade.
+        CoordinatorUnreachableError: there is none, and which side to upgrade.
     """
     try:
         return agree(answered(call.trailing_metadata() or ()), "coordinator")
-    except Unspoken as error:
-        raise Unreachable(str(error)) from None
+    except NoCommonVersionError as error:
+        raise CoordinatorUnreachableError(str(error)) from None
 
 
 def _named(envelope: bytes) -> str:
@@ -246,5 +303,5 @@ def _hint(code: grpc.StatusCode, details: str | None) -> str:
             "certificate issued by its CA and still valid? (`lazaret-agent doctor` checks each)"
         )
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "the coordinator did not answer in time; the outcome is unknown and counts as spent"
+        return "the coordinator did not answer in time. The outcome is unknown, so the budget counts as spent"
     return f"the coordinator refused the call: {details or code.name}"

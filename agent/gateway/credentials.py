@@ -16,9 +16,9 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from agent.edges.home import BadSite
-from protos.identity import BadCertificate, checked_chain, leaf_of, number_of, request, uri_of
-from protos.keyfile import pem, read_private, replace_private
+from agent.errors import SiteConfigError
+from protos.identity.certificates import CertificateError, checked_chain, leaf_of, number_of, request, uri_of
+from protos.identity.key_files import pem, read_private, replace_private
 
 FILE: Final = "tls.pem"
 RENEW_AT: Final = 2 / 3  # of its life
@@ -39,7 +39,7 @@ class _Held:
 
 
 class Credentials:
-    """What the site shows to the coordinator. Renewal swaps it under whoever holds this object."""
+    """The site's credentials at the coordinator. Renewal replaces them inside this object."""
 
     def __init__(self, keys: Path) -> None:
         """Read ``tls.pem`` and ``root.crt``.
@@ -47,16 +47,16 @@ class Credentials:
         Args:
             keys: the site's key directory.
         Raises:
-            BadSite: the site has no certificate, or the file holds no key with its certificate.
-            BadKeyFile: the file is open to others.
+            SiteConfigError: the site has no certificate, or the file holds no key with its certificate.
+            KeyFileError: the file is open to others.
         """
         self._keys = keys
         try:
             self._root = (keys / "root.crt").read_bytes()
         except OSError:
-            raise BadSite(f"the site is not enrolled: {_AGAIN}") from None
+            raise SiteConfigError(f"the site is not enrolled: {_AGAIN}") from None
         if not (keys / FILE).exists():
-            raise BadSite(f"the site has no certificate: {_AGAIN}")
+            raise SiteConfigError(f"the site has no certificate: {_AGAIN}")
         self._held = _read(read_private(keys / FILE))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -107,8 +107,8 @@ class Credentials:
             ask: a signing request, PEM -> the chain that the coordinator issued, PEM.
             now: UTC.
         Raises:
-            BadSite: the answer is not a certificate for this site and this key that leads to the federation's root.
-            Exception: whatever ``ask`` raises.
+            SiteConfigError: the answer is not a certificate for this site and this key that leads to the federation's
+            root. Exception: whatever ``ask`` raises.
         """
         name, key = self._held.name, ec.generate_private_key(ec.SECP256R1())
         chain = ask(request(key, name))
@@ -129,12 +129,12 @@ def install(
         chain: PEM, leaf first.
         now: UTC.
     Raises:
-        BadSite: it is anything else; nothing was written.
+        SiteConfigError: it is anything else; nothing was written.
     """
     try:
         checked_chain(chain, root, name, key.public_key(), now)
-    except BadCertificate as error:
-        raise BadSite(f"what the coordinator issued cannot be used: {error}") from None
+    except CertificateError as error:
+        raise SiteConfigError(f"the certificate that the coordinator issued cannot be used: {error}") from None
     replace_private(keys / FILE, pem(key) + chain)
 
 
@@ -142,14 +142,14 @@ def _read(body: bytes) -> _Held:
     """Take ``tls.pem`` apart.
 
     Raises:
-        BadSite: it holds no key, no certificate, or such as do not belong together.
+        SiteConfigError: it holds no key, no certificate, or such as do not belong together.
     """
     key_pem, begin, rest = body.partition(_BEGIN)
     try:
         key, leaf = load_pem_private_key(key_pem, None), leaf_of(begin + rest)
         name = uri_of(leaf)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise BadSite(f"{FILE} is damaged: {_AGAIN}") from None
+        raise SiteConfigError(f"{FILE} is damaged: {_AGAIN}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != leaf.public_key():
-        raise BadSite(f"{FILE} holds a certificate for another key: {_AGAIN}")
+        raise SiteConfigError(f"{FILE} contains a certificate for another key: {_AGAIN}")
     return _Held(key_pem, begin + rest, name, number_of(leaf), leaf.not_valid_before_utc, leaf.not_valid_after_utc)

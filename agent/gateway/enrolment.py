@@ -18,14 +18,14 @@ from typing import Any, Final
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from agent.edges.channel import open_channel
-from agent.edges.credentials import install
-from agent.edges.home import BadSite, Home, enrolment
-from agent.nouns import Unreachable
-from policies.policy import PolicyError
-from policies.policy import parse as parse_policy
-from protos.identity import (
-    BadCertificate,
+from agent.errors import CoordinatorUnreachableError, SiteConfigError
+from agent.gateway.channel import open_channel
+from agent.gateway.credentials import install
+from agent.storage.site_directory import SiteDirectory, enrolment
+from policies.review.policy import PolicyError
+from policies.review.policy import parse as parse_policy
+from protos.identity.certificates import (
+    CertificateError,
     agent_name,
     checked_chain,
     fingerprint,
@@ -33,9 +33,9 @@ from protos.identity import (
     root_fingerprint,
     same_fingerprint,
 )
-from protos.keyfile import ec_key, pem, read_private, replace_private
-from protos.token import BadToken, read_token, token_key
-from protos.v1 import gateway_pb2 as pb
+from protos.identity.join_token import TokenError, read_token, token_key
+from protos.identity.key_files import ec_key, pem, read_private, replace_private
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
 WAITING: Final = "waiting.json"
@@ -45,7 +45,7 @@ Join = Callable[[grpc.ChannelCredentials, str, bytes], Any]  # credentials, host
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the operator holds: the invitation's file, and what was told by another way."""
+    """The operator's invitation: its file, and the token received separately."""
 
     invitation: bytes
     token: str  # as typed
@@ -69,7 +69,7 @@ class _Way:
     chain: bytes
 
 
-def enrol(home: Home, given: Given | None, join: Join, now: dt.datetime) -> Progress:
+def enrol(home: SiteDirectory, given: Given | None, join: Join, now: dt.datetime) -> Progress:
     """Hand in the site's request with an invitation; or, without one, ask what became of it.
 
     With an invitation, and without ``keys/request.key``, a new key and a new request are made first: that is how a
@@ -81,10 +81,11 @@ def enrol(home: Home, given: Given | None, join: Join, now: dt.datetime) -> Prog
         join: makes the call; :func:`over_grpc` is the real one.
         now: UTC.
     Raises:
-        BadSite: the invitation, the token or the fingerprint is wrong, or the answer cannot be used. Nothing is
+        SiteConfigError: the invitation, the token or the fingerprint is wrong, or the answer cannot be used. Nothing
+        is
             believed then, and what the site had is as before.
-        BadKeyFile: a key is open to others.
-        Unreachable: the coordinator does not answer.
+        KeyFileError: a key is open to others.
+        CoordinatorUnreachableError: the coordinator does not answer.
     """
     settings = home.settings()
     if given is not None and not (home.keys / "request.key").exists():
@@ -95,24 +96,24 @@ def enrol(home: Home, given: Given | None, join: Join, now: dt.datetime) -> Prog
     reply = join(credentials, settings.coordinator, sealed if given is not None else b"")
     said = fingerprint(sealed)
     if not same_fingerprint(said, str(reply.fingerprint)):
-        raise BadSite("the coordinator speaks of another request than this site's: tell its operator")
+        raise SiteConfigError("the coordinator answered for another request than this site's: tell its operator")
     if reply.state == "enrolled":
         _settle(home, way.root, reply, now)
     elif reply.state == "waiting":
         _keep(home, way.root, bytes(reply.waiting_certificate), now)
     elif reply.state != "declined":
-        raise BadSite("the coordinator's answer is not understood: are both of the same version?")
+        raise SiteConfigError("the coordinator's answer cannot be read: check that both sides have the same version")
     return Progress(str(reply.state), said)
 
 
-def _request(home: Home) -> bytes:
+def _request(home: SiteDirectory) -> bytes:
     try:
         return (home.root / "request.json").read_bytes()
     except OSError:
-        raise BadSite("request.json is missing: run `lazaret-agent --home DIR init` first") from None
+        raise SiteConfigError("request.json is missing: run `lazaret-agent --home DIR init` first") from None
 
 
-def _request_anew(home: Home) -> None:
+def _request_anew(home: SiteDirectory) -> None:
     """Another key to ask a certificate for, and the request; the key comes last: without it both are made again."""
     key = ec.generate_private_key(ec.SECP256R1())
     replace_private(home.root / "request.json", enrolment(home, key))
@@ -123,7 +124,7 @@ def _invited(given: Given, site: str, now: dt.datetime) -> _Way:
     """Check an invitation against what the operator was told.
 
     Raises:
-        BadSite: in one clear sentence, what is wrong with it.
+        SiteConfigError: in one clear sentence, what is wrong with it.
     """
     try:
         invitation = json.loads(given.invitation)
@@ -131,72 +132,74 @@ def _invited(given: Given, site: str, now: dt.datetime) -> _Way:
         whose, until = str(invitation["site"]), int(invitation["until"])
         known = root_fingerprint(root)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadSite("the invitation cannot be read: ask for its file again") from None
+        raise SiteConfigError("the invitation cannot be read: ask for its file again") from None
     if whose != site:
-        raise BadSite("the invitation is for another site than this one")
+        raise SiteConfigError("the invitation is for another site than this one")
     if not same_fingerprint(given.root_fingerprint, known):
-        raise BadSite("the fingerprint is not that of the invitation's root: compare again, and trust it only then")
+        raise SiteConfigError("the fingerprint does not match the root in the invitation: compare it again by phone")
     try:
         key = token_key(read_token(given.token))
-    except BadToken as error:
-        raise BadSite(str(error)) from None
+    except TokenError as error:
+        raise SiteConfigError(str(error)) from None
     if not now.timestamp() < until:
-        raise BadSite("the invitation has ended, half an hour after it was made: ask for a new one")
+        raise SiteConfigError("the invitation has expired after half an hour: ask for a new one")
     try:
         checked_chain(chain, root, joining_name(site), key.public_key(), now)
-    except BadCertificate as error:
-        raise BadSite(f"the token is not that of this invitation: {error}") from None
+    except CertificateError as error:
+        raise SiteConfigError(f"the token does not match this invitation: {error}") from None
     return _Way(root, key, chain)
 
 
-def _waiting(home: Home, now: dt.datetime) -> _Way:
+def _waiting(home: SiteDirectory, now: dt.datetime) -> _Way:
     """The way that an earlier call has brought.
 
     Raises:
-        BadSite: there was none, or it has ended.
+        SiteConfigError: there was none, or it has ended.
     """
     path = home.keys / WAITING
     if not path.exists():
-        raise BadSite("no request of this site is under way: run `lazaret-agent enrol` with an invitation")
+        raise SiteConfigError("no request of this site is pending: run `lazaret-agent enrol` with an invitation")
     try:
         kept = json.loads(read_private(path))
         way = _Way(kept["root"].encode(), ec_key(home.keys / "request.key"), kept["certificate"].encode())
         checked_chain(way.chain, way.root, joining_name(home.settings().site), way.key.public_key(), now)
-    except BadCertificate as error:
-        raise BadSite(f"the waiting certificate cannot be used any more: {error}; ask for a new invitation") from None
+    except CertificateError as error:
+        raise SiteConfigError(
+            f"the joining certificate can no longer be used: {error}; ask for a new invitation"
+        ) from None
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
-        raise BadSite(f"{WAITING} is damaged: ask for a new invitation") from None
+        raise SiteConfigError(f"{WAITING} is damaged: ask for a new invitation") from None
     return way
 
 
-def _keep(home: Home, root: bytes, chain: bytes, now: dt.datetime) -> None:
+def _keep(home: SiteDirectory, root: bytes, chain: bytes, now: dt.datetime) -> None:
     """Keep the certificate to ask again with, and the root that the operator has compared."""
     try:
         key = ec_key(home.keys / "request.key")
         checked_chain(chain, root, joining_name(home.settings().site), key.public_key(), now)
-    except BadCertificate as error:
-        raise BadSite(f"what the coordinator issued cannot be used: {error}") from None
+    except CertificateError as error:
+        raise SiteConfigError(f"what the coordinator issued cannot be used: {error}") from None
     body = json.dumps({"certificate": chain.decode(), "root": root.decode()})
     replace_private(home.keys / WAITING, body.encode())
 
 
-def _settle(home: Home, root: bytes, reply: Any, now: dt.datetime) -> None:
+def _settle(home: SiteDirectory, root: bytes, reply: Any, now: dt.datetime) -> None:
     """Put everything in place; the certificate comes last, and without it the site is not enrolled.
 
     Raises:
-        BadSite: a part cannot be used; then nothing was written.
+        SiteConfigError: a part cannot be used; then nothing was written.
     """
     policy, ledger_key, chain = str(reply.policy), bytes(reply.ledger_key), bytes(reply.certificate)
     name, key = agent_name(home.settings().site), ec_key(home.keys / "request.key")
     try:
         parse_policy(policy, "the federation's policy")
         checked_chain(chain, root, name, key.public_key(), now)
-    except (PolicyError, BadCertificate) as error:
-        raise BadSite(f"what the coordinator issued cannot be used: {error}") from None
+    except (PolicyError, CertificateError) as error:
+        raise SiteConfigError(f"what the coordinator issued cannot be used: {error}") from None
     known = _ledger_key(home.keys / "coordinator.pub")
     if len(ledger_key) != 32 or known not in (None, ledger_key):
-        raise BadSite(
-            "the coordinator's ledger has another key than before: this site goes on with none but the first"
+        raise SiteConfigError(
+            "the coordinator's ledger has another key than before: this site accepts only the first one"
         )
     files = {"coordinator.pub": base64.b64encode(ledger_key), "federation.toml": policy.encode(), "root.crt": root}
     for file, body in files.items():
@@ -209,21 +212,21 @@ def _ledger_key(path: Path) -> bytes | None:
     """The key of the coordinator's ledger that this site has held on to, if it ever was enrolled.
 
     Raises:
-        BadSite: there is a file, and it cannot be read.
+        SiteConfigError: there is a file, and it cannot be read.
     """
     if not path.exists():
         return None
     try:
         return base64.b64decode(path.read_bytes(), validate=True)
     except (OSError, binascii.Error):
-        raise BadSite("keys/coordinator.pub is damaged: restore it") from None
+        raise SiteConfigError("keys/coordinator.pub is damaged: restore it") from None
 
 
 def over_grpc(proxy: str = "") -> Join:
     """The real call: one, with a deadline.
 
-    It raises BadSite where the coordinator refuses, in its words, and Unreachable where it does not answer, or not
-    with a certificate of that root.
+    It raises SiteConfigError where the coordinator refuses, in its words, and CoordinatorUnreachableError where it
+    does not answer, or not with a certificate of that root.
 
     Args:
         proxy: host:port of the hospital's HTTP proxy; "": none.
@@ -232,7 +235,7 @@ def over_grpc(proxy: str = "") -> Join:
     def join(credentials: grpc.ChannelCredentials, target: str, envelope: bytes) -> Any:
         with open_channel(target, credentials, proxy) as channel:
             try:
-                return GatewayStub(channel).Join(pb.JoinRequest(envelope=envelope), timeout=JOIN_S)
+                return GatewayStub(channel).Join(gateway_pb2.JoinRequest(envelope=envelope), timeout=JOIN_S)
             except grpc.RpcError as error:
                 raise _said(error) from None
 
@@ -242,7 +245,9 @@ def over_grpc(proxy: str = "") -> Join:
 def _said(error: Any) -> Exception:
     """What a failed call means to the operator."""
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return Unreachable(
-            "the coordinator does not answer under that root: is the address right, and the invitation still good?"
+        return CoordinatorUnreachableError(
+            "the coordinator does not answer with that root: check the address and whether the invitation is valid"
         )
-    return BadSite("the coordinator refuses: " + "".join(c for c in str(error.details())[:300] if c.isprintable()))
+    return SiteConfigError(
+        "the coordinator refuses: " + "".join(c for c in str(error.details())[:300] if c.isprintable())
+    )

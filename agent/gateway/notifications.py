@@ -1,4 +1,4 @@
-"""The long-lived stream from the coordinator: what it has to say without being asked.
+"""The long-lived stream of notifications from the coordinator.
 
 Nothing is granted by it: a notice makes the agent look sooner, or leave a run that is over. A stream that breaks is
 opened again, with growing waits; the coordinator ends it at once when this site's certificate is revoked.
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import grpc
 
-from policies.statement import ID
+from policies.statements import ID
 
 KINDS: Final = frozenset({"hello", "beat", "run", "over", "bye"})
 _PAUSES_S: Final = (1.0, 60.0)
@@ -27,7 +27,7 @@ class Session:
         """Begin.
 
         Args:
-            open_stream: version -> the stream of notices (:meth:`agent.edges.door.GrpcDoor.session`).
+            open_stream: version -> the stream of notices (:meth:`agent.gateway.client.GatewayClient.session`).
             heard: (kind, run) of each notice of a kind that is known, but for beats.
         """
         self._open, self._heard, self._over = open_stream, heard, threading.Event()

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import grpc
 
-from agent.nouns import Unreachable
-from protos.chunks import CHUNK, Artifact, Manifest, indices, length, manifest, piece
-from protos.v1 import gateway_pb2 as pb
+from agent.errors import CoordinatorUnreachableError
+from protos.artifacts.chunks import CHUNK, Artifact, Manifest, indices, length, manifest, piece
+from protos.v1 import gateway_pb2
 
 WINDOW: Final = 32  # pieces in one Upload call: what a coordinator's crash can cost; each call waits for its disk
 # Try again: no answer, too busy for now, or the coordinator has lost what was offered (FAILED_PRECONDITION).
@@ -49,12 +49,12 @@ class Patience:
 
 def send(
     stub: Any,
-    sealed: pb.SealedRequest,
+    sealed: gateway_pb2.SealedRequest,
     artifact: Artifact,
     patience: Patience,
     progress: Progress | None = None,
     sha256: str = "",
-) -> pb.VerdictReply:
+) -> gateway_pb2.VerdictReply:
     """An artifact and its sealed statement to the coordinator, and its verdict back.
 
     Args:
@@ -70,7 +70,7 @@ def send(
     Raises:
         grpc.RpcError: the last one, when patience is over, or at once where trying again is of no use. The outcome
             may be unknown: ask for it by the key.
-        Unreachable: an answer about another artifact than the one offered.
+        CoordinatorUnreachableError: an answer about another artifact than the one offered.
         OSError: the artifact cannot be read.
     """
     sending = _Sending(stub, sealed, artifact, manifest(artifact, sha256), patience)
@@ -83,7 +83,7 @@ class _Sending:
     """One artifact on its way; it gives up when nothing has moved for ``patience.still_s``."""
 
     def __init__(
-        self, stub: Any, sealed: pb.SealedRequest, artifact: Artifact, listing: Manifest, patience: Patience
+        self, stub: Any, sealed: gateway_pb2.SealedRequest, artifact: Artifact, listing: Manifest, patience: Patience
     ) -> None:
         self.stub, self.sealed, self.artifact, self.patience = stub, sealed, artifact, patience
         self.manifest = listing
@@ -91,7 +91,7 @@ class _Sending:
         self.fewest = len(self.manifest.chunks) + 1  # missing pieces, at best so far
         self.moved, self.tries = patience.now(), 0
 
-    def verdict(self) -> pb.VerdictReply:
+    def verdict(self) -> gateway_pb2.VerdictReply:
         submitted = False
         while True:
             try:
@@ -103,22 +103,22 @@ class _Sending:
             if submitted and (known := self._outcome()) is not None:
                 return known
 
-    def _upload(self) -> pb.VerdictReply | None:
+    def _upload(self) -> gateway_pb2.VerdictReply | None:
         """Offer, and send what is missing.
 
         Returns:
             None: all of it is there. Or the verdict that it has already.
         """
-        offer = pb.OfferRequest(sealed=self.sealed, chunks=self.manifest.chunks)
-        reply: pb.OfferReply = self.stub.Offer(offer, timeout=self.patience.offer_s)
+        offer = gateway_pb2.OfferRequest(sealed=self.sealed, chunks=self.manifest.chunks)
+        reply: gateway_pb2.OfferReply = self.stub.Offer(offer, timeout=self.patience.offer_s)
         if reply.HasField("decided"):
             return reply.decided
         if reply.upload != self.manifest.sha256:
-            raise Unreachable("the coordinator answered about another artifact than the one offered")
+            raise CoordinatorUnreachableError("the coordinator answered about another artifact than the one offered")
         try:
             missing = list(indices(reply.missing, len(self.manifest.chunks)))
         except ValueError:
-            raise Unreachable("the coordinator's list of missing pieces is not one") from None
+            raise CoordinatorUnreachableError("the coordinator's list of missing chunks is not valid") from None
         self._there(missing)
         while missing:
             window, missing = missing[:WINDOW], missing[WINDOW:]
@@ -126,11 +126,11 @@ class _Sending:
             self._there(missing)
         return None
 
-    def _parts(self, window: list[int]) -> Iterator[pb.UploadPart]:
+    def _parts(self, window: list[int]) -> Iterator[gateway_pb2.UploadPart]:
         """Read as gRPC's flow control asks for it, a piece at a time."""
-        yield pb.UploadPart(upload=self.manifest.sha256)
+        yield gateway_pb2.UploadPart(upload=self.manifest.sha256)
         for index in window:
-            yield pb.UploadPart(chunk=pb.Chunk(index=index, data=piece(self.artifact, index)))
+            yield gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=index, data=piece(self.artifact, index)))
 
     def _there(self, missing: list[int]) -> None:
         """Fewer pieces missing than ever: it moves, however slowly."""
@@ -139,16 +139,16 @@ class _Sending:
             size = self.manifest.size
             self.tell(size - sum(length(size, index) for index in missing), size)
 
-    def _submit(self) -> pb.VerdictReply:
+    def _submit(self) -> gateway_pb2.VerdictReply:
         seconds = self.patience.submit_s + self.manifest.size / CHUNK
-        reply: pb.VerdictReply = self.stub.Submit(self.sealed, timeout=seconds)
+        reply: gateway_pb2.VerdictReply = self.stub.Submit(self.sealed, timeout=seconds)
         return reply
 
-    def _outcome(self) -> pb.VerdictReply | None:
+    def _outcome(self) -> gateway_pb2.VerdictReply | None:
         """A lost reply to Submit: what its key has led to; None: nothing, or no answer."""
-        request = pb.OutcomeRequest(key=self.sealed.key, seen=self.sealed.seen)
+        request = gateway_pb2.OutcomeRequest(key=self.sealed.key, seen=self.sealed.seen)
         try:
-            reply: pb.VerdictReply = self.stub.Outcome(request, timeout=self.patience.offer_s)
+            reply: gateway_pb2.VerdictReply = self.stub.Outcome(request, timeout=self.patience.offer_s)
         except grpc.RpcError:
             return None  # the next round tries again
         return reply if reply.known else None

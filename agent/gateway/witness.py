@@ -1,4 +1,4 @@
-"""What this site remembers of the coordinator's ledger, so that nobody rewrites history unseen.
+"""The site's memory of the coordinator's ledger, so that a rewritten history is detected.
 
 Kept durable before anything is done on the strength of a reply: the newest head that was verified, and its epoch.
 Each later head must extend it, by an RFC 6962 consistency proof. When one does not, both signed notes are kept, which
@@ -9,7 +9,6 @@ new epoch, proved to be in it) starts afresh, and then this site shows its recei
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,21 +16,22 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.nouns import Forked, Unreachable
-from policies.cbor import MalformedEntry
-from policies.entries import InvalidEntry, Restored, decode
-from policies.merkle import BadCheckpoint, Checkpoint, consistent, cosign, included, leaf_hash, open_checkpoint
-from policies.proof import restore_that_opened
+from agent.errors import CoordinatorUnreachableError, LedgerForkError
+from policies.audit.inclusion_proof import restore_that_opened
+from policies.ledger import merkle
+from policies.ledger.cbor import EntryEncodingError
+from policies.ledger.entries import InvalidEntryError, Restored, decode
+from protos.common.durable_files import replace_file
 
 MOST_RESTORES = 1000  # that a site may have missed; more is no honest number
 
 
-class Unmet(Unreachable):
+class EpochChangedError(CoordinatorUnreachableError):
     """The coordinator's ledger was restored meanwhile: it has to be greeted before anything else."""
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class WitnessState:
     """The file ``seen.json``."""
 
     epoch: int = 1
@@ -42,7 +42,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownEntry:
+class IncludedEntry:
     """The entry that a verdict is, its place, and the proof that the tree holds it there."""
 
     entry: bytes
@@ -52,7 +52,7 @@ class ShownEntry:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What a reply says of the restore that its ledger's epoch began with."""
+    """A reply's proof of the restore that its ledger's epoch began with."""
 
     number: int
     entry: bytes
@@ -64,12 +64,12 @@ class Epoch:
         """Of the restore; nothing where the entry cannot be read."""
         try:
             entry = decode(self.entry).entry
-        except (InvalidEntry, MalformedEntry):
+        except (InvalidEntryError, EntryEncodingError):
             return ""
         return entry.nonce if isinstance(entry, Restored) else ""
 
 
-class Watch:
+class LedgerWitness:
     """The witness: one head in memory and on disk, and a check for every later one."""
 
     def __init__(self, folder: Path, ledger_key: bytes, forgetful: bool = False) -> None:
@@ -78,19 +78,21 @@ class Watch:
         A forgetful one writes nothing: for a look beside the process that holds the site's ledger and alone writes.
 
         Raises:
-            Forked: what was kept cannot be read, so nothing can be compared with it.
+            LedgerForkError: what was kept cannot be read, so nothing can be compared with it.
         """
         self._folder, self._key, self._forgetful = folder, ledger_key, forgetful
-        self.memory, self.head = Memory(), Checkpoint("", 0, b"")
+        self.memory, self.head = WitnessState(), merkle.Checkpoint("", 0, b"")
         path = folder / "seen.json"
         if not path.exists():
             return
         try:
             table = json.loads(path.read_bytes())
-            self.memory = Memory(**table)
-            self.head = open_checkpoint(self.memory.note, ledger_key)
-        except (ValueError, TypeError, BadCheckpoint, OSError, RecursionError):
-            raise Forked(f"{folder.name}/seen.json cannot be read: restore it from this site's backup") from None
+            self.memory = WitnessState(**table)
+            self.head = merkle.open_checkpoint(self.memory.note, ledger_key)
+        except (ValueError, TypeError, merkle.LedgerCheckpointError, OSError, RecursionError):
+            raise LedgerForkError(
+                f"{folder.name}/seen.json cannot be read: restore it from this site's backup"
+            ) from None
 
     @property
     def seen(self) -> int:
@@ -106,44 +108,50 @@ class Watch:
         """Take a newer head, durable before this returns.
 
         Raises:
-            Forked: it is not an extension of the one seen before; both notes are kept.
+            LedgerForkError: it is not an extension of the one seen before; both notes are kept.
         """
         head = self._open(note)
         if self.memory.frozen:
-            raise Forked(self._advice())
+            raise LedgerForkError(self._advice())
         known = self.head
         if known.size and head.epoch >= known.epoch and head.nonce != known.nonce:
-            raise Unmet("the coordinator's ledger was restored meanwhile; it will be greeted first")
+            raise EpochChangedError(
+                "the coordinator's ledger was restored meanwhile: this site synchronises with it first"
+            )
         if known.size and not self._extends(head, proof):
             self._keep(f"fork-{known.size}-seen.note", self.memory.note)
             self._keep(f"fork-{head.size}-shown.note", note)
             self._remember(replace(self.memory, frozen=True))
-            raise Forked(self._advice())
+            raise LedgerForkError(self._advice())
         if (head.size, head.root) != (known.size, known.root):
             self._remember(replace(self.memory, epoch=head.epoch, note=note))
             self.head = head
 
-    def _extends(self, head: Checkpoint, proof: Sequence[bytes]) -> bool:
+    def _extends(self, head: merkle.Checkpoint, proof: Sequence[bytes]) -> bool:
         known = self.head
         if (known.origin, known.epoch, known.nonce) != (head.origin, head.epoch, head.nonce):
             return False
         same = (head.size, head.root) == (known.size, known.root)
-        return same or (head.size > known.size and consistent(known.size, known.root, head.size, head.root, proof))
+        return same or (
+            head.size > known.size and merkle.verify_consistency(known.size, known.root, head.size, head.root, proof)
+        )
 
-    def included(self, shown: ShownEntry, kinds: tuple[type, ...], envelope: bytes) -> None:
+    def included(self, shown: IncludedEntry, kinds: tuple[type, ...], envelope: bytes) -> None:
         """Is the yes that was heard an entry of that kind in the ledger under the newest head, about this envelope?
 
         Raises:
-            Forked: a yes that is in no ledger is none.
+            LedgerForkError: a yes that is in no ledger is none.
         """
         try:
             written = decode(shown.entry).entry
-        except (InvalidEntry, MalformedEntry):
+        except (InvalidEntryError, EntryEncodingError):
             written = None
         about = isinstance(written, kinds) and getattr(written, "envelope", b"") == envelope
-        leaf = leaf_hash(shown.entry)
-        if not about or not included(leaf, shown.seq, self.head.size, shown.proof, self.head.root):
-            raise Forked("the coordinator said yes and cannot show it in its ledger: that counts as no answer")
+        leaf = merkle.leaf_hash(shown.entry)
+        if not about or not merkle.verify_inclusion(leaf, shown.seq, self.head.size, shown.proof, self.head.root):
+            raise LedgerForkError(
+                "the coordinator said yes but cannot prove it from its ledger: this does not count as an answer"
+            )
 
     def renewed(self, epoch: Epoch) -> bool:
         """Does a reply speak of a restore that this site has not met yet?"""
@@ -156,22 +164,24 @@ class Watch:
         What this site saw before the backup must still be there.
 
         Raises:
-            Forked: the restore is not in the tree under that head, or the tree is another one.
+            LedgerForkError: the restore is not in the tree under that head, or the tree is another one.
         """
         head, known = self._open(note), self.head
         entry = restore_that_opened(head, epoch.entry, epoch.at, epoch.proof)
         if entry is None or not head.epoch == epoch.number <= max(known.epoch, 1) + MOST_RESTORES:
-            raise Forked("the coordinator speaks of a restore that its ledger does not hold")
+            raise LedgerForkError("the coordinator reports a restore that its ledger does not contain")
         if known.size and known.origin != head.origin:
-            raise Forked("the coordinator shows another ledger")
-        if 0 < known.size <= epoch.at and not consistent(known.size, known.root, head.size, head.root, proof):
+            raise LedgerForkError("the coordinator shows another ledger")
+        if 0 < known.size <= epoch.at and not merkle.verify_consistency(
+            known.size, known.root, head.size, head.root, proof
+        ):
             self._keep(f"fork-{known.size}-seen.note", self.memory.note)
             self._keep(f"fork-{head.size}-shown.note", note)
-            raise Forked(self._advice())
+            raise LedgerForkError(self._advice())
         if self.memory.note:
             self._keep(f"epoch-{self.memory.epoch}-last.note", self.memory.note)
         self._keep(f"epoch-{epoch.number}-{epoch.nonce[:8]}-first.note", note)
-        self._remember(Memory(epoch.number, note, entry.nonce, self.memory.presented))
+        self._remember(WitnessState(epoch.number, note, entry.nonce, self.memory.presented))
         self.head = head
 
     def presented(self) -> None:
@@ -182,13 +192,13 @@ class Watch:
         """The newest verified head with this site's cosignature; nothing before the first, or when frozen."""
         if not self.seen or self.memory.frozen:
             return ""
-        return self.memory.note + cosign(self.memory.note, site, key, seconds)
+        return self.memory.note + merkle.cosign(self.memory.note, site, key, seconds)
 
-    def _open(self, note: str) -> Checkpoint:
+    def _open(self, note: str) -> merkle.Checkpoint:
         try:
-            return open_checkpoint(note, self._key)
-        except BadCheckpoint:
-            raise Forked("the coordinator's ledger is signed by another key than at enrolment") from None
+            return merkle.open_checkpoint(note, self._key)
+        except merkle.LedgerCheckpointError:
+            raise LedgerForkError("the coordinator's ledger is signed by another key than at enrolment") from None
 
     def _advice(self) -> str:
         return (
@@ -197,8 +207,8 @@ class Watch:
             "compliance officers. If a backup was brought back: bring it back again, and run `ledger restore` first"
         )
 
-    def _remember(self, memory: Memory) -> None:
-        fields: dict[str, Any] = {name: getattr(memory, name) for name in Memory.__slots__}
+    def _remember(self, memory: WitnessState) -> None:
+        fields: dict[str, Any] = {name: getattr(memory, name) for name in WitnessState.__slots__}
         self._keep("seen.json", json.dumps(fields, indent=2) + "\n")
         self.memory = memory
 
@@ -206,14 +216,4 @@ class Watch:
         if self._forgetful:
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        part = self._folder / f"{name}.part"
-        with part.open("w") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, self._folder / name)
-        directory = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        replace_file(self._folder / name, text.encode())

@@ -8,19 +8,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from agent.deidentify.profile import Profile
-from agent.deidentify.regions import Blank
-from agent.deidentify.rules import Rules
-from agent.edges.dicomweb import Web
-from agent.edges.dimse import ListenerSettings
-from agent.edges.faces import FacesSettings
-from agent.edges.files import Folder
-from agent.edges.home import BadSite, Home, Settings
-from agent.edges.lists import Columns
-from agent.edges.ocr import OcrSettings
-from agent.edges.pull import Remote
-from agent.edges.stow import StowSettings
-from agent.edges.tables import Tables, converter
+from agent.defacing.config import FacesSettings
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.pixel_redaction import Blank
+from agent.deidentify.ps315.options import Profile
+from agent.errors import SiteConfigError
+from agent.ingest.folders import Folder
+from agent.ingest.ocr import OcrSettings
+from agent.ingest.patient_lists import Columns
+from agent.pacs.dicomweb.qido import DicomWebArchive
+from agent.pacs.dicomweb.stow_process import StowSettings
+from agent.pacs.dimse.retrieve import ArchiveConfig
+from agent.pacs.dimse.storage_scp import ListenerSettings
+from agent.storage.site_directory import Settings, SiteDirectory
+from agent.toml_config import Tables, converter
 
 FILE: Final = "ingest.toml"
 _TABLES: Final = (
@@ -69,8 +70,8 @@ class Ingestion:
     ocr: OcrSettings | None = None  # None: no alarm
     listener: ListenerSettings | None = None  # None: nothing listens for C-STORE
     stow: StowSettings | None = None  # None: nothing listens for STOW-RS
-    pacs: Mapping[str, Remote] = field(default_factory=dict)
-    webs: Mapping[str, Web] = field(default_factory=dict)
+    pacs: Mapping[str, ArchiveConfig] = field(default_factory=dict)
+    webs: Mapping[str, DicomWebArchive] = field(default_factory=dict)
     folders: tuple[Folder, ...] = ()
     faces: FacesSettings | None = None  # None: what may show a face stays withheld
 
@@ -79,31 +80,31 @@ class Ingestion:
 class _FolderTable:
     """``[[folder]]`` as it is written."""
 
-    path: Path
-    watch: bool = False
-    settle_seconds: float = 10.0
-    patient_key: str = ""
-    label_key: str = ""
-    issuer: str = ""
-    data_list: str = ""
+    path: Path  # folder to read, relative to the site's directory
+    watch: bool = False  # `serve` looks for new files
+    settle_seconds: float = 10.0  # a file must not have changed for so long
+    patient_key: str = ""  # BIDS: a column of participants.tsv; MONAI: a key of every entry
+    label_key: str = ""  # the same for the label; "" when there is none
+    issuer: str = ""  # who gave out these patient ids; "" for the site's own
+    data_list: str = ""  # path of a MONAI data list below the folder; "" when there is none
 
     def folder(self) -> Folder:
         columns = Columns(self.patient_key, self.label_key, self.issuer, self.data_list)
         return Folder(self.path, columns, self.watch, self.settle_seconds)
 
 
-def read_ingestion(home: Home) -> Ingestion:
+def read_ingestion(home: SiteDirectory) -> Ingestion:
     """``ingest.toml`` of a site, or the defaults when there is none.
 
     Raises:
-        BadSite: not TOML, or with missing, unknown or senseless keys; all problems at once.
+        SiteConfigError: not TOML, or with missing, unknown or senseless keys; all problems at once.
     """
     try:
         text = (home.root / FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         text = ""
     except (OSError, UnicodeDecodeError):
-        raise BadSite(f"{FILE} cannot be read as UTF-8") from None
+        raise SiteConfigError(f"{FILE} is not UTF-8 text") from None
     return parse_ingestion(home.root, home.settings(), text)
 
 
@@ -115,17 +116,17 @@ def parse_ingestion(root: Path, settings: Settings, text: str) -> Ingestion:
         settings: ``site.toml``, for the modalities.
         text: the TOML document.
     Raises:
-        BadSite: all problems at once.
+        SiteConfigError: all problems at once.
     """
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise BadSite(f"{FILE}: not TOML: {error}") from None
+        raise SiteConfigError(f"{FILE}: not TOML: {error}") from None
     tables = Tables(raw, converter(root))
     tables.problems += [f"unknown table: {name}" for name in raw if name not in _TABLES]
     found = _ingestion(tables, settings)
     if tables.problems or found is None:
-        raise BadSite(f"{FILE}: " + "; ".join(tables.problems))
+        raise SiteConfigError(f"{FILE}: " + "; ".join(tables.problems))
     return found
 
 
@@ -142,7 +143,7 @@ def _ingestion(tables: Tables, settings: Settings) -> Ingestion | None:
     reading, profile = tables.table("site", Reading) or Reading(), tables.table("deidentify", Profile) or Profile()
     ocr = tables.table("ocr", OcrSettings)
     listener, stow = tables.table("listener", ListenerSettings), tables.table("stow", StowSettings)
-    pacs, webs = tables.named("pacs", Remote), tables.named("dicomweb", Web)
+    pacs, webs = tables.named("pacs", ArchiveConfig), tables.named("dicomweb", DicomWebArchive)
     faces = tables.table("faces", FacesSettings)
     if faces is not None and not faces.safe:
         told = "remodel (surface) or strip: after the other methods people were still recognised (faces.md)"

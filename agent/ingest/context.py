@@ -8,58 +8,59 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from agent.deidentify.reasons import Refused
-from agent.deidentify.record import Record
-from agent.deidentify.tags import Deidentifier
-from agent.edges import projects
-from agent.edges.files import DICOMDIR, Folder, Lying, Missing, in_folder, listed_and_missing, retried
-from agent.edges.home import BadSite, Home
-from agent.edges.ingestion import Ingestion, read_ingestion
-from agent.edges.intake import IngestReport, Intake, Ports, sent
-from agent.edges.lists import Lists, read_lists
-from agent.edges.ocr import Ocr
-from agent.edges.quarantine import Quarantine
-from agent.edges.reader import Reader, instance_name
-from agent.edges.room import Arrival, Room, RoomError
-from agent.edges.vault import Vault
-from agent.edges.waiting import Found, Retried, in_room
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.record import Record, instance_name
+from agent.errors import SiteConfigError
+from agent.ingest.config import Ingestion, read_ingestion
+from agent.ingest.folders import DICOMDIR, Folder, FolderFile, MissingFile, in_folder, listed_and_missing, retried
+from agent.ingest.ocr import Ocr
+from agent.ingest.parser_process import ParserProcess
+from agent.ingest.patient_lists import Lists, read_lists
+from agent.ingest.pending import PendingFile, QuarantinedFile, in_room
+from agent.ingest.pipeline import IngestDependencies, IngestPipeline, IngestReport, sender_mark
+from agent.storage import projects
+from agent.storage.quarantine import Quarantine
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.spool import ReceivedFile, Spool, SpoolError
+from agent.storage.vault import Vault
 
 Progress = Callable[[int], None]
 _MOST_INDEXES: Final = 64  # DICOMDIRs of one folder that are compared with what is there
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class IngestContext:
     """What the commands of the way in work with."""
 
-    home: Home
+    home: SiteDirectory
     ingestion: Ingestion
     project: str
     who: Deidentifier
     vault: Vault
-    inbox: Room
+    inbox: Spool
     quarantine: Quarantine
     room_key: bytes = field(repr=False)  # of both rooms: a listener holds no other
 
     def known(self, senders: Sequence[tuple[str, str]]) -> Callable[[str], bool]:
         """Has an instance (by its SOP Instance UID) come before?
 
-        One of these (road, source) sent it, and it waits, is in the vault, or was refused for what it is. What
-        somebody else sends under its UID does not count: no other sender can keep a patient's image out, by junk or
-        by a picture. Of two patients under one UID at one sender, the second counts as come with the first: that an
-        archive has one is assumed. What an older version kept counts for every sender.
+        True if one of these (road, source) sent it, and it is pending, in the vault, or was rejected for its content.
+        Files of other senders with the same UID do not count, so no sender can keep a patient's image out, by junk or
+        by an image. If one sender has two patients under one UID, the second counts as received with the first: an
+        archive is assumed to have unique UIDs. Records of an older version count for every sender.
         """
 
         def known(uid: str) -> bool:
             if self.inbox.holds(uid, senders) or self.quarantine.holds(uid, senders):
                 return True
-            marks = (self.name_of(uid), *(sent(self.who, uid, road, source) for road, source in senders))
+            marks = (self.name_of(uid), *(sender_mark(self.who, uid, road, source) for road, source in senders))
             return any(self.vault.was_sent(mark) for mark in marks)
 
         return known
 
     def name_of(self, uid: str) -> str:
-        """A SOP Instance UID, keyed: it names no patient's instance, see :func:`agent.deidentify.record.own`."""
+        """The keyed name of a SOP Instance UID: see :func:`agent.deidentify.record.keyed_name`."""
         return instance_name(self.who, uid)
 
     def usual(self) -> Folder:
@@ -70,11 +71,11 @@ class Way:
         """The hospital's lists in a folder."""
         return read_lists(folder.path, folder.columns)
 
-    def lying(self, folder: Folder, lists: Lists) -> list[Lying]:
+    def lying(self, folder: Folder, lists: Lists) -> list[FolderFile]:
         """What lies in a folder now, but for the site's own directories."""
         return in_folder(folder.path, lists, (self.home.root,), self.ingestion.rules.max_bytes)
 
-    def missing(self, folder: Folder, lying: Sequence[Lying]) -> list[Missing]:
+    def missing(self, folder: Folder, lying: Sequence[FolderFile]) -> list[MissingFile]:
         """What the index of a medium lists and is not there."""
         indexes = [one for one in lying if os.path.basename(one.path).upper() == DICOMDIR][:_MOST_INDEXES]
         if not indexes:
@@ -83,27 +84,27 @@ class Way:
             listed = ((index.path, reader.directory(index.load().body)) for index in indexes)
             return [m for path, files in listed for m in listed_and_missing(folder.path, path, files)]
 
-    def waiting(self) -> Iterator[Found]:
+    def waiting(self) -> Iterator[PendingFile]:
         """What waits in the first room."""
         return iter(in_room(self.inbox))
 
-    def refused(self, names: Iterable[str]) -> Iterator[Found]:
+    def refused(self, names: Iterable[str]) -> Iterator[PendingFile]:
         """Files of the quarantine, to be tried once more."""
         most = self.ingestion.rules.max_bytes
 
-        def reload(arrival: Arrival) -> Arrival:
+        def reload(arrival: ReceivedFile) -> ReceivedFile:
             return retried(arrival, most)
 
-        return (Retried(self.quarantine, name, reload) for name in names)
+        return (QuarantinedFile(self.quarantine, name, reload) for name in names)
 
     def named_labels(self, lists: Lists | None) -> dict[str, str]:
         """Keyed SOP Instance UID -> label."""
         by_uid = lists.labels_of_instances if lists else {}
         return {self.name_of(uid): label for uid, label in by_uid.items()}
 
-    def ports(self, labels: Lists | None = None, ocr: Ocr | None = None) -> Ports:
-        """What an :class:`Intake` works with."""
-        return Ports(
+    def ports(self, labels: Lists | None = None, ocr: Ocr | None = None) -> IngestDependencies:
+        """What an :class:`IngestPipeline` works with."""
+        return IngestDependencies(
             rules=self.ingestion.rules,
             deidentifier=self.who,
             shelf=self.vault,
@@ -113,23 +114,23 @@ class Way:
             demand=self.home.settings().confinement,
         )
 
-    def reader(self) -> Reader:
+    def reader(self) -> ParserProcess:
         """A reader of files, for this project and confined as this site demands."""
-        return Reader(self.ingestion.rules, self.who, demand=self.home.settings().confinement)
+        return ParserProcess(self.ingestion.rules, self.who, demand=self.home.settings().confinement)
 
     def labels(self) -> Lists | None:
         """The hospital's lists in its usual folder, which label what comes by other roads, too."""
         return self.lists(self.usual()) if self.usual().path.is_dir() else None
 
-    def intake(self, labels: Lists | None = None) -> Intake:
+    def intake(self, labels: Lists | None = None) -> IngestPipeline:
         """The way in, ready to run."""
         key = self.who.mac("ocr").encode()
         ocr = Ocr(self.ingestion.ocr, key) if self.ingestion.ocr else None
-        return Intake(self.ports(labels, ocr), self.ingestion.reading.workers or None)
+        return IngestPipeline(self.ports(labels, ocr), self.ingestion.reading.workers or None)
 
 
-def forget(way: Way, persons: Set[str]) -> int:
-    """Remove what waits or was refused of these patients; how many files. What names no patient stays.
+def purge_pending(way: IngestContext, persons: Set[str]) -> int:
+    """Delete pending and rejected files of these patients, and return how many. Files without a patient stay.
 
     Args:
         way: of one project.
@@ -143,12 +144,12 @@ def forget(way: Way, persons: Set[str]) -> int:
     return gone
 
 
-def of_files(way: Way) -> set[str]:
+def of_files(way: IngestContext) -> set[str]:
     """The patients of whom a file waits or was refused."""
     return {person for _, _, person in _in_rooms(way)}
 
 
-def _in_rooms(way: Way) -> Iterator[tuple[Room, str, str]]:
+def _in_rooms(way: IngestContext) -> Iterator[tuple[Spool, str, str]]:
     """What waits or was refused, by room and name, and whose it is; what names no patient is passed over."""
     with way.reader() as reader:
         for room, names in (
@@ -158,8 +159,10 @@ def _in_rooms(way: Way) -> Iterator[tuple[Room, str, str]]:
             for name in names:
                 try:
                     arrival = room.open(name)
-                    person = reader.whose(arrival.body, arrival.patient_id, arrival.issuer) if arrival.body else ""
-                except (Refused, RoomError, FileNotFoundError):
+                    person = (
+                        reader.patient_of(arrival.body, arrival.patient_id, arrival.issuer) if arrival.body else ""
+                    )
+                except (FileRejectedError, SpoolError, FileNotFoundError):
                     continue
                 if person:
                     yield room, name, person
@@ -169,14 +172,14 @@ def _pinned(vault: Vault, issuer: str) -> None:
     """The issuer of ids that name none is part of every pseudonym: another one would count each patient twice.
 
     Raises:
-        BadSite: it was another one when the vault was first used.
+        SiteConfigError: it was another one when the vault was first used.
     """
     before = vault.note("issuer")
     if before is None:
         vault.write_note("issuer", issuer)
     elif before != issuer:
-        said = "ingest.toml: issuer was another one when this vault was first used; put that one back"
-        raise BadSite(f"{said}: with another, patients would be counted twice")
+        said = "ingest.toml: issuer was different when this vault was first used: restore that value"
+        raise SiteConfigError(f"{said}. With another issuer, patients would be counted twice")
 
 
 def _silent(_record: Record) -> str | None:
@@ -184,11 +187,11 @@ def _silent(_record: Record) -> str | None:
 
 
 @contextmanager
-def open_way(home: Home, project: str) -> Iterator[Way]:
+def open_ingest(home: SiteDirectory, project: str) -> Iterator[IngestContext]:
     """Open a project's way in.
 
     Raises:
-        BadSite: a setting, or the project, is not in order.
+        SiteConfigError: a setting, or the project, is not in order.
         VaultError: a key does not open its file.
     """
     ingestion = read_ingestion(home)
@@ -197,8 +200,8 @@ def open_way(home: Home, project: str) -> Iterator[Way]:
     try:
         keys = keys or projects.keys(home, project)
         _pinned(vault, ingestion.reading.issuer)
-        inbox, quarantine = projects.rooms(home, project)
-        yield Way(
+        inbox, quarantine = projects.project_folders(home, project)
+        yield IngestContext(
             home=home,
             ingestion=ingestion,
             project=project,
@@ -206,7 +209,7 @@ def open_way(home: Home, project: str) -> Iterator[Way]:
                 keys.pseudonym, ingestion.reading.issuer, ingestion.profile, people=home.secret("deidentify")
             ),
             vault=vault,
-            inbox=Room(inbox, keys.rooms),
+            inbox=Spool(inbox, keys.rooms),
             quarantine=Quarantine(quarantine, keys.rooms, attempts=ingestion.reading.attempts),
             room_key=keys.rooms,
         )

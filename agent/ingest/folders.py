@@ -6,20 +6,19 @@ events, so a look every few seconds it is.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from agent.deidentify.reasons import Refused
-from agent.edges.lists import Columns, Lists
-from agent.edges.quarantine import Quarantine
-from agent.edges.room import Arrival
-from agent.edges.waiting import Refusal
+from agent.deidentify.errors import FileRejectedError
+from agent.file_access import contents, walk
+from agent.ingest.patient_lists import Columns, Lists
+from agent.ingest.pending import Refusal
+from agent.storage.quarantine import Quarantine
+from agent.storage.spool import ReceivedFile
 
 DICOMDIR: Final = "DICOMDIR"
 # beside the volumes of a BIDS dataset (BIDS 1.10): tables and texts, no images
@@ -43,8 +42,8 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
-    """A file in a folder. It stays there, whatever becomes of it."""
+class FolderFile:
+    """A file in a folder. Ingest never removes it."""
 
     folder: Path
     path: str  # below the folder
@@ -56,10 +55,10 @@ class Lying:
         """Its path below the folder."""
         return f"folder\0{self.folder}\0{self.path}"
 
-    def load(self) -> Arrival:
+    def load(self) -> ReceivedFile:
         """Read it, and say whose it is by the hospital's lists."""
         inside = self.path.replace(os.sep, "/")
-        return Arrival(
+        return ReceivedFile(
             road="folder",
             source=self.path,
             body=contents(self.folder / self.path, self.max_bytes),
@@ -77,11 +76,11 @@ class Lying:
     def refuse(self, quarantine: Quarantine, refusal: Refusal) -> None:
         """Write down its place and the reason; its bytes stay where they are."""
         place = os.path.join(self.folder, self.path)  # as the system names it, UTF-8 or not: it is read there again
-        quarantine.refuse(refusal.name, refusal.code, Arrival("folder", place, b""), refusal.digest)
+        quarantine.refuse(refusal.name, refusal.code, ReceivedFile("folder", place, b""), refusal.digest)
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingFile:
     """A file that the index of a medium lists and that is not there."""
 
     folder: Path
@@ -92,9 +91,9 @@ class Missing:
         """Its path below the folder."""
         return f"medium\0{self.folder}\0{self.path}"
 
-    def load(self) -> Arrival:
+    def load(self) -> ReceivedFile:
         """It cannot be read."""
-        raise Refused("missing_from_medium")
+        raise FileRejectedError("missing_from_medium")
 
     def settle(self) -> None:
         """Never."""
@@ -104,81 +103,35 @@ class Missing:
 
     def refuse(self, quarantine: Quarantine, refusal: Refusal) -> None:
         """Write down its place and the reason."""
-        place = Arrival("folder", os.path.join(self.folder, self.path), b"")
+        place = ReceivedFile("folder", os.path.join(self.folder, self.path), b"")
         quarantine.refuse(refusal.name, refusal.code, place, refusal.digest)
 
 
-def in_folder(folder: Path, lists: Lists, leave_out: Iterable[Path], max_bytes: int) -> list[Lying]:
+def in_folder(folder: Path, lists: Lists, leave_out: Iterable[Path], max_bytes: int) -> list[FolderFile]:
     """Every file below a folder, in the order of names; no link is followed.
 
     Args:
         folder: only read.
-        lists: the hospital's own, see :mod:`agent.edges.lists`.
+        lists: the hospital's own, see :mod:`agent.ingest.patient_lists`.
         leave_out: directories that are not looked into (the site's own).
         max_bytes: of one file.
     """
     bids = "dataset_description.json" in lists.aside
     paths = sorted(walk(folder, leave_out), key=os.fsencode)
     left = (p for p in paths if p not in lists.aside and not (bids and _beside(p)))
-    return [Lying(folder, path, lists, max_bytes) for path in left]
+    return [FolderFile(folder, path, lists, max_bytes) for path in left]
 
 
 def _beside(path: str) -> bool:
     return path.endswith(_SIDECARS) or os.path.basename(path) in _BIDS_TEXTS
 
 
-def retried(arrival: Arrival, max_bytes: int) -> Arrival:
+def retried(arrival: ReceivedFile, max_bytes: int) -> ReceivedFile:
     """A refused file of a folder, read again where it lies."""
     return replace(arrival, body=contents(Path(arrival.source), max_bytes))
 
 
-def walk(folder: Path, leave_out: Iterable[Path]) -> Iterator[str]:
-    """Paths of all but directories below a folder, relative to it. No link is followed."""
-    left_out = {path.resolve() for path in leave_out}
-    waiting = [""]
-    while waiting:
-        inside = waiting.pop()
-        try:
-            with os.scandir(folder / inside) as found:
-                entries = list(found)
-        except OSError:
-            yield inside  # a directory that cannot be read is listed, not passed over
-            continue
-        for entry in entries:
-            path = os.path.join(inside, entry.name)
-            if not entry.is_dir(follow_symlinks=False):
-                yield path
-            elif Path(entry.path).resolve() not in left_out:
-                waiting.append(path)
-
-
-def contents(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file, at most ``max_bytes``.
-
-    Raises:
-        Refused: ``not_a_file``, ``unreadable``, ``too_large``.
-    """
-    try:
-        # without O_NONBLOCK, opening a named pipe would wait for ever
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:  # ELOOP: a link; ENXIO: a socket
-        raise Refused("not_a_file" if error.errno in (errno.ELOOP, errno.ENXIO) else "unreadable") from None
-    with os.fdopen(descriptor, "rb") as stream:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode):
-            raise Refused("not_a_file")
-        if state.st_size > max_bytes:
-            raise Refused("too_large")
-        try:
-            data = stream.read(max_bytes + 1)
-        except OSError:
-            raise Refused("unreadable") from None
-    if len(data) > max_bytes:  # it grew while it was read
-        raise Refused("too_large")
-    return data
-
-
-def listed_and_missing(folder: Path, index: str, files: Iterable[tuple[str, ...]]) -> list[Missing]:
+def listed_and_missing(folder: Path, index: str, files: Iterable[tuple[str, ...]]) -> list[MissingFile]:
     """What a DICOMDIR lists (File IDs, PS3.10 section 8.2, beside the index) and the medium does not have.
 
     Args:
@@ -193,11 +146,11 @@ def listed_and_missing(folder: Path, index: str, files: Iterable[tuple[str, ...]
         plain = all(p and len(p) <= 8 and p.replace("_", "").isalnum() and p.isascii() for p in parts)
         path = os.path.join(top, *parts) if plain and parts else os.path.join(top, "?")
         if path.casefold() not in there:
-            gone.append(Missing(folder, path))
+            gone.append(MissingFile(folder, path))
     return gone
 
 
-class Watched:
+class FolderWatcher:
     """A watched folder: gives each file once it rests, and again only when it changes."""
 
     def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
@@ -206,7 +159,7 @@ class Watched:
         self._seen: dict[str, tuple[int, int]] = {}  # path -> size and time of change, when it was given
         self._last: dict[str, tuple[int, int]] = {}
 
-    def rested(self, lists: Lists, leave_out: Iterable[Path], max_bytes: int) -> list[Lying]:
+    def rested(self, lists: Lists, leave_out: Iterable[Path], max_bytes: int) -> list[FolderFile]:
         """Files that are new or changed, look the same as at the last look, and have rested for ``settle_s``."""
         now, looks, ready = self._clock(), dict[str, tuple[int, int]](), []
         for one in in_folder(self.folder.path, lists, leave_out, max_bytes):
@@ -223,7 +176,7 @@ class Watched:
         self._seen = {path: look for path, look in self._seen.items() if path in looks}
         return ready
 
-    def taken(self, ready: Iterable[Lying]) -> None:
+    def taken(self, ready: Iterable[FolderFile]) -> None:
         """These have been let in or refused: they are given again only when they change."""
         for one in ready:
             if one.path in self._last:

@@ -1,9 +1,8 @@
-"""An alarm for text in pictures: Debian's tesseract reads some of them. It misses much and guarantees nothing.
+"""An alarm for text in images: Debian's tesseract reads some of them. It misses much and guarantees nothing.
 
-What keeps names out are the rules (which devices' pictures may come in, and which regions are blanked); a word
-read here says that a rule is wrong. Tesseract runs as a program of its own, so that its parsers, fed with
-pictures that came from outside, share neither memory nor keys with the agent. Rejected: pytesseract, which
-passes pictures through files on the disk.
+The rules keep names out (which devices' images may come in, and which regions are blanked); a recognised word means
+that a rule is wrong. Tesseract runs as a separate program, so its parsers share neither memory nor keys with the
+agent. Rejected: pytesseract, which passes images through files on the disk.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ from PIL import Image
 from scipy import ndimage
 
 from agent.deidentify.record import Record
+from protos.common.errors import WorkerError
 
 Picture = NDArray[np.uint8]
 _MARGIN: Final = 24  # pixels around: tesseract reads nothing that touches the edge
 _STROKE: Final = 9  # pixels: structures thinner than this are what a top-hat keeps
-_SIDE: Final = 1500  # of the picture that is shown to tesseract: small letters are drawn larger
+_SIDE: Final = 1500  # of the image that is shown to tesseract: small letters are drawn larger
 _LEAST_SCALE, _MOST_SCALE = 1.0, 4.0
 _TSV: Final = "tessedit_create_tsv=1"  # twelve columns, the last two are confidence and text
 _COLUMNS: Final = 12
@@ -39,7 +39,7 @@ _LETTERS: Final = re.compile(r"[^\W\d_]+")
 _NEEDLE: Final = 3  # characters: what is shorter is found in any noise
 
 
-class OcrMissing(RuntimeError):
+class OcrMissingError(WorkerError, RuntimeError):
     """Tesseract is not installed, though the settings ask for it."""
 
 
@@ -47,13 +47,13 @@ class OcrMissing(RuntimeError):
 class OcrSettings:
     """How much is read."""
 
-    every: int = 20  # one picture in so many, besides the first of each series
+    every: int = 20  # one image in so many, besides the first of each series
     least_letters: int = 4  # of a word that raises the alarm
     # tesseract's own, 0 to 100: on ten clean CT and MR slices, words like "Pars" and "epee" were read below 56
     least_confidence: float = 60.0
-    seconds: float = 20.0  # for one look at one picture
-    program: str = "tesseract"
-    language: str = "eng"
+    seconds: float = 20.0  # for one look at one image
+    program: str = "tesseract"  # the command that reads text, on the agent's path
+    language: str = "eng"  # of the text, as the program names it
 
     def __post_init__(self) -> None:
         """Limits are positive, and a word has letters."""
@@ -67,29 +67,29 @@ class OcrSettings:
 
 @dataclass(slots=True)
 class Ocr:
-    """Chooses pictures and reads them."""
+    """Chooses images and reads them."""
 
     settings: OcrSettings
-    key: bytes = field(repr=False)  # so that nobody outside can tell which pictures are read
+    key: bytes = field(repr=False)  # so that nobody outside can tell which images are read
     _series: set[str] = field(default_factory=set, init=False)
     _program: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        """Find the program. Raises: OcrMissing."""
+        """Find the program. Raises: OcrMissingError."""
         found = shutil.which(self.settings.program)
         if found is None:
-            raise OcrMissing("tesseract is not installed: apt-get install tesseract-ocr, or turn [ocr] off")
+            raise OcrMissingError("tesseract is not installed: apt-get install tesseract-ocr, or turn [ocr] off")
         self._program = found
 
     def chosen(self, record: Record) -> bool:
-        """The first picture of each series, and one in ``every`` by keyed hash of its name."""
+        """The first image of each series, and one in ``every`` by keyed hash of its name."""
         first = record.series not in self._series
         self._series.add(record.series)
         draw = hmac.new(self.key, b"ocr" + record.name.encode(), hashlib.sha256).digest()
         return first or int.from_bytes(draw[:8], "big") % self.settings.every == 0
 
     def alarm(self, record: Record) -> str | None:
-        """``burned_in_text`` when a chosen picture shows text or could not be looked at; else None."""
+        """``burned_in_text`` when a chosen image shows text or could not be looked at; else None."""
         picture = record.grey
         if picture is None or not self.chosen(record):
             return None
@@ -100,7 +100,7 @@ class Ocr:
         return "burned_in_text" if suspicious(words, least_letters=self.settings.least_letters) else None
 
     def read_words(self, picture: Picture) -> list[str]:
-        """The words that tesseract sees in a (h, w) picture, in any of its variants.
+        """The words that tesseract sees in a (h, w) image, in any of its variants.
 
         Raises:
             OSError, subprocess.SubprocessError: tesseract failed, or took too long or too much memory.
@@ -157,7 +157,7 @@ def suspicious(words: Collection[str], needles: Collection[str] = (), least_lett
 
 
 def _variants(picture: Picture) -> Iterator[Picture]:
-    """Dark on light, as tesseract wants it: the picture, its thin bright structures, its thin dark ones."""
+    """Dark on light, as tesseract wants it: the image, its thin bright structures, its thin dark ones."""
     scale = min(_MOST_SCALE, max(_LEAST_SCALE, _SIDE / max(picture.shape)))
     opened = ndimage.grey_opening(picture, size=(_STROKE, _STROKE))
     closed = ndimage.grey_closing(picture, size=(_STROKE, _STROKE))

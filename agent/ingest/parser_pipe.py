@@ -20,7 +20,7 @@ from protos.operations.confinement import drop_rights
 _MAX_HEAD: Final = 1 << 20  # bytes of a message's JSON
 _MAX_PARTS: Final = 3
 _FILES_WORTH: Final = 10  # a worker may use this many files' processor time, then another is started
-Part = bytes | memoryview  # of bytes: a view saves a copy of the picture
+Part = bytes | memoryview  # of bytes: a view saves a copy of the image
 
 
 def send(stream: IO[bytes], head: dict[str, Any], parts: Sequence[Part] = ()) -> None:
@@ -58,7 +58,7 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
     return data
 
 
-def gone(process: subprocess.Popen[bytes]) -> bool:
+def has_exited(process: subprocess.Popen[bytes]) -> bool:
     """Whether a worker has died. It stays unburied, so that the number of its group is nobody else's yet."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
@@ -69,7 +69,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def confine(memory_bytes: int, cpu_seconds: int) -> None:
+def apply_rlimits(memory_bytes: int, cpu_seconds: int) -> None:
     """Bound this process for good: memory, nothing written, few descriptors, no children, no more rights.
 
     ``cpu_seconds`` is what one file may use; the process as a whole may use ``_FILES_WORTH`` times that, and
@@ -96,14 +96,14 @@ def _used() -> int:
     return int(usage.ru_utime + usage.ru_stime) + 1
 
 
-def allow_cpu(seconds: int) -> None:
+def extend_cpu_limit(seconds: int) -> None:
     """Move the soft limit to ``seconds`` from what is used already: the worker serves many files."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = _used() + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def spent(seconds: int) -> bool:
+def cpu_exhausted(seconds: int) -> bool:
     """Whether less than ``seconds``, one file's worth, is left below the hard limit."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     return hard != resource.RLIM_INFINITY and _used() + seconds > hard

@@ -1,21 +1,21 @@
 """Reads hospital files in a separate process that may crash or hang, one file at a time.
 
-``Reader`` starts ``python -m agent.edges.reader``, hands it the bytes of a file over a pipe and gets back a
-de-identified record or a reason code. The worker is given no file and no key, has limits on memory, processor time
-and writing (``pipe.confine``), and is killed with its process group when it takes too long. Before it sees a file it
-is confined (``protos.operations.confinement``): it opens nothing but the interpreter's own files, and no socket; it
-starts no program and no process. The texts of a parser's errors stay in it.
+``ParserProcess`` starts ``python -m agent.ingest.parser_main``, hands it the bytes of a file over a pipe and gets
+back a de-identified record or a reason code. The worker is given no file and no key, has limits on memory, processor
+time and writing (``pipe.confine``), and is killed with its process group when it takes too long. Before it sees a
+file it is confined (``protos.operations.confinement``): it opens nothing but the interpreter's own files, and no
+socket; it starts no program and no process. The texts of a parser's errors stay in it.
 
-Keyed names are made on the agent's side. The worker asks for them over the same pipe (``_FileNames``), and gets what
-any file of any sender gets: those of one patient, one instance, one study and one series, and of as many ids as a
-file may have (``MOST_NAMES``). Whose a record is, and what it is called, is taken from what was asked and never from
-the worker's answer.
+The agent computes keyed names. The worker requests them over the same pipe (``_FileNames``), and gets only what a
+single file needs: those of one patient, one instance, one study and one series, and of as many ids as a file may have
+(``MOST_NAMES``). The patient and the name of a record are taken from these requests, never from the worker's answer.
+
+This is a wall: foreign bytes are parsed on the other side of the pipe, and the keys stay on this one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import subprocess
@@ -23,63 +23,28 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import IO, Any, Final, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, Self, TypeVar
 
-import imagecodecs
 import numpy as np
-import pydicom
-from pydicom import Dataset
-from pydicom import config as pydicom_config
-from pydicom.pixels.decoders.base import get_decoder
-from pydicom.tag import Tag
-from pydicom.uid import UID
 
-from agent.deidentify import keep, medium, nifti, pixels, regions, trace, whose
-from agent.deidentify.attributes import frames, text
-from agent.deidentify.faces import faces_in, may_show_a_face
-from agent.deidentify.glyphs import shows_text
-from agent.deidentify.needles import identifiers, of_patient
-from agent.deidentify.prescan import DEFLATED_LE, Meta, read_meta, scan, undeflate
-from agent.deidentify.profile import Pixels, Profile
-from agent.deidentify.reasons import REASONS, Refused
-from agent.deidentify.record import Record, own
-from agent.deidentify.residual import residual
-from agent.deidentify.rules import (
-    DECODERS,
-    IMAGECODECS,
-    MEDIA_DIRECTORY,
-    Rules,
-    as_table,
-    is_report,
-    judge,
-    rules_from,
-    same_instance,
-)
-from agent.deidentify.tags import Deidentifier
-from agent.edges.pipe import Part, allow_cpu, confine, gone, kill, receive, send, size, spent
+from agent.deidentify import nifti
+from agent.deidentify.admission_rules import Rules, as_table
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import REASONS, FileRejectedError
+from agent.deidentify.ps315 import action_trace
+from agent.deidentify.record import Record, keyed_name
+from agent.errors import ParserError
+from agent.ingest.parser_pipe import has_exited, kill, receive, send, size
 from protos.operations import confinement
 
-_BODY_PARTS: Final = frozenset(
-    t for t in keep.TERMS[0x00180015] if t.isalnum() and len(t) <= 16
-)  # as records hold them
-_DEFLATED_REFERENCES: Final = frozenset({"1.2.840.10008.1.2.4.95", "1.2.840.10008.1.2.4.205"})
-_WHO: Final = ("SpecificCharacterSet", "IssuerOfPatientID", "PatientID")
-_STANDARD: Final = "1.2.840.10008.1.2"
 _CHANNELS: Final[dict[int, tuple[int, ...]]] = {1: (), 3: (3,)}  # grey or colour, and nothing else
-_LEAST_ROOM: Final = 64 * 2**20  # bytes that a worker must be able to allocate to be of any use
 _ONE_EACH: Final = ("patient", "instance", "study", "series")  # names of which a file has one
 # How many other names one file may have. The files that this was tried with ask for 6 uids and 1 id; a file of many
 # frames refers to one or a few others for each of them, and a slide of many specimens names each.
 MOST_NAMES: Final[Mapping[str, int]] = MappingProxyType({"uid": 10_000, "id": 32})
-_KNOWN: Final = 10_000  # names that a worker remembers
 _UTF8: Final = 4  # an identifier may be longer in UTF-8 than in the file's own character set
-
-
-class ReaderFailed(RuntimeError):
-    """The worker could not be started: a fault of this installation, not of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +115,7 @@ class _FileNames:
         return {**found, "pseudonym": self._who.person(issuer, patient_id)}
 
 
-class Reader:
+class ParserProcess:
     """A worker process, started when first needed and again after a file has stopped it."""
 
     def __init__(
@@ -169,9 +134,7 @@ class Reader:
         """Nothing to do: the worker starts with the first file."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the worker."""
         self.close()
 
@@ -198,8 +161,8 @@ class Reader:
         Returns:
             The record, still without a label.
         Raises:
-            Refused: with the worker's reason; ``parser_stopped`` when it died, hung or answered nonsense.
-            ReaderFailed: the worker cannot be started at all.
+            FileRejectedError: with the worker's reason; ``parser_stopped`` when it died, hung or answered nonsense.
+            ParserError: the worker cannot be started at all.
         """
         told = {"patient_id": patient_id, "issuer": issuer}
         names = _FileNames(self._deidentifier, self._rules.max_bytes)
@@ -216,11 +179,11 @@ class Reader:
         """The files that the index of a medium lists, as the components of their names.
 
         Raises:
-            Refused, ReaderFailed: see :meth:`read`.
+            FileRejectedError, ParserError: see :meth:`read`.
         """
         return self._told({"directory": True}, data, _files)
 
-    def whose(self, data: bytes, patient_id: str, issuer: str) -> str:
+    def patient_of(self, data: bytes, patient_id: str, issuer: str) -> str:
         """The site-wide pseudonym of a file's patient, "" when it names none. Raises: see :meth:`read`."""
         told = {"whose": True, "patient_id": patient_id, "issuer": issuer}
         names = _FileNames(self._deidentifier, self._rules.max_bytes)
@@ -239,7 +202,7 @@ class Reader:
         names: _FileNames | None = None,
     ) -> T:
         """Ask the worker, and check what it says."""
-        if self._process is None or gone(self._process):
+        if self._process is None or has_exited(self._process):
             self._start()
         try:
             reply, parts = self._ask(head, [data], self._limits.wall_seconds, names)
@@ -248,7 +211,7 @@ class Reader:
             return made(reply, parts)
         except (OSError, EOFError, ValueError, LookupError, TypeError):
             self.close()
-            raise Refused("parser_stopped") from None
+            raise FileRejectedError("parser_stopped") from None
 
     def _start(self) -> None:
         self.close()
@@ -262,7 +225,7 @@ class Reader:
             "LANG": "C.UTF-8",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-m", "agent.edges.reader"],
+            [sys.executable, "-P", "-B", "-m", "agent.ingest.parser_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -275,7 +238,7 @@ class Reader:
         limits = {"memory_bytes": self._limits.memory_bytes, "cpu_seconds": self._limits.cpu_seconds}
         who = {"issuer": self._deidentifier.issuer, "profile": asdict(self._deidentifier.profile)}
         try:
-            setup = {**who, "rules": rules, "limits": limits, "demand": self._demand}
+            setup = {**who, "rules": rules, "limits": limits, "demand": self._demand, "parent": os.getpid()}
             reply, _ = self._ask(setup, [], self._limits.start_seconds)
         except (OSError, EOFError, ValueError):
             reply = {}
@@ -283,8 +246,8 @@ class Reader:
             self.close()
             why = reply.get("fault")
             if isinstance(why, str):  # before a file was seen
-                raise ReaderFailed(f"the file reader does not start: {why}")
-            raise ReaderFailed("the file reader does not start; check the installation and the memory limit")
+                raise ParserError(f"the file reader does not start: {why}")
+            raise ParserError("the file reader does not start; check the installation and the memory limit")
 
     def _ask(
         self, head: dict[str, Any], parts: Sequence[bytes], seconds: float, names: _FileNames | None = None
@@ -310,7 +273,7 @@ class Reader:
 def _refused(reply: dict[str, Any]) -> None:
     code = reply.get("code")
     if code is not None:
-        raise Refused(code if code in REASONS else "parser_stopped")
+        raise FileRejectedError(code if code in REASONS else "parser_stopped")
 
 
 def _files(reply: dict[str, Any], parts: list[bytes]) -> list[tuple[str, ...]]:
@@ -333,7 +296,7 @@ def _record(reply: dict[str, Any], parts: list[bytes], digest: str, names: dict[
     if type(reply["face"]) is not bool or type(reply["text"]) is not bool:
         raise ValueError("not an answer")
     person, said = names["pseudonym"], (names["study"], names["series"], names["name"])
-    study, series, name = (own(person, uid) for uid in said)
+    study, series, name = (keyed_name(person, uid) for uid in said)
     return Record(
         name=name,
         digest=digest,
@@ -349,180 +312,5 @@ def _record(reply: dict[str, Any], parts: list[bytes], digest: str, names: dict[
         payload=payload,
         face=reply["face"],
         text=reply["text"],
-        trace=trace.loads(steps),
+        trace=action_trace.loads(steps),
     )
-
-
-# ------------------------------------------------------------------ the side of the worker
-
-
-def instance_name(deidentifier: Deidentifier, sop_instance_uid: str) -> str:
-    """The keyed SOP Instance UID, the same in the worker and for the hospital's label list."""
-    return deidentifier.mac("instance", sop_instance_uid.strip("\0 ").encode())
-
-
-def _opened(data: bytes, rules: Rules, who: Deidentifier) -> tuple[Dataset, Meta]:
-    """A data set whose bytes were scanned first; its patient's site-wide pseudonym was asked for."""
-    meta = read_meta(data)
-    if meta.media_class == MEDIA_DIRECTORY:
-        raise Refused("dicomdir")
-    if meta.transfer_syntax == DEFLATED_LE:
-        data, meta = undeflate(data, meta, rules.max_bytes)
-    if not meta.transfer_syntax.startswith(_STANDARD) or meta.transfer_syntax in _DEFLATED_REFERENCES:
-        raise Refused("unsupported_encoding")  # private, deflated once more, or not said: it cannot be scanned
-    scan(data, meta.offset, meta.transfer_syntax)
-    dataset = pydicom.dcmread(io.BytesIO(data))
-    named = Dataset({t: dataset.get_item(t) for t in map(Tag, _WHO) if t in dataset})  # bytes, not yet asked for
-    judge(dataset, meta.transfer_syntax, rules)
-    same_instance(meta, dataset)
-    if is_report(dataset):
-        raise Refused("not_an_image")  # no place for its text in a record
-    who.person_of(named)
-    return dataset, meta
-
-
-def _native(dataset: Dataset, meta: Meta, rules: Rules) -> tuple[pixels.Stored, bool]:
-    """The decoded pixels, those blanked that a rule says, and whether there were any."""
-    values = pixels.decode(dataset, meta.transfer_syntax)
-    parts = regions.plan(dataset, rules.blanks, us_regions=rules.us_regions)
-    if parts:
-        values = regions.blank(values, parts, text(dataset, "PhotometricInterpretation"))
-    return values, bool(parts)
-
-
-def _read_dicom(data: bytes, rules: Rules, who: Deidentifier) -> tuple[dict[str, Any], list[Part]]:
-    dataset, meta = _opened(data, rules, who)
-    needles = identifiers(dataset, who.profile)
-    values, blanked = _native(dataset, meta, rules)
-    plain, face = pixels.native(dataset, values), may_show_a_face(dataset)
-    clean = who.clean(plain, Pixels("cleaned" if blanked else "unknown", faces_in(dataset, face=face)))
-    steps = [*clean.trace, trace.Step("pixels", "blanked", "clean_pixels")] if blanked else clean.trace
-    out = io.BytesIO()
-    clean.dataset.save_as(out, enforce_file_format=True)
-    payload = out.getvalue()
-    if residual(needles, payload):
-        raise Refused("residual_identifier")
-    image: Part = b""
-    instance = text(dataset, "SOPInstanceUID")
-    instance_name(who, instance)
-    who.mac("study", text(dataset, "StudyInstanceUID").encode())
-    who.mac("series", (text(dataset, "SeriesInstanceUID") or instance).encode())  # one without is a series of its own
-    # some write WHOLE BODY, and some WHOLE_BODY
-    body_part = "".join(c for c in text(dataset, "BodyPartExamined").upper() if c.isalnum())
-    head: dict[str, Any] = {
-        "modality": text(dataset, "Modality"),
-        "body_part": body_part if body_part in _BODY_PARTS else "",
-        "kind": "volume" if frames(dataset) > 1 else "image",
-        "face": face,
-        "text": rules.look_for_text and shows_text(values),
-    }
-    if head["kind"] == "image":
-        unit = np.ascontiguousarray(pixels.unit_range(plain, values), dtype="<f4")
-        head["height"], head["width"], head["channels"] = (*unit.shape, 1)[:3]
-        image = unit.data.cast("B")
-    return head, [image, payload, trace.dumps(steps)]
-
-
-def _read_nifti(data: bytes, told: dict[str, Any], rules: Rules) -> tuple[dict[str, Any], list[Part]]:
-    patient_id = str(told["patient_id"] or "")
-    if not patient_id.strip():
-        raise Refused("nifti_without_patient")
-    if rules.nifti_modality not in rules.modalities:
-        raise Refused("modality_not_allowed")
-    payload = nifti.clean(nifti.inflate(data, rules.max_bytes), rules.max_pixels)
-    if residual(of_patient(patient_id), payload):
-        raise Refused("residual_identifier")
-    head = {
-        "modality": rules.nifti_modality,
-        "body_part": "",
-        "kind": "volume",
-        "face": True,  # a NIfTI header does not say which part of the body it shows
-        "text": False,  # made by programs from the slices of a scan, and never captured from a screen
-    }
-    return head, [b"", payload, trace.dumps([])]
-
-
-def _answer(data: bytes, told: dict[str, Any], rules: Rules, who: Deidentifier) -> tuple[dict[str, Any], list[Part]]:
-    try:
-        if told.get("directory"):
-            return {}, [json.dumps(medium.listed(data)).encode()]
-        if told.get("whose"):
-            whom = whose.person(data, who, str(told["patient_id"] or ""), str(told["issuer"]), rules.max_bytes)
-            return {"named": whom != ""}, []
-        if nifti.looks_like_nifti(data):
-            return _read_nifti(data, told, rules)
-        return _read_dicom(data, rules, who)
-    except Refused as refusal:
-        return {"code": refusal.code}, []
-    except MemoryError:
-        raise  # the process may be damaged: let it end, the agent starts another
-    except Exception:  # noqa: BLE001 - a parser may raise anything, and its text may quote the file
-        return {"code": "undecodable"}, []
-
-
-def _asked(
-    source: IO[bytes],
-    sink: IO[bytes],
-    known: dict[Asked, str],
-    key: str,
-    purpose: str,
-    parts: tuple[bytes, ...],
-) -> str:
-    """A keyed name, from the side that has the keys; ``known``: those that were asked for before."""
-    if (key, purpose, parts) not in known:
-        send(sink, {"key": key, "purpose": purpose}, parts)
-        reply, _ = receive(source, 0)
-        known[key, purpose, parts] = str(reply["name"])
-    return known[key, purpose, parts]
-
-
-def main() -> None:
-    """Serve files from standard input until it ends."""
-    source = os.fdopen(os.dup(0), "rb")
-    sink = os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # whatever a library prints must not get between the answers
-        os.dup2(null, descriptor)
-    setup, _ = receive(source, 0)
-    rules, profile = rules_from(setup["rules"]), Profile(**setup["profile"])
-    pydicom_config.settings.reading_validation_mode = pydicom_config.IGNORE
-    pydicom_config.settings.writing_validation_mode = pydicom_config.RAISE
-    pydicom_config.replace_un_with_known_vr = False  # UN stays opaque: nothing hidden in it is parsed
-    seconds = setup["limits"]["cpu_seconds"]
-    confine(setup["limits"]["memory_bytes"], seconds)
-    try:
-        _check_room()
-        allowed = confinement.Allowed(confinement.INTERPRETER, confinement.interpreter())
-        confinement.confine(allowed, setup["demand"])
-    except (ReaderFailed, confinement.ConfinementError) as fault:
-        send(sink, {"fault": str(fault)})
-        return
-    send(sink, {"ready": True})
-    known: dict[Asked, str] = {}
-    while True:
-        try:
-            head, (data,) = receive(source, rules.max_bytes)
-        except EOFError:
-            return
-        allow_cpu(seconds)
-        # ids of a series are those of its next file too; whose a file is and what it is called, each file asks anew
-        known = {a: name for a, name in known.items() if a[1] in MOST_NAMES} if len(known) < _KNOWN else {}
-        who = Deidentifier(b"", setup["issuer"], profile, names=partial(_asked, source, sink, known))
-        reply, parts = _answer(data, head, rules, who)
-        send(sink, {**reply, "spent": True} if spent(seconds) else reply, parts)
-
-
-def _check_room() -> None:
-    """Find out now what would later be blamed on a file: no decoder, or no memory to decode into."""
-    bytearray(_LEAST_ROOM)
-    if not imagecodecs.JPEG8.available:
-        raise ReaderFailed("imagecodecs is installed without JPEG")
-    for syntax, decoder in DECODERS.items():
-        if decoder in ("", IMAGECODECS):
-            continue
-        if decoder not in get_decoder(UID(syntax)).available_plugins:
-            raise ReaderFailed(f"no decoder {decoder} is installed")
-
-
-if __name__ == "__main__":
-    main()

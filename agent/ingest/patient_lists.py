@@ -1,4 +1,4 @@
-"""The hospital's own lists beside its files: who the patient of a volume is, and what an image is labelled.
+"""The hospital's lists next to its files: the patient of a volume, and the label of an image.
 
 NIfTI names no patient, so a list must (P3: k counts patients). Four forms: ``nifti.csv`` and ``labels.csv``, a BIDS
 dataset's ``participants.tsv``, and a MONAI data list. pybids was rejected: it indexes a whole dataset into SQLite and
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from protos.common.errors import ConfigError
+
 LABELS: Final = "labels.csv"
 PATIENTS: Final = "nifti.csv"
 BIDS_MARK: Final = "dataset_description.json"
@@ -26,7 +28,7 @@ _VOLUME: Final = (".nii", ".nii.gz")
 _SUBJECT: Final = re.compile(r"sub-[0-9A-Za-z]+")
 
 
-class BadFolder(ValueError):
+class PatientListError(ConfigError, ValueError):
     """The folder, or a list in it, cannot be used. The text names the file and the line, never a value."""
 
 
@@ -42,7 +44,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """What the lists say. Keys are paths below the folder, with ``/``."""
+    """The contents of the lists. Keys are paths below the folder, with ``/``."""
 
     patients: Mapping[str, str] = field(default_factory=dict, repr=False)
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -58,10 +60,11 @@ def read_lists(folder: Path, columns: Columns = _USUAL) -> Lists:
     """Read whatever lists stand in a folder.
 
     Raises:
-        BadFolder: no such folder, or a list is unreadable, contradicts itself, or leaves a volume without a patient.
+        PatientListError: no such folder, or a list is unreadable, contradicts itself, or leaves a volume without a
+        patient.
     """
     if not folder.is_dir():
-        raise BadFolder("the folder to ingest does not exist or is not a folder")
+        raise PatientListError("the folder to ingest does not exist or is not a folder")
     patients = read_pairs(folder / PATIENTS, ("file", "patient_id"))
     by_uid = _labels(read_pairs(folder / LABELS, ("sop_instance_uid", "label")), LABELS)
     labels: dict[str, str] = {}
@@ -79,33 +82,33 @@ def read_pairs(path: Path, columns: tuple[str, str]) -> dict[str, str]:
     """A two-column CSV list of the hospital; empty when there is none.
 
     Raises:
-        BadFolder: not UTF-8 CSV with this first line, an empty cell, or a contradiction.
+        PatientListError: not UTF-8 CSV with this first line, an empty cell, or a contradiction.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             rows = csv.reader(stream, strict=True)
             if tuple(next(rows, [])) != columns:
-                raise BadFolder(f"{path.name}: the first line must be {','.join(columns)}")
+                raise PatientListError(f"{path.name}: the first line must be {','.join(columns)}")
             found: dict[str, str] = {}
             for row in rows:
                 if not row:
                     continue
                 line = rows.line_num
                 if len(row) != len(columns) or not all(cell.strip() for cell in row) or line > _MAX_ROWS:
-                    raise BadFolder(f"{path.name} line {line}: two values are needed, {' and '.join(columns)}")
+                    raise PatientListError(f"{path.name} line {line}: two values are needed, {' and '.join(columns)}")
                 key, value = row[0].strip(), row[1].strip()
                 if found.setdefault(key, value) != value:
-                    raise BadFolder(f"{path.name} line {line}: contradicts an earlier line")
+                    raise PatientListError(f"{path.name} line {line}: contradicts an earlier line")
             return found
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, csv.Error):
-        raise BadFolder(f"{path.name}: cannot be read as UTF-8 CSV") from None
+        raise PatientListError(f"{path.name}: cannot be read as UTF-8 CSV") from None
 
 
 def _labels(raw: dict[str, str], name: str) -> dict[str, str]:
     if not all(len(label) <= _MAX_LABEL and label.isprintable() for label in raw.values()):
-        raise BadFolder(f"{name}: a label must be at most {_MAX_LABEL} printable characters")
+        raise PatientListError(f"{name}: a label must be at most {_MAX_LABEL} printable characters")
     return raw
 
 
@@ -133,20 +136,22 @@ def _participants(path: Path, patient: str, label: str) -> dict[str, tuple[str, 
             rows = csv.DictReader(stream, delimiter="\t", strict=True)
             needed = {"participant_id", patient} | ({label} if label else set())
             if not needed <= set(rows.fieldnames or ()):
-                raise BadFolder(f"{PARTICIPANTS}: the columns {', '.join(sorted(needed))} are needed")
+                raise PatientListError(f"{PARTICIPANTS}: the columns {', '.join(sorted(needed))} are needed")
             people: dict[str, tuple[str, str]] = {}
             for row in rows:
                 subject, who = (row["participant_id"] or "").strip(), (row[patient] or "").strip()
                 what = (row[label] or "").strip() if label else ""
                 what = "" if what == "n/a" else what
                 if not (_SUBJECT.fullmatch(subject) and who and who != "n/a"):
-                    raise BadFolder(f"{PARTICIPANTS} line {rows.line_num}: a participant and a patient are needed")
+                    raise PatientListError(
+                        f"{PARTICIPANTS} line {rows.line_num}: a participant and a patient are needed"
+                    )
                 if people.setdefault(subject, (who, what)) != (who, what):
-                    raise BadFolder(f"{PARTICIPANTS} line {rows.line_num}: contradicts an earlier line")
+                    raise PatientListError(f"{PARTICIPANTS} line {rows.line_num}: contradicts an earlier line")
     except FileNotFoundError:
-        raise BadFolder(f"{PARTICIPANTS} is missing: a BIDS dataset without it names no patient") from None
+        raise PatientListError(f"{PARTICIPANTS} is missing: a BIDS dataset without it names no patient") from None
     except (OSError, UnicodeDecodeError, csv.Error):
-        raise BadFolder(f"{PARTICIPANTS}: cannot be read as UTF-8, tab-separated") from None
+        raise PatientListError(f"{PARTICIPANTS}: cannot be read as UTF-8, tab-separated") from None
     _labels({s: what for s, (_, what) in people.items()}, PARTICIPANTS)
     return people
 
@@ -155,7 +160,7 @@ def _monai(folder: Path, columns: Columns, patients: dict[str, str], labels: dic
     """A MONAI data list: {"training": [{"image": PATH, …}], …}; each entry names its patient."""
     name = columns.data_list
     if not columns.patient:
-        raise BadFolder(f"{name}: say which key of an entry names the patient (patient_key)")
+        raise PatientListError(f"{name}: say which key of an entry names the patient (patient_key)")
     for section, entries in _json_object(folder / name).items():
         if not isinstance(entries, list):
             continue
@@ -171,15 +176,15 @@ def _monai_entry(
     images = entry.get("image")
     who = entry.get(columns.patient)
     if type(who) is not str or not who.strip():
-        raise BadFolder(f"{where}: no patient under the key that was named")
+        raise PatientListError(f"{where}: no patient under the key that was named")
     for image in images if isinstance(images, list) else [images]:
         inside = PurePosixPath(image) if isinstance(image, str) else PurePosixPath("..")
         if inside.is_absolute():
             inside = inside.relative_to(folder) if inside.is_relative_to(folder) else PurePosixPath("..")
         if ".." in inside.parts or not inside.parts:
-            raise BadFolder(f"{where}: the image must be a path below the folder")
+            raise PatientListError(f"{where}: the image must be a path below the folder")
         if patients.setdefault(inside.as_posix(), who.strip()) != who.strip():
-            raise BadFolder(f"{where}: contradicts an earlier entry")
+            raise PatientListError(f"{where}: contradicts an earlier entry")
         label = entry.get(columns.label) if columns.label else None
         if isinstance(label, str | int) and type(label) is not bool:
             labels[inside.as_posix()] = _labels({"": str(label)}, where)[""]
@@ -188,10 +193,10 @@ def _monai_entry(
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_LIST_BYTES:
-            raise BadFolder(f"{path.name}: too large for a list")
+            raise PatientListError(f"{path.name}: too large for a list")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        raise BadFolder(f"{path.name}: cannot be read as JSON") from None
+        raise PatientListError(f"{path.name}: cannot be read as JSON") from None
     if not isinstance(found, dict):
-        raise BadFolder(f"{path.name}: must be a JSON object of lists")
+        raise PatientListError(f"{path.name}: must be a JSON object of lists")
     return found

@@ -1,4 +1,4 @@
-"""What waits to be let in, wherever it lies: an arrival in the first room, a refused file that is tried again."""
+"""Pending files, wherever they are: received files in the spool, and rejected files to retry."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent.deidentify.reasons import Refused
-from agent.edges.quarantine import Quarantine
-from agent.edges.room import Arrival, Room, RoomError
+from agent.deidentify.errors import FileRejectedError
+from agent.storage.quarantine import Quarantine
+from agent.storage.spool import ReceivedFile, Spool, SpoolError
 
 
-class Found(Protocol):
+class PendingFile(Protocol):
     """One file that waits, wherever it lies."""
 
     @property
     def place(self) -> str:
         """Where it lies, of which its name in the quarantine is made; "" when its content makes it."""
 
-    def load(self) -> Arrival:
+    def load(self) -> ReceivedFile:
         """Its bytes. Raises: Refused (not_a_file, unreadable, too_large), Taken (by another process)."""
 
     def settle(self) -> None:
@@ -39,23 +39,23 @@ class Refusal:
     name: str  # the same at every attempt
     code: str  # a key of REASONS
     digest: str  # keyed, of its bytes; "" when they could not be read
-    arrival: Arrival | None  # None when it could not be read
+    arrival: ReceivedFile | None  # None when it could not be read
 
 
 @dataclass(slots=True)
-class Waiting:
+class SpooledFile:
     """An arrival in the first room: loading it keeps other processes from it until it is settled or released."""
 
-    room: Room
+    room: Spool
     name: str
     place: str = ""  # nowhere: what is sent again with the same content is the same refused file
     _descriptor: int = -1
 
-    def load(self) -> Arrival:
+    def load(self) -> ReceivedFile:
         """Unseal it."""
         arrival, self._descriptor = self.room.claim(self.name)
         if arrival is None:
-            raise Refused("unreadable")
+            raise FileRejectedError("unreadable")
         return arrival
 
     def settle(self) -> None:
@@ -72,7 +72,7 @@ class Waiting:
     def refuse(self, quarantine: Quarantine, refusal: Refusal) -> None:
         """Seal it there, then remove it here; what cannot be unsealed is moved as it is."""
         if refusal.arrival is None:
-            quarantine.take_over(self.room, self.name, refusal.code)
+            quarantine.move_from(self.room, self.name, refusal.code)
         else:
             quarantine.refuse(refusal.name, refusal.code, refusal.arrival, refusal.digest)
             self.room.remove(self.name)
@@ -80,24 +80,24 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Retried:
+class QuarantinedFile:
     """A file in quarantine that a person wants tried once more."""
 
     quarantine: Quarantine
     name: str
-    reload: Callable[[Arrival], Arrival]  # of what lies in a folder: reads it there again
+    reload: Callable[[ReceivedFile], ReceivedFile]  # of what lies in a folder: reads it there again
 
     @property
     def place(self) -> str:
         """Its name in the quarantine."""
         return self.name
 
-    def load(self) -> Arrival:
+    def load(self) -> ReceivedFile:
         """Unseal it, or read it where it lies."""
         try:
             arrival = self.quarantine.open(self.name)
-        except (RoomError, FileNotFoundError):
-            raise Refused("unreadable") from None
+        except (SpoolError, FileNotFoundError):
+            raise FileRejectedError("unreadable") from None
         return arrival if arrival.body else self.reload(arrival)
 
     def settle(self) -> None:
@@ -109,9 +109,9 @@ class Retried:
 
     def refuse(self, quarantine: Quarantine, refusal: Refusal) -> None:
         """Once more: the count goes up, its bytes stay as they are."""
-        quarantine.again(self.name, refusal.code)
+        quarantine.record_retry(self.name, refusal.code)
 
 
-def in_room(room: Room) -> Iterator[Waiting]:
+def in_room(room: Spool) -> Iterator[SpooledFile]:
     """What waits in the first room, oldest first."""
-    return (Waiting(room, name) for name in room.names())
+    return (SpooledFile(room, name) for name in room.names())

@@ -11,19 +11,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Final, Protocol, Self
 
 from agent.deidentify import nifti
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import read_meta
-from agent.deidentify.reasons import Refused
 from agent.deidentify.record import Record
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.quarantine import Quarantine
-from agent.edges.reader import USUAL_LIMITS, Limits, Reader
-from agent.edges.room import Arrival, Taken
-from agent.edges.waiting import Found, Refusal, Retried
+from agent.ingest.parser_process import USUAL_LIMITS, Limits, ParserProcess
+from agent.ingest.pending import PendingFile, QuarantinedFile, Refusal
+from agent.storage.quarantine import Quarantine
+from agent.storage.spool import AlreadyClaimed, ReceivedFile
 from protos.operations.confinement import AVAILABLE
 
 _BATCH: Final = 64  # records of one transaction
@@ -32,7 +31,7 @@ _BATCH_BYTES: Final = 64 * 2**20
 _UNDER_WAY_BYTES: Final = 512 * 2**20  # of files in the hands of workers; one larger than this goes alone
 
 
-class Shelf(Protocol):
+class InstanceStore(Protocol):
     """Where records are kept: the vault."""
 
     def has(self, key: str) -> bool:
@@ -48,7 +47,7 @@ class Shelf(Protocol):
         """Why this record may not be kept (a key of REASONS), or None."""
 
     def looked_at(self, study: str) -> bool:
-        """Has a person looked at the study's pictures?"""
+        """Has a person looked at the study's images?"""
 
     def hold(self, study: str) -> None:
         """Nothing may be drawn from a study until a person has looked at it."""
@@ -71,27 +70,27 @@ class IngestReport:
 class _Read:
     """One file under way."""
 
-    found: Found
-    arrival: Arrival
+    found: PendingFile
+    arrival: ReceivedFile
     digest: str
     record: Future[Record]
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
+class IngestDependencies:
     """What the way in works with."""
 
     rules: Rules
     deidentifier: Deidentifier
-    shelf: Shelf
+    shelf: InstanceStore
     quarantine: Quarantine
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)  # keyed SOP Instance UID -> label
-    alarm: Callable[[Record], str | None] = lambda _record: None  # a reason to hold a picture back: OCR
+    alarm: Callable[[Record], str | None] = lambda _record: None  # a reason to hold an image back: OCR
     limits: Limits = USUAL_LIMITS
     demand: str = AVAILABLE  # which layers of a worker's confinement must be in force
 
 
-def sent(who: Deidentifier, instance: str, road: str, source: str) -> str:
+def sender_mark(who: Deidentifier, instance: str, road: str, source: str) -> str:
     """The keyed mark of an instance as a sender names it, by which the site knows what it need not ask for again.
 
     Args:
@@ -104,21 +103,21 @@ def sent(who: Deidentifier, instance: str, road: str, source: str) -> str:
     return who.mac("sent", *(part.encode("utf-8", "surrogateescape") for part in parts)) if parts[0] else ""
 
 
-class Intake:
+class IngestPipeline:
     """Reads files side by side in workers, and keeps their records in order."""
 
-    def __init__(self, ports: Ports, jobs: int | None = None) -> None:
+    def __init__(self, ports: IngestDependencies, jobs: int | None = None) -> None:
         """``jobs``: worker processes, by default one for each processor."""
         self._ports = ports
         self._jobs = jobs or os.cpu_count() or 1
         self._local = threading.local()
-        self._readers: list[Reader] = []
+        self._readers: list[ParserProcess] = []
         self._pool = ThreadPoolExecutor(self._jobs, "reader")
         self._under_way: deque[_Read] = deque()
         self._batch: list[tuple[_Read, Record]] = []
         self._new: dict[str, tuple[str, str]] = {}  # name -> digest and patient of what is read and not yet kept
         # digest of a file under way -> others with the same bytes, and how they came
-        self._same: dict[str, list[tuple[Found, Arrival]]] = {}
+        self._same: dict[str, list[tuple[PendingFile, ReceivedFile]]] = {}
         self._senders: list[tuple[str, str]] = []  # of what is kept already: name or digest, and who sent it, too
         self._kept = self._duplicates = self._files = 0
         self._codes: Counter[str] = Counter()
@@ -131,9 +130,7 @@ class Intake:
         """Use these labels (keyed SOP Instance UID -> label) from the next run on."""
         self._ports = replace(self._ports, labels=labels)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the workers."""
         for reader in self._readers:
             reader.close()
@@ -141,7 +138,7 @@ class Intake:
 
     def run(
         self,
-        found: Iterable[Found],
+        found: Iterable[PendingFile],
         progress: Callable[[int], None] = lambda _done: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> IngestReport:
@@ -152,7 +149,7 @@ class Intake:
             progress: called with the number of files that are done.
             stopping: asked before each file; what is not begun then waits on.
         Raises:
-            ReaderFailed: the reader does not start on this machine.
+            ParserError: the reader does not start on this machine.
             VaultError, OSError: nothing more can be kept; what was not kept waits where it was.
         """
         self._kept = self._duplicates = self._files = 0
@@ -191,7 +188,7 @@ class Intake:
         self._same.clear()
         self._senders.clear()
 
-    def _begin(self, found: Found) -> None:
+    def _begin(self, found: PendingFile) -> None:
         """Load a file and hand it to a worker, unless it is known or refused already."""
         digest, arrival = "", None
         try:
@@ -205,7 +202,7 @@ class Intake:
                 self._again(found, arrival, digest)
                 return
             spent = None
-            if not isinstance(found, Retried):
+            if not isinstance(found, QuarantinedFile):
                 spent = self._ports.quarantine.spent(self._name(found, arrival, digest), digest)
             if spent is not None:
                 self._codes[spent.code] += 1  # tried often enough, and in quarantine: it is not read again
@@ -216,22 +213,22 @@ class Intake:
             record = self._pool.submit(self._read, arrival, digest)
             self._same[digest] = []
             self._under_way.append(_Read(found, arrival, digest, record))
-        except Taken:
+        except AlreadyClaimed:
             self._files -= 1  # it is another process's to count
-        except Refused as refusal:
+        except FileRejectedError as refusal:
             self._refuse(found, refusal.code, digest, arrival)
 
-    def _digest(self, arrival: Arrival) -> str:
+    def _digest(self, arrival: ReceivedFile) -> str:
         """Of the bytes; and of whose they are, where the hospital's list says it: a list may be corrected."""
         told = (arrival.patient_id, arrival.issuer) if arrival.patient_id else ()
         return self._ports.deidentifier.mac("file", arrival.body, *(part.encode() for part in told))
 
-    def _read(self, arrival: Arrival, digest: str) -> Record:
+    def _read(self, arrival: ReceivedFile, digest: str) -> Record:
         """In a thread of the pool: each has its own worker process."""
-        reader: Reader | None = getattr(self._local, "reader", None)
+        reader: ParserProcess | None = getattr(self._local, "reader", None)
         if reader is None:
             ports = self._ports
-            reader = self._local.reader = Reader(ports.rules, ports.deidentifier, ports.limits, ports.demand)
+            reader = self._local.reader = ParserProcess(ports.rules, ports.deidentifier, ports.limits, ports.demand)
             self._readers.append(reader)
         return reader.read(arrival.body, digest, arrival.patient_id or None, arrival.issuer)
 
@@ -246,7 +243,7 @@ class Intake:
                 self._others(read, known=True)
                 return
             self._judge(record)
-        except Refused as refusal:
+        except FileRejectedError as refusal:
             self._refuse(read.found, refusal.code, read.digest, read.arrival)
             self._others(read, known=False)
             return
@@ -264,7 +261,7 @@ class Intake:
                 found.release()
                 self._begin(found)
 
-    def _again(self, found: Found, arrival: Arrival, digest: str, name: str = "") -> None:
+    def _again(self, found: PendingFile, arrival: ReceivedFile, digest: str, name: str = "") -> None:
         """It is kept already; that this sender has it, too, is worth knowing."""
         self._duplicates += 1
         if mark := self._sent(arrival):
@@ -279,15 +276,15 @@ class Intake:
         if marks:
             self._ports.shelf.sent_again(marks)
 
-    def _sent(self, arrival: Arrival) -> str:
+    def _sent(self, arrival: ReceivedFile) -> str:
         """The keyed mark of a sender and of what it calls the instance; "" where it did not say."""
-        return sent(self._ports.deidentifier, arrival.instance, arrival.road, arrival.source)
+        return sender_mark(self._ports.deidentifier, arrival.instance, arrival.road, arrival.source)
 
     def _judge(self, record: Record) -> None:
         """The vault's and the alarm's word; an alarm holds the patient's whole study back, and nobody else's.
 
         Raises:
-            Refused: what the vault says, or ``burned_in_text``.
+            FileRejectedError: what the vault says, or ``burned_in_text``.
         """
         code = self._ports.shelf.refusal(record)
         if code is None and not self._ports.shelf.looked_at(record.study):
@@ -295,19 +292,19 @@ class Intake:
             if code is not None:
                 self._ports.shelf.hold(record.study)
         if code is not None:
-            raise Refused(code)
+            raise FileRejectedError(code)
 
     def _known(self, record: Record) -> bool:
         """The patient's same instance with the same content, perhaps by another road.
 
         Raises:
-            Refused: ``conflicting_instance``, kept before with other content.
+            FileRejectedError: ``conflicting_instance``, kept before with other content.
         """
         before = self._new.get(record.name) or self._ports.shelf.kept(record.name)
         if before is None:
             return False
         if before != (record.after, record.pseudonym):
-            raise Refused("conflicting_instance")
+            raise FileRejectedError("conflicting_instance")
         return True
 
     def _flush(self) -> None:
@@ -316,7 +313,9 @@ class Intake:
             return
         try:
             self._ports.shelf.keep_all([record for _, record in batch])
-        except Refused:  # somebody opted out, or another process brought the same, since each was asked about
+        except (
+            FileRejectedError
+        ):  # somebody opted out, or another process brought the same, since each was asked about
             while batch:
                 self._keep_one(*batch.pop(0))
         except BaseException:
@@ -328,7 +327,7 @@ class Intake:
     def _keep_one(self, read: _Read, record: Record) -> None:
         try:
             self._ports.shelf.keep_all([record])
-        except Refused as refusal:
+        except FileRejectedError as refusal:
             self._new.pop(record.name, None)
             self._refuse(read.found, refusal.code, read.digest, read.arrival)
             self._others(read, known=False)
@@ -341,7 +340,7 @@ class Intake:
         self._settle(read.found, read.arrival, read.digest)
         self._others(read, known=True)
 
-    def _refuse(self, found: Found, code: str, digest: str, arrival: Arrival | None) -> None:
+    def _refuse(self, found: PendingFile, code: str, digest: str, arrival: ReceivedFile | None) -> None:
         self._codes[code] += 1
         if code == "opted_out":  # nothing of such a patient is kept, not even sealed
             if arrival is not None:
@@ -349,13 +348,13 @@ class Intake:
             return
         found.refuse(self._ports.quarantine, Refusal(self._name(found, arrival, digest), code, digest, arrival))
 
-    def _name(self, found: Found, arrival: Arrival | None, digest: str) -> str:
+    def _name(self, found: PendingFile, arrival: ReceivedFile | None, digest: str) -> str:
         """What it is called in the quarantine: the same at every attempt."""
-        if isinstance(found, Retried):
+        if isinstance(found, QuarantinedFile):
             return found.name
         return self._ports.quarantine.name_of(found.place, arrival, digest)
 
-    def _settle(self, found: Found, arrival: Arrival, digest: str) -> None:
+    def _settle(self, found: PendingFile, arrival: ReceivedFile, digest: str) -> None:
         """It is in: it waits no more, nor is it in quarantine."""
         found.settle()
         self._ports.quarantine.remove(self._name(found, arrival, digest))

@@ -8,44 +8,44 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Final, Self
 
-from agent.edges.dicomweb import Finder, Session, Web, WebError
-from agent.edges.findings import QUERY
-from agent.edges.home import BadSite, Home
-from agent.edges.ingestion import Ingestion
-from agent.edges.pull import Ports, Progress, Pull
-from agent.edges.query import Requestor
-from agent.edges.remote import PacsError, Query, Remote
-from agent.edges.room import RoomError
-from agent.edges.vault import VaultError
-from agent.edges.wado import Puller, Sink
-from agent.edges.way import Way, open_way
+from agent.errors import SiteConfigError
+from agent.ingest.config import Ingestion
+from agent.ingest.context import IngestContext, open_ingest
+from agent.pacs.archive import ArchiveConfig, ArchiveError, Query
+from agent.pacs.dicomweb.qido import DicomWebArchive, DicomWebError, QidoClient, Session
+from agent.pacs.dicomweb.wado import Sink, WadoRetriever
+from agent.pacs.dimse.find import QUERY
+from agent.pacs.dimse.query_retrieve_scu import QueryRetrieveScu
+from agent.pacs.dimse.retrieve import Ports, Progress, Retriever
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.spool import SpoolError
+from agent.storage.vault import VaultError
 
-FAULTS: Final = (BadSite, OSError, PacsError, RoomError, VaultError, WebError)
-Archive = Remote | Web
+FAULTS: Final = (SiteConfigError, OSError, ArchiveError, SpoolError, VaultError, DicomWebError)
+Archive = ArchiveConfig | DicomWebArchive
 WHY: Final = {  # why something of an archive is not here
-    "missing": "instances did not come, though the archive lists them; the same command asks for them again",
-    "unlisted": "instances are counted by the archive, and it does not list them",
-    "malformed": "matches have a UID that is none: nobody can ask for them",
+    "missing": "instances did not arrive, although the archive lists them: run the same command again",
+    "unlisted": "instances are counted by the archive, but not listed",
+    "malformed": "matches have an invalid UID and cannot be retrieved",
     "too_large": "instances are larger than max_bytes",
-    "instance_mismatch": "instances came under the UID of another one",
-    "failed": "studies (DICOMweb: instances) could not be asked for to the end; the same command asks again",
-    "given_up": "studies are not asked for any more (runs), until the archive has more of them",
+    "instance_mismatch": "instances arrived under the UID of another one",
+    "failed": "studies (DICOMweb: instances) could not be retrieved completely: run the same command again",
+    "given_up": "studies are no longer retrieved (limit runs), until the archive has more instances of them",
 }
 _NOT_INSTANCES: Final = frozenset({"failed", "given_up"})
 
 
 @dataclass(frozen=True, slots=True)
-class Ears:
-    """Who is told how an asking goes, by its thread."""
+class RetrievalCallbacks:
+    """Callbacks for the progress of a retrieval, called in its thread."""
 
     tell: Callable[[int, int | None], None] = lambda _here, _expected: None  # instances
     waiting: Callable[[dt.datetime], None] = lambda _until: None  # for its hours, until then, local time
 
 
-_DEAF: Final = Ears()
+_DEAF: Final = RetrievalCallbacks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +85,25 @@ class Retrieved:
         if self.status and not self.complete:  # else another attempt has mended it
             yield f"the archive reported status 0x{self.status:04X} for a retrieval"
         if not self.asked:
-            yield "it is outside its hours: nothing was asked"
+            yield "it is outside its hours: no query was sent"
         elif self.stopped:
-            yield "it was stopped before the end, or its hours are over; the same command goes on"
+            yield "it was stopped before the end, or its hours are over: run the same command again to continue"
 
 
 _LISTS: Final = ("patients", "accessions")  # of which a study must be in one
 
 
 def narrowed(query: Query, more: Query) -> Query:
-    """A query that finds only what both find: what is given for one run never widens what the settings allow.
+    """The intersection of two queries: options of one run never widen what the settings allow.
 
     Raises:
-        BadSite: nothing can be found by both, or what both find cannot be asked for.
+        SiteConfigError: nothing can be found by both, or what both find cannot be asked for.
     """
     found: dict[str, Any] = {"modalities": _common("modalities", query.modalities, more.modalities)}
     if any(getattr(query, name) for name in _LISTS) and any(getattr(more, name) for name in _LISTS):
         both = {name: _in_both(getattr(query, name), getattr(more, name)) for name in _LISTS}
         if not any(both.values()):
-            raise BadSite("the archive's query in ingest.toml names none of these patients or accessions")
+            raise SiteConfigError("the archive's query in ingest.toml names none of these patients or accessions")
         found |= both
     else:
         found |= {name: getattr(query, name) or getattr(more, name) for name in _LISTS}
@@ -112,7 +112,7 @@ def narrowed(query: Query, more: Query) -> Query:
     try:
         return replace(query, **found)
     except ValueError as error:
-        raise BadSite(f"{error}, with the archive's query in ingest.toml") from None
+        raise SiteConfigError(f"{error}, with the archive's query in ingest.toml") from None
 
 
 def _common(what: str, own: tuple[str, ...], given: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def _common(what: str, own: tuple[str, ...], given: tuple[str, ...]) -> tuple[st
         return own or given
     both = _in_both(own, given)
     if not both:
-        raise BadSite(f"the archive's query in ingest.toml and what was typed have no {what} in common")
+        raise SiteConfigError(f"the archive's query in ingest.toml and what was typed have no {what} in common")
     return both
 
 
@@ -137,25 +137,25 @@ def named(ingestion: Ingestion, kind: str, name: str) -> Archive:
         kind: ``pacs`` or ``dicomweb``.
         name: of its table.
     Raises:
-        BadSite: there is none of that name.
+        SiteConfigError: there is none of that name.
     """
     known: Mapping[str, Archive] = ingestion.pacs if kind == "pacs" else ingestion.webs
     if name not in known:
-        raise BadSite(f"ingest.toml has no [{kind}.{name}]; it has: {', '.join(sorted(known)) or 'none'}")
+        raise SiteConfigError(f"ingest.toml has no [{kind}.{name}]; it has: {', '.join(sorted(known)) or 'none'}")
     return known[name]
 
 
-def reach(archive: Archive) -> None:
+def check_reachable(archive: Archive) -> None:
     """Can the archive be asked? It is asked for nothing: an association is opened, or one study looked for.
 
     Raises:
-        PacsError, WebError: what is wrong.
+        ArchiveError, DicomWebError: what is wrong.
     """
-    if isinstance(archive, Remote):
-        with Requestor(archive, [QUERY]):
+    if isinstance(archive, ArchiveConfig):
+        with QueryRetrieveScu(archive, [QUERY]):
             return
     with contextlib.closing(Session(archive)) as session:
-        Finder(archive, session, lambda _failures: None).reach()
+        QidoClient(archive, session, lambda _failures: None).reach()
 
 
 def scheduled(ingestion: Ingestion, today: dt.date) -> Sequence[Archive]:
@@ -166,21 +166,27 @@ def scheduled(ingestion: Ingestion, today: dt.date) -> Sequence[Archive]:
     return [one if one.query.dates else replace(one, query=replace(one.query, since=usual)) for one in chosen]
 
 
-def retrieve(way: Way, archive: Archive, ears: Ears, stopping: Callable[[], bool]) -> Retrieved:
+def retrieve(
+    way: IngestContext, archive: Archive, ears: RetrievalCallbacks, stopping: Callable[[], bool]
+) -> Retrieved:
     """Bring what the archive's query finds and the site does not have into the first room.
 
     Raises:
-        PacsError, WebError: the archive cannot be used; what came is kept.
+        ArchiveError, DicomWebError: the archive cannot be used; what came is kept.
     """
-    if isinstance(archive, Remote):
+    if isinstance(archive, ArchiveConfig):
         return _by_dimse(way, archive, ears, stopping)
     sink = Sink(way.inbox, way.known([("wado", archive.name)]))
-    done = Puller(archive, sink, stop=stopping, progress=lambda brought, known: ears.tell(brought + known, None))
+    done = WadoRetriever(
+        archive, sink, stop=stopping, progress=lambda brought, known: ears.tell(brought + known, None)
+    )
     pulled = done.run(archive.query)
     return Retrieved(pulled.brought, pulled.known, pulled.left, stopped=pulled.paused, asked=pulled.asked)
 
 
-def _by_dimse(way: Way, remote: Remote, ears: Ears, stopping: Callable[[], bool]) -> Retrieved:
+def _by_dimse(
+    way: IngestContext, remote: ArchiveConfig, ears: RetrievalCallbacks, stopping: Callable[[], bool]
+) -> Retrieved:
     def progress(so_far: Progress) -> None:
         ears.tell(so_far.instances_done, so_far.expected)
 
@@ -188,7 +194,7 @@ def _by_dimse(way: Way, remote: Remote, ears: Ears, stopping: Callable[[], bool]
     # what is moved comes by our listener, from an association of the archive's own
     known = way.known([("pull", remote.name), ("dimse", remote.aet)])
     ports = Ports(way.inbox, known, journal, dt.datetime.now, time.sleep, progress, stopping, ears.waiting)
-    report = Pull(remote, ports).run()
+    report = Retriever(remote, ports).run()
     left = {name: getattr(report, name) for name in ("failed", "given_up", "unlisted", "malformed", "too_large")}
     left["missing"] = max(0, report.missing - report.too_large)
     return Retrieved(report.fetched, report.had, left, report.status, report.stopped, report.asked, report.trouble)
@@ -198,7 +204,7 @@ def _by_dimse(way: Way, remote: Remote, ears: Ears, stopping: Callable[[], bool]
 class _Journal:
     """A note of the project, sealed with its records."""
 
-    way: Way
+    way: IngestContext
     name: str
 
     def read(self) -> Mapping[str, Sequence[int]]:
@@ -208,10 +214,10 @@ class _Journal:
         self.way.vault.write_project_note(f"pull/{self.name}", {key: list(told) for key, told in value.items()})
 
 
-class Pulling:
+class RetrievalThread:
     """One asking in a thread of its own, with a vault of its own: SQLite keeps the two apart."""
 
-    def __init__(self, home: Home, project: str, archive: Archive, ears: Ears = _DEAF) -> None:
+    def __init__(self, home: SiteDirectory, project: str, archive: Archive, ears: RetrievalCallbacks = _DEAF) -> None:
         """Nothing is asked yet."""
         self._what = (home, project, archive, ears)
         self._stop, self._over = threading.Event(), threading.Event()
@@ -224,9 +230,7 @@ class Pulling:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ask for nothing more, and wait for its end."""
         self.stop()
 
@@ -238,7 +242,7 @@ class Pulling:
     def _work(self) -> None:
         home, project, archive, ears = self._what
         try:
-            with open_way(home, project) as way:
+            with open_ingest(home, project) as way:
                 self._result = retrieve(way, archive, ears, self._stop.is_set)
         except BaseException as error:  # noqa: BLE001 - given to whoever asks for the result
             self._fault = error
@@ -253,7 +257,7 @@ class Pulling:
         """What became of it, once it is over.
 
         Raises:
-            PacsError, WebError, VaultError, RoomError, BadSite, OSError: what ended it.
+            ArchiveError, DicomWebError, VaultError, SpoolError, SiteConfigError, OSError: what ended it.
         """
         self._thread.join()
         if self._fault is not None:

@@ -1,7 +1,7 @@
-"""What stands beside the PACS while ``serve`` runs: listeners, watched folders, pulls by the clock, and the reading.
+"""The ingest service of ``serve``: listeners, watched folders, scheduled retrievals, and parsing.
 
-Each look lets in what has come. A fault of one road (a full disk, a share that is not there) is written to the log,
-and the next look tries again: what was not kept waits where it was, and a full disk makes the listeners refuse.
+Each pass ingests what has arrived. A fault of one source (a full disk, a missing share) is logged, and the next pass
+tries again: files that were not stored stay where they were, and with a full disk the listeners refuse.
 """
 
 from __future__ import annotations
@@ -12,28 +12,35 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Self
 
-from agent.edges.archives import FAULTS, Pulling, scheduled
-from agent.edges.dicomweb import WebError
-from agent.edges.files import Watched
-from agent.edges.home import BadSite, Home
-from agent.edges.intake import IngestReport
-from agent.edges.listener import Listener
-from agent.edges.lists import BadFolder
-from agent.edges.ocr import OcrMissing
-from agent.edges.reader import ReaderFailed
-from agent.edges.remote import PacsError
-from agent.edges.room import RoomError
-from agent.edges.stow import Stow
-from agent.edges.sweeping import Sweeping
-from agent.edges.vault import VaultError
-from agent.edges.waiting import Found
-from agent.edges.way import open_way
+from agent.errors import ParserError, SiteConfigError
+from agent.ingest.context import open_ingest
+from agent.ingest.folders import FolderWatcher
+from agent.ingest.ocr import OcrMissingError
+from agent.ingest.patient_lists import PatientListError
+from agent.ingest.pending import PendingFile
+from agent.ingest.pipeline import IngestReport
+from agent.ingest.retrieval import FAULTS, RetrievalThread, scheduled
+from agent.pacs.archive import ArchiveError
+from agent.pacs.dicomweb.qido import DicomWebError
+from agent.pacs.dicomweb.stow_process import Stow
+from agent.pacs.dimse.listener_process import Listener
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.spool import SpoolError
+from agent.storage.vault import VaultError
 
 # what a look may end with, in words for the operator that name no patient
-FAULTS_SAID: Final = (BadFolder, BadSite, OcrMissing, PacsError, ReaderFailed, RoomError, VaultError, WebError)
+FAULTS_SAID: Final = (
+    PatientListError,
+    SiteConfigError,
+    OcrMissingError,
+    ArchiveError,
+    ParserError,
+    SpoolError,
+    VaultError,
+    DicomWebError,
+)
 _TORN_S: Final = 600.0  # a half-written file so old is a killed process's; an `ingest` beside this one writes too
 _TELL_S: Final = 60.0  # the listeners' counters go to the log as often as this, when they have changed
 
@@ -46,16 +53,16 @@ class Clocks:
     monotonic: Callable[[], float] = time.monotonic
 
 
-class Reception:
+class IngestService:
     """Receives for one project until it is left."""
 
-    def __init__(self, home: Home, project: str, log: Any, clocks: Clocks | None = None) -> None:
+    def __init__(self, home: SiteDirectory, project: str, log: Any, clocks: Clocks | None = None) -> None:
         """Nothing listens yet."""
         self._home, self._project, self._log, self._clocks = home, project, log, clocks or Clocks()
         self._stack, self._stop = ExitStack(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="reception", daemon=True)
-        self._pulling: dict[str, Pulling] = {}
-        self._sweeping: Sweeping | None = None
+        self._pulling: dict[str, RetrievalThread] = {}
+        self._sweeping: DefacingThread | None = None
         self._next_pull = self._told_at = 0.0
         self._told: dict[str, int] = {}
         self.listener: Listener | None = None
@@ -65,10 +72,10 @@ class Reception:
         """Listen, and begin to read.
 
         Raises:
-            BadSite, OSError: a setting is not in order, or a port is taken; nothing listens then.
+            SiteConfigError, OSError: a setting is not in order, or a port is taken; nothing listens then.
         """
         with ExitStack() as stack:
-            self._way = stack.enter_context(open_way(self._home, self._project))
+            self._way = stack.enter_context(open_ingest(self._home, self._project))
             self._way.inbox.sweep(time.time() - _TORN_S)
             settings, keys, demand = self._way.ingestion, self._way.room_key, self._home.settings().confinement
             if settings.listener is not None:
@@ -80,15 +87,13 @@ class Reception:
             self._intake = stack.enter_context(self._way.intake())
             if settings.faces is not None:
                 settle = 60 * settings.faces.settle_minutes
-                self._sweeping = Sweeping(self._home, self._project, self._log, settle, self._clocks.monotonic)
-            self._watched = [Watched(folder) for folder in settings.folders if folder.watch]
+                self._sweeping = DefacingThread(self._home, self._project, self._log, settle, self._clocks.monotonic)
+            self._watched = [FolderWatcher(folder) for folder in settings.folders if folder.watch]
             self._stack = stack.pop_all()
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Finish the file in hand, then stop."""
         self._stop.set()
         self._thread.join()
@@ -137,13 +142,13 @@ class Reception:
             self._intake.relabel(self._way.named_labels(with_labels))
             self._report(self._intake.run(self._way.waiting(), stopping=self._stop.is_set))
 
-    def _read_folder(self, watched: Watched) -> None:
+    def _read_folder(self, watched: FolderWatcher) -> None:
         lists = self._way.lists(watched.folder)
         ready = watched.rested(lists, (self._home.root,), self._way.ingestion.rules.max_bytes)
         if not ready:
             return
         with self._way.intake(lists) as intake:
-            found: list[Found] = [*ready, *self._way.missing(watched.folder, ready)]
+            found: list[PendingFile] = [*ready, *self._way.missing(watched.folder, ready)]
             report = intake.run(found, stopping=self._stop.is_set)
         self._report(report)
         if not self._stop.is_set():
@@ -172,7 +177,7 @@ class Reception:
         self._next_pull = self._clocks.monotonic() + 60 * self._way.ingestion.reading.pull_minutes
         for archive in scheduled(self._way.ingestion, self._clocks.now().date()):
             if archive.name not in self._pulling:
-                self._pulling[archive.name] = Pulling(self._home, self._project, archive).__enter__()
+                self._pulling[archive.name] = RetrievalThread(self._home, self._project, archive).__enter__()
 
     def _tell(self) -> None:
         """The listeners' counters, when they have changed."""
@@ -184,3 +189,50 @@ class Reception:
             if count != self._told.get(what, 0):
                 self._log.info("listener", state=what, count=count)
         self._told = counts
+
+
+class DefacingThread:
+    """A sweep of the vault whenever something has come since the last one, and it has been quiet since."""
+
+    def __init__(
+        self, home: SiteDirectory, project: str, log: Any, settle_s: float, now: Callable[[], float]
+    ) -> None:
+        """``settle_s``: seconds without anything new; ``now``: a clock that does not jump."""
+        self._home, self._project, self._log, self._settle_s, self._now = home, project, log, settle_s, now
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._came: float | None = now()  # what was in the vault before the start counts as new
+
+    def came(self) -> None:
+        """Something was let in."""
+        self._came = self._now()
+
+    def look(self) -> None:
+        """Begin a sweep, if it is time and none is under way."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if self._came is None or self._now() < self._came + self._settle_s:
+            return
+        self._came = None
+        self._thread = threading.Thread(target=self._work, name="faces", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """After the study in hand."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            from agent.ingest.vault_defacing import sweep  # noqa: PLC0415 - torch, and only where a head has come
+
+            with open_ingest(self._home, self._project) as way:
+                if way.vault.faces():
+                    found = sweep(way, stopping=self._stop.is_set)
+                    self._log.info("defaced", count=found.defaced, kept=sum(found.kept.values()))
+                    for why, count in found.kept.items():
+                        self._log.warning("face_withheld", reason=why, count=count)
+        except Exception as error:  # noqa: BLE001 - whatever it is: heads stay withheld, and reading goes on
+            self._log.error("defacing_failed", reason=type(error).__name__)
+            self._came = self._now()  # and again, after as long

@@ -1,7 +1,7 @@
-"""Take the faces off what waits in the vault, study after study, by the table ``[faces]`` of ``ingest.toml``.
+"""Deface the pending studies of the vault, one by one, by the table ``[faces]`` of ``ingest.toml``.
 
-A study is replaced whole, in one transaction, or stays as it is and withheld: nothing may be drawn from a head whose
-face is on. Why a study keeps its face is noted, and it is tried again when something of it, or the method, changes.
+A study is replaced completely, in one transaction, or stays withheld as it is: no release may use a head with a face.
+The reason is recorded, and the study is tried again when it, or the method, changes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 import pydicom
 from numpy.typing import NDArray
 
-from agent.deidentify import pixels
-from agent.edges.defacing import Tools, take_off, tools
-from agent.edges.home import BadSite
-from agent.edges.vault import Vault, VaultError
-from agent.edges.volumes import Source
-from agent.edges.way import Way
-from agent.edges.withheld import Bare, Face
-from agent.edges.withheld_volumes import volumes_of
-from agent.heads.reasons import NotDefaced
+from agent.defacing.engine import DefacingMethod, take_off, tools
+from agent.deidentify.pixels import pixel_data
+from agent.errors import SiteConfigError
+from agent.ingest.context import IngestContext
+from agent.storage.instance_index import DefacedInstance, FaceInstance
+from agent.storage.vault import Vault, VaultError
+from agent.storage.withheld_series import volumes_of
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.volume_io import Source
 
 NOTE: Final = "faces"  # of the project: study -> [why, how many instances, by what]
 
@@ -40,7 +40,7 @@ class Swept:
 
 
 def sweep(
-    way: Way,
+    way: IngestContext,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
     stopping: Callable[[], bool] = lambda: False,
     *,
@@ -55,13 +55,13 @@ def sweep(
         once_more: also those that were refused before, though nothing of them has changed.
 
     Raises:
-        BadSite: no method is configured.
-        BadNetwork: the network is not what the configuration says.
+        SiteConfigError: no method is configured.
+        NetworkConfigError: the network is not what the configuration says.
         VaultError: the disk; every study is as it was, or de-faced.
     """
     settings = way.ingestion.faces
     if settings is None:
-        raise BadSite("ingest.toml has no table [faces]: heads stay withheld")
+        raise SiteConfigError("ingest.toml has no table [faces]: head scans stay withheld")
     waiting = way.vault.faces()
     known: dict[str, list[object]] = way.vault.project_note(NOTE) or {}
     if gone := known.keys() - dict(waiting):  # de-faced since, or of a patient who has opted out
@@ -70,7 +70,9 @@ def sweep(
     if not waiting:
         return Swept(0, 0, {})
     if settings.network is not None and settings.network_sha256 not in way.home.settings().public_components:
-        raise BadSite("site.toml's public_components does not vouch that the network of [faces] saw no patient")
+        raise SiteConfigError(
+            "site.toml's public_components does not vouch that the network of [faces] saw no patient"
+        )
     with_ = tools(settings)
     kept: Counter[str] = Counter()
     done = 0
@@ -94,7 +96,7 @@ def sweep(
     return Swept(done + sum(kept.values()), done, dict(sorted(kept.items())))
 
 
-def _one(vault: Vault, study: str, with_: Tools) -> str | None:
+def _one(vault: Vault, study: str, with_: DefacingMethod) -> str | None:
     """Replace a study by one without faces; or why it stays. "": it is done; None, it is gone or another by now."""
     faces = vault.faces_of(study)
     if not faces:
@@ -107,7 +109,7 @@ def _one(vault: Vault, study: str, with_: Tools) -> str | None:
             for source, group, values in zip(sources, whose, taken.values, strict=True)
             for one in _bare(source, group, values)
         ]
-    except NotDefaced as error:
+    except NotDefacedError as error:
         return error.code
     except VaultError:
         raise
@@ -120,15 +122,15 @@ def _one(vault: Vault, study: str, with_: Tools) -> str | None:
     return ""
 
 
-def _bare(source: Source, group: list[Face], values: NDArray[np.generic]) -> list[Bare]:
-    """The new files under the old names, and of single pictures their pixels in [0, 1], as the reader makes them."""
+def _bare(source: Source, group: list[FaceInstance], values: NDArray[np.generic]) -> list[DefacedInstance]:
+    """The new files under the old names, and of single images their pixels in [0, 1], as the reader makes them."""
     out = []
     for face, payload in zip(group, source.encoded(values), strict=True):
         if face.kind == "volume":
-            out.append(Bare(face.name, payload, before=sha256(face.payload).hexdigest()))
+            out.append(DefacedInstance(face.name, payload, before=sha256(face.payload).hexdigest()))
             continue
         dataset = pydicom.dcmread(io.BytesIO(payload))
-        stored = pixels.decode(dataset, str(dataset.file_meta.TransferSyntaxUID))
-        unit = np.ascontiguousarray(pixels.unit_range(pixels.native(dataset, stored), stored), np.float32)
-        out.append(Bare(face.name, payload, unit, sha256(face.payload).hexdigest()))
+        stored = pixel_data.decode(dataset, str(dataset.file_meta.TransferSyntaxUID))
+        unit = np.ascontiguousarray(pixel_data.unit_range(pixel_data.native(dataset, stored), stored), np.float32)
+        out.append(DefacedInstance(face.name, payload, unit, sha256(face.payload).hexdigest()))
     return out

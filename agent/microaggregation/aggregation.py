@@ -1,7 +1,7 @@
 """Average each cluster: the mean of its patients' codes or pixels, and their majority label.
 
 k-Same-PCA and k-Centroid are both :func:`average` (k-SALSA, section 4.2); the codec makes the difference. The
-weighted mean of AnonFACES, Eq. 1, is :mod:`agent.stages.mix`, whose weights never leave it.
+weighted mean of AnonFACES, Eq. 1, is :mod:`agent.mechanisms.anonfaces.identity_mixing`, whose weights never leave it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nouns import Clusters, Cohort, Latents, Patient
+from agent.domain import Clusters, Cohort, Latents, Patient
 
 
 def average(latents: Latents, clusters: Clusters) -> NDArray[np.float32]:
@@ -34,29 +34,6 @@ def average(latents: Latents, clusters: Clusters) -> NDArray[np.float32]:
     return codes
 
 
-def pixel_average(cohort: Cohort, clusters: Clusters) -> NDArray[np.uint8]:
-    """k-Same-Pixel: the mean picture of each cluster, of the mean pictures of its patients.
-
-    k-SALSA, section 4.2; Newton, Sweeney & Malin 2005. A baseline: its membership attack finds nearly everybody.
-
-    Returns:
-        (m, h, w) or (m, h, w, 3) uint8, in the clusters' order. Summed in float64.
-    Raises:
-        ValueError: a cluster names a patient who is not in the cohort, or is empty, or there is no cluster.
-    """
-    images = {patient.pseudonym: [image.pixels for image in patient.images] for patient in cohort.patients}
-    for cluster in clusters.members:
-        if not cluster or not all(patient in images for patient in cluster):
-            raise ValueError("every cluster must hold patients of the cohort")
-    means = [
-        np.mean([np.mean(images[patient], axis=0, dtype=np.float64) for patient in cluster], axis=0)
-        for cluster in clusters.members
-    ]
-    if not means:
-        raise ValueError("there is no cluster to average")
-    return np.rint(np.stack(means) * 255.0).astype(np.uint8)
-
-
 def patient_label(patient: Patient) -> str:
     """The label that most of the patient's images carry."""
     return majority(image.label for image in patient.images)
@@ -65,9 +42,9 @@ def patient_label(patient: Patient) -> str:
 def aggregate_labels(cohort: Cohort, clusters: Clusters) -> tuple[str, ...]:
     """The majority label of each cluster: one vote for each patient, however many images they have.
 
-    Ties go to the label that sorts first ("" first of all), so the answer is a function of the multiset
-    of labels alone: neither the order of pseudonyms nor chance can move it, and an onlooker learns
-    nothing about *who* holds which label. Counts are never released, only the winner.
+    Ties go to the label that sorts first ("" first of all), so the answer is a function of the multiset of labels
+    alone: neither the order of pseudonyms nor chance can change it, and an observer learns nothing about *who* holds
+    which label. Counts are never released, only the winner.
 
     Raises:
         ValueError: a cluster names a patient who is not in the cohort, or is empty.

@@ -1,27 +1,22 @@
 """Exchange two patients between two clusters: the local search under ``cluster``.
 
-An exchange never changes a size, so k holds throughout. The other rules (labels' diversity, pairs that must
-stay apart, the greatest diameter) are one number, the weight of what is broken; it is part of the test that
-every exchange must pass, so a partition that breaks nothing never comes to break something.
+An exchange never changes a size, so k holds throughout. The other rule, l-diversity, is one number, how many
+labels the clusters lack; it is part of the test that every exchange must pass, so a partition that lacks nothing
+never comes to lack something.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.spatial.distance import cdist
 
 NEIGHBOURS: Final = 16  # clusters with which a patient may be exchanged in ``improve``
 PASSES: Final = 60  # more than any data set here needed; a bound, so that the search always ends
 TOLERANCE: Final = 1e-9  # of the total: below it a gain is rounding
 SIDEWAYS: Final = 60  # exchanges of ``repair`` that break as much as they mend; a bound, too
-HARD: Final = 1 << 40  # weight of a missing label or of a forbidden pair; a pair too far apart weighs 1
 ROWS: Final = 1024  # clusters compared with all others at once
 
 Codes = NDArray[np.float64]  # (n, d); float32 where the cohort is large
@@ -34,14 +29,6 @@ class Rules:
 
     labels: NDArray[np.int64]  # (n,), -1 for "no label"
     l: int  # noqa: E741 -- the letter of l-diversity: distinct labels in a cluster, at least; 1 asks for nothing
-    foes: Mapping[int, NDArray[np.int64]] = field(default_factory=lambda: MappingProxyType({}))  # both ways
-    crowd: int = 1  # the most patients of whom no two may share a cluster, as far as is known
-    wide: float = math.inf  # the greatest Euclidean distance of two members
-
-    @property
-    def paired(self) -> bool:
-        """Whether any two patients could be kept apart."""
-        return bool(self.foes) or self.wide < math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +43,6 @@ class _Others:
         """(x, b) to (x, c): what is known of a cluster, for each of its members."""
         return np.repeat(by_cluster, self.sizes, axis=1)
 
-    def gathered(self, by_row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(x, c) to (x, c): the sum over the cluster of each row."""
-        sums = np.add.reduceat(by_row, np.cumsum(self.sizes) - self.sizes, axis=1)
-        return np.repeat(sums, self.sizes, axis=1)
-
 
 class Exchange:
     """A partition under improvement: mutable, private to one run, never released."""
@@ -68,7 +50,6 @@ class Exchange:
     def __init__(self, codes: Codes, assignment: Assignment, rules: Rules) -> None:
         """Start at ``assignment`` (n,) of ``codes`` (n, d); every cluster has a member."""
         self.codes = codes - codes.mean(axis=0)  # the formulas below lose digits far from the origin
-        self.raw = codes
         self.assignment = assignment.copy()
         self.rules = rules
         self.least = 0 if rules.l == 1 else rules.l
@@ -78,7 +59,6 @@ class Exchange:
         self.squares = np.einsum("ij,ij->i", self.codes, self.codes)
         self.centres = np.empty((len(self.members), codes.shape[1]), codes.dtype)
         self.along = np.empty(len(codes), codes.dtype)  # x . mu of its own cluster
-        self.clashes = np.zeros(len(codes), np.int64)  # weight of the pairs with its own cluster's members
         # the last column counts patients without a label; index -1 finds it
         self.held = np.zeros((len(self.members), int(rules.labels.max(initial=-1)) + 2), np.int64)
         np.add.at(self.held, (assignment, rules.labels), 1)
@@ -90,26 +70,23 @@ class Exchange:
         return float(sum(((self.codes[r] - self.codes[r].mean(axis=0)) ** 2).sum() for r in self.members))
 
     def rank(self) -> tuple[int, float]:
-        """How many clusters break something, then the sum of squares: the smaller, the better."""
+        """How many clusters lack a label, then the sum of squares: the smaller, the better."""
         return int((self.broken() > 0).sum()), self.sse()
 
     def broken(self) -> NDArray[np.int64]:
-        """(m,): the weight of what each cluster breaks; 0 where nothing."""
-        missing = np.maximum(0, self.least - (self.held[:, :-1] > 0).sum(axis=1))
-        pairs = np.bincount(self.assignment, self.clashes.astype(np.float64), len(self.members)) / 2
-        weight: NDArray[np.int64] = missing * HARD + pairs.astype(np.int64)
-        return weight
+        """(m,): how many distinct labels each cluster lacks; 0 where none."""
+        missing: NDArray[np.int64] = np.maximum(0, self.least - (self.held[:, :-1] > 0).sum(axis=1))
+        return missing
 
     def repair(self, rng: np.random.Generator) -> bool:
         """Mend every cluster by the cheapest exchanges; False when single exchanges can not.
 
-        Each exchange lowers the weight of what is broken, or leaves it where no exchange lowers it: those are
-        few and drawn by chance. All are counted, with room for pairs too far apart that come of mending what
-        weighs more, so that the search ends whatever happens.
+        Each exchange lowers the number of labels that are lacking, or leaves it where no exchange lowers it: those
+        are few and drawn by chance. All are counted, so that the search ends whatever happens.
         """
         sideways = SIDEWAYS
         broken = self.broken()
-        for _ in range(4 * int((broken // HARD).sum() + (broken % HARD).sum()) + SIDEWAYS + 1):
+        for _ in range(4 * int(broken.sum()) + SIDEWAYS + 1):
             worst = np.flatnonzero(broken)
             if not len(worst):
                 return True
@@ -179,7 +156,7 @@ class Exchange:
     def _best(self, a: int, near: NDArray[np.int64], floor: float) -> tuple[int, int]:
         others = self._others(near)
         gain = self._gain(a, others)
-        if self.least or self.rules.paired:
+        if self.least:
             gain[self._worse(a, others) > 0] = -np.inf
         i, j = divmod(int(gain.argmax()), len(others.rows))
         if not gain[i, j] > floor:
@@ -187,7 +164,7 @@ class Exchange:
         return int(self.members[a][i]), int(others.rows[j])
 
     def _mend(self, a: int, near: NDArray[np.int64] | None) -> bool:
-        """Make the cheapest exchange that lowers the weight of what a breaks with ``near`` (None: with all)."""
+        """Make the cheapest exchange that lowers what a lacks with ``near`` (None: with all)."""
         if near is None:
             near = np.delete(np.arange(len(self.members)), a)
         if not len(near):
@@ -201,7 +178,7 @@ class Exchange:
         return True
 
     def _wander(self, a: int, rng: np.random.Generator) -> bool:
-        """Make some exchange of a that leaves the weight as it is: the way out of a dead end."""
+        """Make some exchange of a that leaves the lack as it is: the way out of a dead end."""
         if len(self.members) < 2:
             return False
         others = self._others(np.delete(np.arange(len(self.members)), a))
@@ -228,22 +205,12 @@ class Exchange:
         return gain
 
     def _worse(self, a: int, others: _Others) -> NDArray[np.int64]:
-        """(|A|, c): by how much the weight of what the two clusters break would grow."""
-        worse = np.zeros((len(self.members[a]), len(others.rows)), np.int64)
-        if self.least:
-            worse += HARD * self._labels_lost(a, others.rows)
-        if self.rules.paired:
-            rows, columns = self.members[a], others.rows
-            clash = self._clash(rows, columns)
-            worse += others.gathered(clash) + clash.sum(axis=0) - 2 * clash
-            worse -= self.clashes[rows][:, None] + self.clashes[columns]
-        return worse
-
-    def _labels_lost(self, a: int, others: NDArray[np.int64]) -> NDArray[np.int64]:
         """(|A|, c): by how many the labels missing in the two clusters together would grow."""
+        if not self.least:
+            return np.zeros((len(self.members[a]), len(others.rows)), np.int64)
         labels = self.rules.labels
-        mine, theirs = labels[self.members[a]], labels[others]
-        b = self.assignment[others]
+        mine, theirs = labels[self.members[a]], labels[others.rows]
+        b = self.assignment[others.rows]
         diverse_a = int((self.held[a, :-1] > 0).sum())
         clusters, which = np.unique(b, return_inverse=True)
         diverse_b = (self.held[clusters, :-1] > 0).sum(axis=1)[which]
@@ -259,26 +226,10 @@ class Exchange:
         lost: NDArray[np.int64] = after - before
         return lost
 
-    def _clash(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(r, c): the weight of every pair that may not share a cluster."""
-        clash = np.zeros((len(rows), len(columns)), np.int64)
-        if self.rules.wide < math.inf:
-            # differences, not products: a distance of exactly the limit must not be lost to rounding
-            clash += ~(cdist(self.raw[rows], self.raw[columns]) <= self.rules.wide)
-        for i, row in enumerate(rows):
-            foes = self.rules.foes.get(int(row))
-            if foes is not None:
-                clash[i] += HARD * np.isin(columns, foes)
-        return clash
-
     def _refresh(self, a: int) -> None:
         rows = self.members[a]
         self.centres[a] = self.codes[rows].mean(axis=0)
         self.along[rows] = self.codes[rows] @ self.centres[a]
-        if self.rules.paired:
-            clash = self._clash(rows, rows)
-            np.fill_diagonal(clash, 0)
-            self.clashes[rows] = clash.sum(axis=1)
 
     def _swap(self, i: int, j: int) -> None:
         a, b = int(self.assignment[i]), int(self.assignment[j])

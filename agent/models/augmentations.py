@@ -1,4 +1,4 @@
-"""What training on pictures shares: the pool, the learning rate's course, and random views of pictures.
+"""What training on images shares: the pool, the learning rate's course, and random views of images.
 
 Shifts, turns, crops, flips, light, blur and noise, in plain torch.
 
@@ -8,7 +8,6 @@ Every number is drawn from the generator that is passed in, on the processor, so
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,20 +19,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample, pad
 
-from agent.nets.pictures import resized, with_channels
+from agent.models.image_tensors import resized, with_channels
+from protos.common.canonical_json import canonical
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """How far a view may be from its picture. Zero leaves a thing alone."""
+    """How far a view may be from its image. Zero leaves a thing alone."""
 
-    shift: float = 0.06  # of the picture's side, either way
+    shift: float = 0.06  # of the image's side, either way
     turn: float = 0.1  # rad, either way
     zoom: tuple[float, float] = (0.95, 1.05)  # of the side that is seen: below 1 is a crop
     flip: bool = False  # left and right: a mirrored eye is another eye
     light: float = 0.2  # brightness, in units of [-1, 1]; and contrast, as a factor 1 ± light
     tint: float = 0.0  # the same for every channel on its own
-    blur: float = 0.0  # Gaussian standard deviation in pixels, at most; half of the pictures stay sharp
+    blur: float = 0.0  # Gaussian standard deviation in pixels, at most; half of the images stay sharp
     noise: float = 0.02  # standard deviation
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class Views:
 
 
 class Pool:
-    """Pictures of a training set, as a network sees them; kept as bytes, so that a large set fits."""
+    """Images of a training set, as a network sees them; kept as bytes, so that a large set fits."""
 
     def __init__(self, images: NDArray[np.uint8], side: int, channels: int, device: torch.device) -> None:
-        """Take pictures (n, h, w) or (n, h, w, 3).
+        """Take images (n, h, w) or (n, h, w, 3).
 
         Raises:
-            ValueError: another shape or type, nothing, or pictures that are all the same.
+            ValueError: another shape or type, nothing, or images that are all the same.
         """
         if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[3:] not in ((), (3,)):
             raise ValueError("pictures are (n, h, w) or (n, h, w, 3) uint8")
@@ -61,14 +61,14 @@ class Pool:
         self.side, self.channels, self.device = side, channels, device
 
     def take(self, index: Tensor) -> Tensor:
-        """The pictures of these places: (m, channels, side, side) in [-1, 1]."""
+        """The images of these places: (m, channels, side, side) in [-1, 1]."""
         chosen = self.images[index.to(self.device)].float() / 127.5 - 1.0
         return resized(with_channels(chosen, self.channels), self.side)
 
 
 def run_digest(config: Mapping[str, Any], *arrays: NDArray[Any]) -> str:
     """SHA-256 of a configuration and its data: what a run is called."""
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    digest = hashlib.sha256(canonical(config))
     for array in arrays:
         digest.update(f"{array.shape}{array.dtype.str}".encode())
         digest.update(np.ascontiguousarray(array).data)
@@ -88,7 +88,7 @@ SELF_SUPERVISED = Views(0.0, 0.2, (0.45, 1.0), flip=True, light=0.4, tint=0.2, b
 
 
 def view(images: Tensor, how: Views, generator: torch.Generator) -> Tensor:
-    """One random view of each picture (n, c, h, w) in [-1, 1]; the same shape, clipped to [-1, 1]."""
+    """One random view of each image (n, c, h, w) in [-1, 1]; the same shape, clipped to [-1, 1]."""
     out = _lit(_placed(images, how, generator), how, generator)
     if how.blur > 0:
         out = _blurred(out, how.blur, generator)
@@ -104,7 +104,7 @@ def _between(n: int, low: float, high: float, generator: torch.Generator) -> Ten
 def _placed(images: Tensor, how: Views, generator: torch.Generator) -> Tensor:
     n = len(images)
     zoom, turn = _between(n, *how.zoom, generator), _between(n, -how.turn, how.turn, generator)
-    # a crop may lie anywhere inside the picture; beyond that, by ``shift``
+    # a crop may lie anywhere inside the image; beyond that, by ``shift``
     room = (1 - zoom).clamp_min(0.0)[:, None] + 2 * how.shift
     move = room * (2 * torch.rand((n, 2), generator=generator) - 1)
     mirror = torch.where(torch.rand(n, generator=generator) < 0.5, -1.0, 1.0) if how.flip else torch.ones(n)

@@ -1,4 +1,4 @@
-"""Pictures beside each other in one PNG, for people who watch a training."""
+"""Images in a grid as one PNG, to watch a training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from agent.training.loop import write_whole
+from protos.common.durable_files import replace_file
 
 
 def grid(images: NDArray[np.uint8], columns: int | None = None) -> NDArray[np.uint8]:
-    """(n, h, w[, 3]) as one picture, row by row; what is left of the last row is black.
+    """(n, h, w[, 3]) as one image, row by row; what is left of the last row is black.
 
     Raises:
-        ValueError: no pictures, another shape, or no columns.
+        ValueError: no images, another shape, or no columns.
     """
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) == 0:
         raise ValueError("a grid is made of (n, h, w) or (n, h, w, 3) uint8")
@@ -41,4 +41,4 @@ def png(image: NDArray[np.uint8]) -> bytes:
 
 def write_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None) -> None:
     """Write :func:`grid` as a PNG, whole or not at all."""
-    write_whole(path, png(grid(images, columns)))
+    replace_file(path, png(grid(images, columns)))

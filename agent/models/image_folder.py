@@ -1,4 +1,4 @@
-"""Public pictures from a folder, to train networks on: PNG and JPEG, fitted to one size. Nobody's patients."""
+"""Public images from a folder, to train networks on: PNG and JPEG, fitted to one size. Nobody's patients."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from agent.nets.pictures import to_bytes
-from agent.stages.fit import fit
+from agent.field_of_view import fit
+from agent.models.image_tensors import to_bytes
+from protos.common.errors import ConfigError
 
 _SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 _MOST_PIXELS: Final = 1 << 27
-_DEEP: Final = frozenset({"I", "F", "I;16", "I;16L", "I;16B", "I;16N"})  # modes of grey pictures of more than 8 bits
+_DEEP: Final = frozenset({"I", "F", "I;16", "I;16L", "I;16B", "I;16N"})  # modes of grey images of more than 8 bits
 _WHITE: Final = 65_535
 _FAULTS: Final = (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 
-class BadPictures(ValueError):
-    """The folder cannot be trained on; the text says what is wrong and with how many files."""
+class ImageFolderError(ConfigError, ValueError):
+    """The folder cannot be used for training; the text gives the problem and the number of files."""
 
 
-def read_pictures(
+def read_image_folder(
     folder: Path, side: int, grey: bool, say: Callable[[int, int], None] = lambda _done, _all: None
 ) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """Every picture below a folder, fitted to a square, in the order of their names.
+    """Every image below a folder, fitted to a square, in the order of their names.
 
     Args:
         folder: looked through with all that is below it.
-        side: pixels; a picture whose square, once its dark border is cut (:mod:`agent.stages.fit`), is smaller is
+        side: pixels; an image whose square, once its dark border is cut (:mod:`agent.field_of_view`), is smaller is
             passed over.
         grey: one channel, else three.
         say: told how many of how many are read.
     Returns:
         (n, side, side) or (n, side, side, 3) uint8, and the n paths relative to the folder.
     Raises:
-        BadPictures: no folder, or no picture in it that can be used.
+        ImageFolderError: no folder, or no image in it that can be used.
     """
     if not folder.is_dir():
-        raise BadPictures(f"{folder.name} is no folder")
+        raise ImageFolderError(f"{folder.name} is not a folder")
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
     kept: list[NDArray[np.uint8]] = []
     names: list[str] = []
@@ -53,7 +54,7 @@ def read_pictures(
             names.append(path.relative_to(folder).as_posix())
         say(number, len(paths))
     if not kept:
-        raise BadPictures(
+        raise ImageFolderError(
             f"{folder.name}: {len(paths)} picture file(s), and none that can be read and has {side} pixels a side "
             "once its dark border is cut"
         )
@@ -86,15 +87,15 @@ def _unit(opened: Image.Image, grey: bool) -> NDArray[np.float32]:
 
 
 def read_identities(path: Path, names: tuple[str, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Who is on each picture, from a CSV with the columns file and identity.
+    """Who is on each image, from a CSV with the columns file and identity.
 
     Args:
         path: of the CSV.
-        names: of the pictures, relative to their folder.
+        names: of the images, relative to their folder.
     Returns:
-        The places (m,) in ``names`` of the pictures that are listed, and whose they are (m,), as whole numbers.
+        The places (m,) in ``names`` of the images that are listed, and whose they are (m,), as whole numbers.
     Raises:
-        BadPictures: no such file or columns, a picture of two people, or no picture of the folder in it.
+        ImageFolderError: no such file or columns, an image of two people, or no image of the folder in it.
     """
     whose = _column(path, "identity")
     order = {identity: i for i, identity in enumerate(sorted(set(whose.values())))}
@@ -103,15 +104,15 @@ def read_identities(path: Path, names: tuple[str, ...]) -> tuple[NDArray[np.int6
 
 
 def read_labels(path: Path | None, names: tuple[str, ...]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """What each picture shows, from a CSV with the columns file and label, or from the folder that it lies in.
+    """What each image shows, from a CSV with the columns file and label, or from the folder that it lies in.
 
     Args:
-        path: of the CSV; None: a picture's folder is its label, and ``train/zebra/1.png`` shows a zebra.
-        names: of the pictures, relative to their folder.
+        path: of the CSV; None: an image's folder is its label, and ``train/zebra/1.png`` shows a zebra.
+        names: of the images, relative to their folder.
     Returns:
-        The places (m,) in ``names`` of the pictures that have a label, rising, and their labels (m,).
+        The places (m,) in ``names`` of the images that have a label, rising, and their labels (m,).
     Raises:
-        BadPictures: no such file or columns, a picture with two labels or in no folder, or none with a label.
+        ImageFolderError: no such file or columns, an image with two labels or in no folder, or none with a label.
     """
     if path is not None:
         found = _column(path, "label")
@@ -119,7 +120,7 @@ def read_labels(path: Path | None, names: tuple[str, ...]) -> tuple[NDArray[np.i
         return places, tuple(found[names[i]] for i in places)
     loose = sum("/" not in name for name in names)
     if loose:
-        raise BadPictures(f"{loose} picture(s) lie in no folder that could be their label")
+        raise ImageFolderError(f"{loose} image(s) are not in a folder that names their label")
     return np.arange(len(names), dtype=np.int64), tuple(name.split("/")[-2] for name in names)
 
 
@@ -129,19 +130,19 @@ def _column(path: Path, column: str) -> dict[str, str]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error):
-        raise BadPictures(f"{path.name} cannot be read as CSV in UTF-8") from None
+        raise ImageFolderError(f"{path.name} is not a CSV file in UTF-8") from None
     if not rows or not {"file", column} <= rows[0].keys():
-        raise BadPictures(f"{path.name} has the columns file and {column}")
+        raise ImageFolderError(f"{path.name} has the columns file and {column}")
     found: dict[str, str] = {}
     for number, row in enumerate(rows, 1):
         name, value = row["file"], row[column]
         if not name or not value or found.setdefault(name, value) != value:
-            raise BadPictures(f"{path.name}: row {number} has no file or no {column}, or is another one's picture")
+            raise ImageFolderError(f"{path.name}: row {number} has no file or no {column}, or repeats an image")
     return found
 
 
 def _places(found: dict[str, str], names: tuple[str, ...], source: str) -> NDArray[np.int64]:
     places = [i for i, name in enumerate(names) if name in found]
     if not places:
-        raise BadPictures(f"{source} names no picture of the folder")
+        raise ImageFolderError(f"{source} names no image of the folder")
     return np.array(places, np.int64)

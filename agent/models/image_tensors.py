@@ -1,4 +1,4 @@
-"""Pictures as arrays of numpy, (n, h, w[, 3]) in [0, 1], and as tensors of torch, (n, c, h, w) in [-1, 1]."""
+"""Images as arrays of numpy, (n, h, w[, 3]) in [0, 1], and as tensors of torch, (n, c, h, w) in [-1, 1]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-Shape = tuple[int, ...]  # (h, w) of grey pictures, (h, w, 3) of RGB ones
+Shape = tuple[int, ...]  # (h, w) of grey images, (h, w, 3) of RGB ones
 
 
 def to_tensor(images: NDArray[np.float32]) -> Tensor:

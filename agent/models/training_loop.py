@@ -2,7 +2,7 @@
 
 A checkpoint is one safetensors file (weights, optimisers, moving averages, the random generator's state), written
 beside its place, synced, and renamed over it; or, where it comes from patients, a sealed row of the vault. A run is
-described by the digest of its configuration and pictures; a place that holds another run's checkpoint is refused, so
+described by the digest of its configuration and images; a place that holds another run's checkpoint is refused, so
 that nothing is overwritten by mistake.
 """
 
@@ -11,36 +11,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from agent.domain import CheckpointStore
+from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
+from protos.common.durable_files import replace_file
 
 CHECKPOINT: Final = "checkpoint.safetensors"
 _GENERATOR: Final = "loop.generator"
 _HEADER: Final = "loop"
-
-
-class OtherRun(ValueError):
-    """The folder holds the checkpoint of another run: other configuration or other pictures."""
-
-
-class BadCheckpoint(ValueError):
-    """A checkpoint cannot be read back. Delete it to begin anew; it was not changed."""
-
-
-class Diverged(ValueError):
-    """The loss is not a number any more. The last good checkpoint stays."""
+STEEPEST: Final = 5.0  # norm of a gradient, where it is clipped
 
 
 class Trainer(Protocol):
-    """What is trained: its whole state as tensors, and one step."""
+    """A trainer: its entire state as tensors, and one step."""
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, but the generator."""
@@ -52,18 +45,108 @@ class Trainer(Protocol):
         """One optimiser step; named losses for people."""
 
 
-class Place(Protocol):
-    """Where a checkpoint lies: a file, or a sealed row of the vault."""
+class PostStepHook(Protocol):
+    """What moves along with the steps of a training: a moving average, a GAN's generator.
 
-    def read(self) -> bytes | None:
-        """What was written last; None when nothing was."""
+    It sees the model after a step, and no image: after a noisy step it is post-processing.
+    """
 
-    def write(self, data: bytes) -> None:
-        """Replace it; durable when this returns, and never a half."""
+    def after(self, step: int) -> None:
+        """Follow the model, which has just taken ``step`` (from 1)."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next call depends on."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take a state of :meth:`state`."""
+
+
+class NetworkTrainer:
+    """Networks with their optimisers: the checkpoint that every training here shares.
+
+    The names of networks, optimisers and counter begin the names of a checkpoint's tensors. They stay: checkpoints
+    of older releases go on.
+    """
+
+    counter: ClassVar[str] = "done"
+
+    def __init__(
+        self,
+        networks: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        average: PostStepHook | None = None,
+    ) -> None:
+        """Keep what is trained; ``average`` follows it where it is called."""
+        self.networks, self.optimizers, self.average = networks, optimizers, average
+        self.done = 0  # steps
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on, but the generator."""
+        out = {} if self.average is None else self.average.state()
+        for name, network in self.networks.items():
+            out |= {f"{name}.{key}": tensor for key, tensor in network.state_dict().items()}
+        for name, optimizer in self.optimizers.items():
+            out |= optimizer_state(optimizer, name)
+        return out | {self.counter: torch.tensor(self.done)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take a state of :meth:`state`, with or without other tensors beside it.
+
+        Raises:
+            KeyError, RuntimeError: it is not of this configuration.
+        """
+        for name, network in self.networks.items():
+            start = f"{name}."
+            network.load_state_dict({n.removeprefix(start): t for n, t in state.items() if n.startswith(start)})
+        for name, optimizer in self.optimizers.items():
+            restore_optimizer(optimizer, name, state)
+        if self.average is not None:
+            self.average.restore(state)
+        self.done = int(state[self.counter])
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of every optimiser's next step."""
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def descend(self, name: str, loss: Tensor, clipped: nn.Module | None = None) -> None:
+        """One step of one optimiser down a loss; the gradient of ``clipped`` is cut to ``STEEPEST``."""
+        self.optimizers[name].zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        if clipped is not None:
+            nn.utils.clip_grad_norm_(clipped.parameters(), STEEPEST)
+        self.optimizers[name].step()
+
+
+class LossTrainer(NetworkTrainer, ABC):
+    """A training with one optimiser, called ``optimizer``, down one loss. A subclass says the loss."""
+
+    clipped: nn.Module | None = None  # whose gradient is clipped
+
+    @abstractmethod
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+        """The loss of one batch, drawn by ``generator``; and the named losses that :meth:`step` returns."""
+
+    def rate(self) -> float | None:
+        """The learning rate of the next step; None: the optimiser's own."""
+        return None
+
+    def step(self, generator: torch.Generator) -> dict[str, float]:
+        """Rate, loss, backward, clip, step, count."""
+        loss, told = self.loss(generator)
+        rate = self.rate()
+        if rate is not None:
+            self.set_rate(rate)
+        self.descend("optimizer", loss, self.clipped)
+        self.done += 1
+        if self.average is not None:
+            self.average.after(self.done)
+        return told
 
 
 @dataclass(frozen=True, slots=True)
-class FilePlace:
+class FileCheckpointStore:
     """A file of its own folder, which is made if it is not there."""
 
     path: Path
@@ -75,7 +158,7 @@ class FilePlace:
     def write(self, data: bytes) -> None:
         """Beside the file, synced, then renamed over it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, data)
+        replace_file(self.path, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +175,7 @@ class Plan:
     """How long, how often, and what it is called."""
 
     steps: int
-    run: str  # SHA-256 of configuration and pictures
+    run: str  # SHA-256 of configuration and images
     seed: int
     checkpoint_every: int = 500
     say_every: int = 50
@@ -101,7 +184,7 @@ class Plan:
 def train(
     trainer: Trainer,
     plan: Plan,
-    place: Path | Place,
+    place: Path | CheckpointStore,
     say: Callable[[Progress], None] = lambda _: None,
     picture: Callable[[int], None] = lambda _: None,
 ) -> int:
@@ -116,42 +199,42 @@ def train(
     Returns:
         The step it began at: 0, or where it was interrupted.
     Raises:
-        OtherRun: the place holds another run, or a longer one.
-        BadCheckpoint: the checkpoint cannot be read.
-        Diverged: a loss is not finite.
+        OtherRunError: the place holds another run, or a longer one.
+        TrainingCheckpointError: the checkpoint cannot be read.
+        DivergedError: a loss is not finite.
     """
     if isinstance(place, Path):
         place.mkdir(parents=True, exist_ok=True)
-        place = FilePlace(place / CHECKPOINT)
+        place = FileCheckpointStore(place / CHECKPOINT)
     generator = torch.Generator().manual_seed(plan.seed)
     begun = _restore(trainer, plan, place.read(), generator)
     if begun > plan.steps:
-        raise OtherRun("the folder's run is longer already: ask for as many steps at least, or choose another folder")
+        raise OtherRunError("the folder's run is already longer: choose at least as many steps, or another folder")
     for step in range(begun + 1, plan.steps + 1):
         losses = trainer.step(generator)
         if not all(abs(v) < float("inf") for v in losses.values()):
-            raise Diverged(f"at step {step}: {', '.join(sorted(losses))} not all finite")
+            raise DivergedError(f"at step {step}: {', '.join(sorted(losses))} not all finite")
         if step % plan.say_every == 0 or step == plan.steps:
             say(Progress(step, plan.steps, losses))
         if step % plan.checkpoint_every == 0 or step == plan.steps:
-            place.write(saved(plan.run, step, {**trainer.state(), _GENERATOR: generator.get_state()}))
+            place.write(save_state(plan.run, step, {**trainer.state(), _GENERATOR: generator.get_state()}))
             picture(step)
     return begun
 
 
-def saved(run: str, step: int, state: Mapping[str, Tensor]) -> bytes:
+def save_state(run: str, step: int, state: Mapping[str, Tensor]) -> bytes:
     """A checkpoint of a run after ``step`` steps."""
     kept = {name: t.detach().cpu().contiguous() for name, t in state.items()}
     told = json.dumps({"run": run, "sha256": _digest(kept), "step": step})
     return safetensors.torch.save(kept, {_HEADER: told})  # one key: their order is not kept
 
 
-def restored(raw: bytes, run: str) -> tuple[int, dict[str, Tensor]]:
-    """What :func:`saved` wrote: the step and the state.
+def load_state(raw: bytes, run: str) -> tuple[int, dict[str, Tensor]]:
+    """What :func:`save_state` wrote: the step and the state.
 
     Raises:
-        OtherRun: it is another run's.
-        BadCheckpoint: it cannot be read, or a bit of it has changed.
+        OtherRunError: it is another run's.
+        TrainingCheckpointError: it cannot be read, or a bit of it has changed.
     """
     try:
         state = safetensors.torch.load(raw)
@@ -159,13 +242,13 @@ def restored(raw: bytes, run: str) -> tuple[int, dict[str, Tensor]]:
         told = json.loads(told[_HEADER])
         step, whose, digest = int(told["step"]), str(told["run"]), str(told["sha256"])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as fault:
-        raise BadCheckpoint(f"{CHECKPOINT} is damaged: delete it to begin anew") from fault
+        raise TrainingCheckpointError(f"{CHECKPOINT} is damaged: delete it to start again") from fault
     if whose != run:
-        raise OtherRun(
-            f"{CHECKPOINT} is of a run with another configuration or other pictures: choose another folder"
+        raise OtherRunError(
+            f"{CHECKPOINT} belongs to a run with another configuration or other images: choose another folder"
         )
     if _digest(state) != digest:
-        raise BadCheckpoint(f"{CHECKPOINT} is damaged: delete it to begin anew")
+        raise TrainingCheckpointError(f"{CHECKPOINT} is damaged: delete it to start again")
     return step, state
 
 
@@ -182,33 +265,13 @@ def _digest(state: Mapping[str, Tensor]) -> str:
 def _restore(trainer: Trainer, plan: Plan, raw: bytes | None, generator: torch.Generator) -> int:
     if raw is None:
         return 0
-    step, state = restored(raw, plan.run)
+    step, state = load_state(raw, plan.run)
     try:
         generator.set_state(state.pop(_GENERATOR))
         trainer.restore(state)
     except (KeyError, ValueError, RuntimeError) as fault:
-        raise BadCheckpoint(f"{CHECKPOINT} does not fit this network: delete it to begin anew") from fault
+        raise TrainingCheckpointError(f"{CHECKPOINT} does not fit this network: delete it to start again") from fault
     return step
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one; nothing half-written stays behind."""
-    new = path.with_name(f"{path.name}.part")
-    try:
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        raise
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:
@@ -239,6 +302,13 @@ def seeded(seed: int) -> Any:
         yield
 
 
-def own_generator(seed: int, device: str = "cpu") -> torch.Generator:
-    """A generator that nobody else uses. Nothing private is protected by what it draws: noise comes from entropy."""
+def device_generator(generator: torch.Generator, device: str) -> torch.Generator:
+    """The generator itself on a CPU; elsewhere one of that device, seeded from it."""
+    if torch.device(device).type == "cpu":
+        return generator
+    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
+
+
+def torch_generator(seed: int, device: str = "cpu") -> torch.Generator:
+    """A separate generator. It protects nothing private: noise comes from :class:`agent.dp.noise.Entropy`."""
     return torch.Generator(device).manual_seed(seed)

@@ -1,8 +1,8 @@
-"""The one file form of a network: safetensors, with what it is and how it was made as canonical JSON in its header.
+"""The file format of a network: safetensors, with its kind and origin as canonical JSON in the header.
 
-Nothing is unpickled, and nothing in a file names code (P13): ``kind`` is looked up in a dictionary of the reader's.
-What a file says of its own origin is a claim of whoever wrote it. A release believes the site's configuration, which
-vouches for digests (``public_components``), and nothing else.
+Nothing is unpickled, and nothing in a file names code (P13): ``kind`` is looked up in the reader's dictionary. A
+file's own statement of its origin is an unverified claim. A release trusts only the site's configuration, which
+vouches for digests (``public_components``).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from protos.common.errors import ArtifactError
+
 M = TypeVar("M", bound=torch.nn.Module)
 Provenance = Literal["public", "random", "file", "private"]
 HEADER: Final = "lazaret"
 MOST_HEADER: Final = 65_536  # characters of JSON
 
 
-class BadWeights(ValueError):
+class WeightsError(ArtifactError, ValueError):
     """The bytes are no network of the kind that was asked for. The text names keys and shapes, never values."""
 
 
@@ -32,7 +34,7 @@ class BadWeights(ValueError):
 class Origin:
     """Where a network comes from.
 
-    ``public``: trained on public or made pictures here, or vouched for by the site. ``random``: drawn from a fixed
+    ``public``: trained on public or synthetic images here, or vouched for by the site. ``random``: drawn from a fixed
     seed, and a function of nothing else. ``file``: somebody's file for which nobody vouches yet. ``private``: trained
     on patients.
     """
@@ -47,12 +49,12 @@ class Origin:
 
     @property
     def component(self) -> str:
-        """What a statement says of it (P6): random numbers are a function of nobody, an unknown file maybe of all."""
+        """The origin as a statement names it (P6): random weights depend on nobody, an unknown file maybe on all."""
         return "public" if self.provenance in ("public", "random") else "private"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class NetworkFile:
     """A network file, read."""
 
     kind: str  # "generator", "encoder", "recogniser", "features", ...
@@ -74,11 +76,11 @@ def pack(kind: str, config: Mapping[str, Any], notes: Mapping[str, Any], state: 
     return safetensors.torch.save(tensors, {HEADER: header})
 
 
-def unpack(raw: bytes, kind: str) -> Packed:
+def unpack(raw: bytes, kind: str) -> NetworkFile:
     """Read what :func:`pack` wrote.
 
     Raises:
-        BadWeights: not safetensors, no header of ours, another kind, or a value that is not finite.
+        WeightsError: not safetensors, no header of ours, another kind, or a value that is not finite.
     """
     try:
         state = safetensors.torch.load(raw)
@@ -86,14 +88,14 @@ def unpack(raw: bytes, kind: str) -> Packed:
         header = (json.loads(raw[8 : 8 + size]).get("__metadata__") or {}).get(HEADER, "")
         told = json.loads(header) if 0 < len(header) <= MOST_HEADER else None
     except (safetensors.SafetensorError, KeyError, ValueError, RecursionError) as fault:
-        raise BadWeights("the file is not safetensors of known types") from fault
+        raise WeightsError("the file is not safetensors of known types") from fault
     if not isinstance(told, dict) or told.keys() != {"kind", "config", "notes"}:
-        raise BadWeights("the file is not a network that this product wrote")
+        raise WeightsError("the file is not a network that this product wrote")
     if not (told["kind"] == kind and isinstance(told["config"], dict) and isinstance(told["notes"], dict)):
-        raise BadWeights(f"the file holds no {kind}")
+        raise WeightsError(f"the file holds no {kind}")
     if not all(bool(torch.isfinite(t).all()) for t in state.values() if t.is_floating_point()):
-        raise BadWeights("a weight is not finite")
-    return Packed(kind, told["config"], told["notes"], state, hashlib.sha256(raw).hexdigest())
+        raise WeightsError("a weight is not finite")
+    return NetworkFile(kind, told["config"], told["notes"], state, hashlib.sha256(raw).hexdigest())
 
 
 def built(make: Callable[[], M], state: Mapping[str, Tensor]) -> M:
@@ -105,13 +107,13 @@ def built(make: Callable[[], M], state: Mapping[str, Tensor]) -> M:
     Returns:
         The module on the CPU, in evaluation, without gradients.
     Raises:
-        BadWeights: sizes of no module, or tensors missing, unknown, or of another shape or type.
+        WeightsError: sizes of no module, or tensors missing, unknown, or of another shape or type.
     """
     try:
         with torch.device("meta"):
             module = make()
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as fault:
-        raise BadWeights("the file's sizes are those of no network that can be built") from fault
+        raise WeightsError("the file's sizes fit no known network") from fault
     _compare(module, state)
     module = module.to_empty(device="cpu")
     module.load_state_dict(dict(state))
@@ -122,7 +124,7 @@ def fill(module: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a whole state into a module, names and shapes exactly.
 
     Raises:
-        BadWeights: a tensor is missing, unknown or of another shape or type.
+        WeightsError: a tensor is missing, unknown or of another shape or type.
     """
     _compare(module, state)
     module.load_state_dict(dict(state))
@@ -133,4 +135,4 @@ def _compare(module: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
     wrong = sorted(own.keys() ^ state.keys())
     wrong += [n for n in own if n in state and (own[n].shape, own[n].dtype) != (state[n].shape, state[n].dtype)]
     if wrong:
-        raise BadWeights(f"{len(wrong)} tensor(s) missing, unknown or of another shape: {', '.join(wrong[:5])}")
+        raise WeightsError(f"{len(wrong)} tensor(s) missing, unknown or of another shape: {', '.join(wrong[:5])}")

@@ -1,4 +1,4 @@
-"""A site's backup: ledger, vault and rooms as of one moment, settings, what was seen; and the keys only when asked.
+"""A site's backup: a snapshot of ledger, vault and spool, settings, the witness state; keys only on request.
 
 The vault's files are ciphertext in a backup as they are in place, so it is worth nothing without ``keys/``, and
 whoever keeps both in one place has given that up. The key of a project undoes its end wherever a copy of it lies.
@@ -15,14 +15,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from agent.edges.credentials import FILE as TLS
-from agent.edges.enrol import WAITING
-from agent.edges.home import BadSite, Home, origin
-from policies.snapshots import Unquiet, copy_together
-from policies.sqlite import look
-from policies.store import signed_head
-from protos.backup import BOX, Manifest, Writer, tells_password
-from protos.keybox import files_of, mark, seal_files
+from agent.errors import SiteConfigError
+from agent.gateway.credentials import FILE as TLS
+from agent.gateway.enrolment import WAITING
+from agent.storage.site_directory import SiteDirectory, origin
+from policies.ledger.backends.snapshots import SnapshotError, consistent_snapshot
+from policies.ledger.backends.sqlite import open_read_only
+from policies.ledger.store import signed_head
+from protos.encryption.key_archive import files_of, key_mark, seal_files
+from protos.operations.backup import BOX, BackupWriter, Manifest, tells_password
 
 TREES: Final = ("watch", "inbox", "quarantine", "logins")
 FEDERATION: Final = "federation.toml"  # in the key directory: there since the site is enrolled
@@ -43,7 +44,7 @@ class Backup:
     keys: bool  # are they in it?
 
 
-def databases(home: Home) -> list[str]:
+def databases(home: SiteDirectory) -> list[str]:
     """The databases that a site has, by their names in a backup: of what must agree, all of it."""
     projects = sorted(f"projects/{path.name}" for path in (home.root / "projects").glob("*.db"))
     return [name for name in ("ledger.db", "vault.db", *projects) if (home.root / name).exists()]
@@ -59,63 +60,65 @@ def _said() -> Iterator[None]:
     """Faults of the copying, in words for the operator."""
     try:
         yield
-    except Unquiet as error:
-        raise BadSite(f"no backup was made: {error}") from None
+    except SnapshotError as error:
+        raise SiteConfigError(f"the backup failed: {error}") from None
 
 
-def backup(home: Home, out: Path, passphrase: str = "", *, upgrading: bool = False) -> Backup:
+def backup(home: SiteDirectory, out: Path, passphrase: str = "", *, upgrading: bool = False) -> Backup:
     """Write a backup to a new folder, also while the agent works; whole and durable when this returns.
 
     Args:
         home: the site.
         out: the folder; nothing of that name may be there.
         passphrase: put the keys in, sealed to it; "": they stay out.
-        upgrading: also of a site that is not enrolled, whose backup :mod:`agent.edges.restore` refuses.
+        upgrading: also of a site that is not enrolled, whose backup :mod:`agent.operations.restore` refuses.
     Raises:
-        BadSite, BadBackup, BadBox, BadKeyFile: nothing was written; the text says why.
-        LedgerUnsound: the ledger is not the one that this site's key committed last.
+        SiteConfigError, BackupError, KeyArchiveError, KeyFileError: nothing was written; the text says why.
+        LedgerUnsoundError: the ledger is not the one that this site's key committed last.
     """
     settings, key = home.settings(), home.sign_key()
     if not upgrading and not (home.keys / FEDERATION).exists():
-        raise BadSite("the site is not enrolled yet, and a backup of before could not be restored: run `enrol` first")
+        raise SiteConfigError(
+            "the site is not enrolled yet, and a backup from before enrolment cannot be restored: run `enrol` first"
+        )
     secrets = private_of(files_of(home.keys))
     box = seal_files(secrets, passphrase) if passphrase else b""
-    with Writer(out) as writer:
+    with BackupWriter(out) as writer:
         names = databases(home)
         with _said():
-            copy_together([(home.root / name, writer.path(name)) for name in names])
+            consistent_snapshot([(home.root / name, writer.path(name)) for name in names])
         for name in names:
             writer.took(name)
         form, head, entries = _ledger(writer.part / "ledger.db", origin(settings.site), home)
         files = _rest(home, writer)  # after the moment: what was seen of the coordinator may be newer, never older
         if box:
             writer.add(BOX, box)
-        marks = {name: mark(body) for name, body in secrets.items() if name not in PASSING}
+        marks = {name: key_mark(body) for name, body in secrets.items() if name not in PASSING}
         made = Manifest(origin(settings.site), int(time.time()), version("lazaret"), head, form, marks)
         writer.finish(made, key)
     return Backup(made, entries, files + len(names), bool(box))
 
 
-def _ledger(copy: Path, name: str, home: Home) -> tuple[int, str, int]:
+def _ledger(copy: Path, name: str, home: SiteDirectory) -> tuple[int, str, int]:
     """Form, signed head and length of the ledger that was copied; all of it was read, and is what was committed."""
     if not copy.exists():
         return 0, "", 0
-    with contextlib.closing(look(copy)) as disk:
+    with contextlib.closing(open_read_only(copy)) as disk:
         head = disk.head()
         if head is None:
             return disk.form(), "", 0
         return disk.form(), signed_head(disk, name, home.sign_key()), head.size
 
 
-def _rest(home: Home, writer: Writer) -> int:
+def _rest(home: SiteDirectory, writer: BackupWriter) -> int:
     """Settings, what was seen, what waits, and the public part of the key directory; how many files."""
     files = 0
     for path in sorted(home.root.iterdir()):
         if path.is_file() and path.suffix in _SETTINGS and not path.is_symlink():
             files += writer.copy(path.name, path)
             if path.suffix == ".toml" and tells_password((writer.part / path.name).read_text(errors="replace")):
-                raise BadSite(
-                    f"{path.name} holds a password or a secret, and a backup has none in clear: take it out"
+                raise SiteConfigError(
+                    f"{path.name} contains a password or a secret, which a backup must not hold in clear: remove it"
                 )
     for name in TREES:
         files += writer.copy_tree(name, home.root / name)

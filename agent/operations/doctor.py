@@ -1,4 +1,4 @@
-"""The site's doctor: the machine, the way to the coordinator, and what stands towards the PACS, both ways."""
+"""The site's doctor: the machine, the path to the coordinator, and the PACS connections in both directions."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ from typing import Final
 
 import grpc
 
-from agent.edges.channel import open_channel
-from agent.edges.credentials import Credentials
-from agent.edges.dicomweb import WebError
-from agent.edges.dimse import EVENTS
-from agent.edges.door import GrpcDoor
-from agent.edges.echo import echo, knows_us
-from agent.edges.home import BadSite, Home
-from agent.edges.ingestion import Ingestion, read_ingestion
-from agent.edges.metrics import certificates, watermark
-from agent.edges.remote import PacsError, Remote
-from agent.edges.sealed import VaultError
-from agent.edges.upgrading import forms
-from agent.edges.watch import Watch
-from agent.nouns import Unreachable
-from policies.forms import WrongForm
-from policies.policy import PolicyError
-from policies.store import LedgerUnsound
-from protos import machine
-from protos.doctor import Finding, failed, noted, of_days, passed
-from protos.expiry import days_left, end_of
-from protos.journal import BadLog, read_settings
-from protos.keyfile import BadKeyFile
+from agent.errors import CoordinatorUnreachableError, SiteConfigError
+from agent.gateway.channel import open_channel
+from agent.gateway.client import GatewayClient
+from agent.gateway.credentials import Credentials
+from agent.gateway.witness import LedgerWitness
+from agent.ingest.config import Ingestion, read_ingestion
+from agent.operations.metrics import certificates, watermark
+from agent.operations.upgrade import forms
+from agent.pacs.archive import ArchiveConfig, ArchiveError
+from agent.pacs.dicomweb.qido import DicomWebError
+from agent.pacs.dimse.storage_scp import EVENTS
+from agent.pacs.dimse.verification_scu import echo, knows_us
+from agent.storage.encrypted_sqlite import VaultError
+from agent.storage.site_directory import SiteDirectory
+from policies.ledger.backends.schema_version import SchemaVersionError
+from policies.ledger.store import LedgerUnsoundError
+from policies.review.policy import PolicyError
+from protos.identity.certificates import days_left, end_of
+from protos.identity.key_files import KeyFileError
+from protos.operations import machine_checks, network_checks
+from protos.operations.checks import CheckResult, failed, note, of_days, passed, works
 from protos.operations.confinement import AVAILABLE
-from protos.passage import INSPECTED, NAME, WAY, Blocked, Way, is_open, opened, resolves, skew, uninspected
-from protos.v1 import gateway_pb2 as pb
+from protos.operations.event_log import LogConfigError
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.web.examined import console
-from protos.web.settings import BadConsole
+from protos.web.console_checks import service
+from protos.web.settings import ConsoleConfigError
 
 EXPECTED: Final = (
-    BadConsole,
-    BadKeyFile,
-    BadLog,
-    BadSite,
-    LedgerUnsound,
-    PacsError,
+    ConsoleConfigError,
+    KeyFileError,
+    LogConfigError,
+    SiteConfigError,
+    LedgerUnsoundError,
+    ArchiveError,
     PolicyError,
-    Unreachable,
+    CoordinatorUnreachableError,
     VaultError,
-    WebError,
-    WrongForm,
+    DicomWebError,
+    SchemaVersionError,
 )
 AGREES: Final = "the clock agrees with the coordinator's"
-TIME_KEY: Final = "lazaret-time"  # of the answer's initial metadata; coordinator/edges/dated.py
+TIME_KEY: Final = "lazaret-time"  # of the answer's initial metadata; coordinator/gateway/server.py
 _TAIL: Final = 4 << 20  # bytes of the log that are read from its end
 _RENEWED: Final = 0.25  # days: the agent renews after two thirds of a day
 _SOON: Final = 30.0
@@ -66,166 +65,148 @@ _STALE: Final = dt.timedelta(days=7)  # who was heard so long ago may have lost 
 _CROWDED: Final = frozenset({"rejected_limit"})  # it did reach us, and tries again
 
 
-def way_of(home: Home) -> Way:
+def way_of(home: SiteDirectory) -> network_checks.Endpoint:
     """From this site to its coordinator."""
     settings, root = home.settings(), home.keys / "root.crt"
-    return Way(settings.coordinator, settings.proxy, root if root.exists() else None)
+    return network_checks.Endpoint(settings.coordinator, settings.proxy, root if root.exists() else None)
 
 
-def settings(home: Home) -> Iterator[Finding]:
-    """``site.toml``."""
-    home.settings()
-    yield passed("site.toml")
-
-
-def policy(home: Home) -> Iterator[Finding]:
-    """``policy.toml``."""
-    home.policy()
-    yield passed("policy.toml")
-
-
-def confined(home: Home) -> Iterator[Finding]:
+def confined(home: SiteDirectory) -> Iterator[CheckResult]:
     """Which layers confine what reads foreign bytes, and does ``site.toml`` demand more?"""
     try:
         demand = home.settings().confinement
-    except BadSite:  # said where it is looked at
+    except SiteConfigError:  # said where it is looked at
         demand = AVAILABLE
-    yield from machine.confinement(demand)
+    yield from machine_checks.confinement(demand)
 
 
-def keys(home: Home) -> Iterator[Finding]:
+def keys(home: SiteDirectory) -> Iterator[CheckResult]:
     """Those that a release needs, and every other one that lies there."""
     home.sign_key()
     for name in ("vault", "deidentify"):
         home.secret(name)
     yield passed("keys are private")
-    yield from machine.private(home.root, ("ledger.db", "vault.db", "agent.log"))
+    yield from machine_checks.private(home.root, ("ledger.db", "vault.db", "agent.log"))
 
 
-def enrolled(home: Home) -> Iterator[Finding]:
-    """Has the site the federation's policy?"""
-    home.federation_policy()
-    yield passed("enrolled")
-
-
-def databases(home: Home) -> Iterator[Finding]:
+def databases(home: SiteDirectory) -> Iterator[CheckResult]:
     """Would `serve` open them, or send the operator to `upgrade`? A newer form is told by what reads it."""
     name, found = "forms of the databases", forms(home)
     if not found.newest:
         fix = "stop `serve`, and run `upgrade`, which makes a backup first"
         yield failed(name, f"{found.words}: `serve` refuses what is older", fix)
     elif not (found.ledger and found.vault):  # whether there should be one, the vault's own books tell
-        yield noted(name, found.words)
+        yield note(name, found.words)
     else:
         yield passed(name, found.words)
 
 
-def certificate(home: Home, now: dt.datetime) -> Iterator[Finding]:
+def certificate(home: SiteDirectory, now: dt.datetime) -> Iterator[CheckResult]:
     """Is the certificate good for a while yet? `serve` renews it every day."""
     if not (home.keys / "root.crt").exists():
-        yield noted("the certificate is good", "there is none before enrolment")
+        yield note("the certificate is good", "there is none before enrolment")
         return
     end = Credentials(home.keys).not_after
     fix = "ask for an invitation, and run `enrol`"
     if not now < end:
-        yield failed("the certificate is good", f"it ended at {end:%Y-%m-%d %H:%M} UTC: {fix}", fix)
+        yield failed("the certificate is good", f"it expired at {end:%Y-%m-%d %H:%M} UTC:  {fix}", fix)
     else:
-        soon = "let `serve` run: it renews it, when the coordinator answers"
+        soon = "let `serve` run: it renews the certificate when the coordinator answers"
         yield of_days("the certificate is good", days_left(end, now), _RENEWED, soon)
 
 
-def others(home: Home, ingestion: Ingestion, now: dt.datetime) -> Iterator[Finding]:
+def others(home: SiteDirectory, ingestion: Ingestion, now: dt.datetime) -> Iterator[CheckResult]:
     """The end of every other certificate: federation's root, receivers. The console's: see ``console``."""
     for which, path in certificates(home, ingestion).items():
         end = end_of(path)
         left = days_left(end, now) if end is not None else float("nan")
         fix = {
-            "root": "the federation gets a new root, and every site enrols anew: plan it with the coordinator",
+            "root": "the federation needs a new root, and every site must enrol again: plan it with the coordinator",
         }.get(which, f"have the hospital's PKI renew the certificate that ingest.toml names in [{which}]")
         if which not in ("tls", "console"):
             yield of_days(f"the certificate of {which}", left, _SOON, fix)
 
 
-def knock(home: Home, way: Way) -> Iterator[Finding]:
+def check_connection(home: SiteDirectory, way: network_checks.Endpoint) -> Iterator[CheckResult]:
     """The whole way, as a release goes it. Where not even a connection can be had, it is not tried twice."""
     if not (home.keys / "root.crt").exists():
-        yield noted("coordinator answers over mutual TLS", "it answers after enrolment")
+        yield note("coordinator answers over mutual TLS", "it answers after enrolment")
         return
-    watch = Watch(home.root / "watch", home.coordinator_key(), forgetful=True)
-    patience = _PATIENCE if any(finding.state == "pass" for finding in is_open(way)) else 0.0
-    with contextlib.closing(GrpcDoor(way.target, Credentials(home.keys), watch, patience, way.proxy)) as door:
-        door.hello()
+    watch = LedgerWitness(home.root / "watch", home.coordinator_key(), forgetful=True)
+    patience = _PATIENCE if any(finding.state == "pass" for finding in network_checks.is_open(way)) else 0.0
+    with contextlib.closing(GatewayClient(way.target, Credentials(home.keys), watch, patience, way.proxy)) as door:
+        door.hello(looks=True)
     yield passed("coordinator answers over mutual TLS", way.target)
 
 
-def clocks(home: Home, way: Way) -> Iterator[Finding]:
+def clocks(home: SiteDirectory, way: network_checks.Endpoint) -> Iterator[CheckResult]:
     """How far apart are the clocks here and there? A proxy's own word is second best."""
     try:
-        connection, theirs = opened(way)
+        connection, theirs = network_checks.connect(way)
         connection.close()
-    except Blocked:
-        yield noted(AGREES, "cannot be told while the way out is closed")
+    except network_checks.CheckFailedError:
+        yield note(AGREES, "unknown while the outbound connection is closed")
         return
-    with contextlib.suppress(grpc.RpcError, BadSite, BadKeyFile):
+    with contextlib.suppress(grpc.RpcError, SiteConfigError, KeyFileError):
         channel = open_channel(way.target, Credentials(home.keys).channel_credentials(), way.proxy)
         with channel:
             before = time.time()
-            _, call = GatewayStub(channel).Hello.with_call(pb.HelloRequest(), timeout=10)
+            _, call = GatewayStub(channel).Hello.with_call(gateway_pb2.HelloRequest(), timeout=10)
             told = {key: value for key, value in call.initial_metadata()}.get(TIME_KEY, "")
             if told:
-                yield skew(AGREES, (before + time.time()) / 2, float(told), "the coordinator")
+                yield network_checks.skew(AGREES, (before + time.time()) / 2, float(told), "the coordinator")
                 return
-    yield skew(AGREES, time.time(), theirs, "the proxy" if way.proxy else "the coordinator")
+    yield network_checks.skew(AGREES, time.time(), theirs, "the proxy" if way.proxy else "the coordinator")
 
 
-def room(home: Home, ingestion: Ingestion) -> Iterator[Finding]:
+def disk_space(home: SiteDirectory, ingestion: Ingestion) -> Iterator[CheckResult]:
     """The disk, and its watermark."""
     least = watermark(ingestion, shutil.disk_usage(home.root).total)
-    yield from machine.disk(home.root, least, "listeners refuse images")
+    yield from machine_checks.disk(home.root, least, "listeners refuse images")
 
 
-def archive(remote: Remote, ingestion: Ingestion) -> Iterator[Finding]:
+def archive(remote: ArchiveConfig, ingestion: Ingestion) -> Iterator[CheckResult]:
     """C-ECHO there; and where images come by C-MOVE, whether it knows where to send them."""
     name = f"C-ECHO to {remote.name}"
     try:
         echo(remote)
         yield passed(name)
-    except PacsError as error:
+    except ArchiveError as error:
         yield failed(name, str(error), "the request form for the PACS team says what has to be entered there")
         return
     if remote.mode != "move":
         return
     title, name = remote.destination or remote.calling, f"{remote.name} knows the destination of C-MOVE"
     if ingestion.listener is None:
-        yield failed(name, "nothing listens here for what it would send", "give ingest.toml a [listener]")
+        yield failed(name, "no listener here accepts what it would send", "give ingest.toml a [listener]")
         return
     place = f"{title} at this machine, port {ingestion.listener.port}"
     known = knows_us(remote)
     if known is None:
-        yield noted(name, f"its answer does not tell; the first pull will. It must know {place}")
+        yield note(name, f"its answer does not show it; the first retrieval will. It must know {place}")
     elif known:
         yield passed(name, place)
     else:
         yield failed(name, f"it does not know {title}", f"have the PACS team enter {place}")
 
 
-def inbound(home: Home, ingestion: Ingestion, now: dt.datetime) -> Iterator[Finding]:
+def inbound(home: SiteDirectory, ingestion: Ingestion, now: dt.datetime) -> Iterator[CheckResult]:
     """Did the PACS reach our receiver, the last time that it tried? The log of `serve` tells."""
     if ingestion.listener is None:
         return
     ask = f"have the PACS team send a C-ECHO to {ingestion.listener.ae_title}, port {ingestion.listener.port}"
     heard = heard_by_listener(home.root / "agent.log")
     good = max((heard[state] for state in ("echoed", "stored") if state in heard), default=None)
-    said = f"last C-ECHO or C-STORE written down at {good:%Y-%m-%d %H:%M:%S} UTC" if good else ""
+    said = f"last C-ECHO or C-STORE recorded at {good:%Y-%m-%d %H:%M:%S} UTC" if good else ""
     turned = [state for state in heard if state.startswith("rejected_") or state in ("tls_failed", "turned_away")]
     since = [state for state in turned if good is None or (heard[state] > good and state not in _CROWDED)]
     if since:
         why = " ".join(EVENTS[state] for state in since)
         yield failed(_IN, f"{said}; since then: {why}" if good else why, ask)
     elif good is None:
-        yield noted(_IN, f"not yet seen: start `serve`, and {ask}")
+        yield note(_IN, f"not yet seen: start `serve`, and {ask}; the log has it within a minute")
     elif not now - good <= _STALE:
-        yield noted(_IN, f"{said}, more than {_STALE.days} days ago: {ask}")
+        yield note(_IN, f"{said}, more than {_STALE.days} days ago: {ask}")
     else:
         yield passed(_IN, said)
 
@@ -248,62 +229,47 @@ def heard_by_listener(log: Path) -> dict[str, dt.datetime]:
     return found
 
 
-def collector(home: Home) -> Iterator[Finding]:
-    """``log.toml``, and whether the collector takes a connection."""
-    found = read_settings(home.root).syslog
-    if found is None:
-        return
-    try:
-        found.connected().close()
-        yield passed("the log's collector answers", found.to)
-    except OSError as error:
-        fix = "see to, ca and the firewall; what is logged stays in the file meanwhile"
-        yield failed("the log's collector answers", f"{found.to}: {error.strerror or type(error).__name__}", fix)
+Checks = list[tuple[str, Callable[[], Iterator[CheckResult]]]]
 
 
-Checks = list[tuple[str, Callable[[], Iterator[Finding]]]]
-
-
-def before_the_way_in(home: Home, now: dt.datetime) -> Checks:
+def before_the_way_in(home: SiteDirectory, now: dt.datetime) -> Checks:
     """The checks that need no ``ingest.toml``, by name; the way is looked at where ``site.toml`` says which."""
     checks: Checks = [
-        ("site.toml", lambda: settings(home)),
-        ("policy.toml", lambda: policy(home)),
+        ("site.toml", lambda: works("site.toml", home.settings)),
+        ("policy.toml", lambda: works("policy.toml", home.policy)),
         ("keys are private", lambda: keys(home)),
-        ("enrolled", lambda: enrolled(home)),
+        ("enrolled", lambda: works("enrolled", home.federation_policy)),
         ("forms of the databases", lambda: databases(home)),
         ("the certificate is good", lambda: certificate(home, now)),
     ]
-    with contextlib.suppress(BadSite):
+    with contextlib.suppress(SiteConfigError):
         way = way_of(home)
         checks += [
-            (NAME, lambda: resolves(way)),
-            (WAY, lambda: is_open(way)),
-            (INSPECTED, lambda: uninspected(way)),
-            ("coordinator answers over mutual TLS", lambda: knock(home, way)),
+            (network_checks.NAME, lambda: network_checks.resolves(way)),
+            (network_checks.WAY, lambda: network_checks.is_open(way)),
+            (network_checks.INSPECTED, lambda: network_checks.tls_is_direct(way)),
+            ("coordinator answers over mutual TLS", lambda: check_connection(home, way)),
             (AGREES, lambda: clocks(home, way)),
         ]
     return [
         *checks,
-        ("the clock is kept right", machine.clock),
-        ("SQLite", machine.sqlite),
-        ("GPU and driver", machine.graphics),
-        (machine.CONFINED, lambda: confined(home)),
-        ("telemetry is off", machine.telemetry),
-        ("console.toml", lambda: console(home.root, home.keys, now)),
-        ("the log's collector answers", lambda: collector(home)),
+        ("the clock is kept right", machine_checks.clock),
+        ("SQLite", machine_checks.sqlite),
+        ("GPU and driver", machine_checks.graphics),
+        (machine_checks.CONFINED, lambda: confined(home)),
+        *service(home.root, home.keys, now),
     ]
 
 
-def of_the_way_in(home: Home, now: dt.datetime) -> Checks:
+def of_the_way_in(home: SiteDirectory, now: dt.datetime) -> Checks:
     """The checks that need it.
 
     Raises:
-        BadSite, BadKeyFile: it cannot be read; then there are none.
+        SiteConfigError, KeyFileError: it cannot be read; then there are none.
     """
     ingestion = read_ingestion(home)
     checks: Checks = [
-        ("room on the disk", lambda: room(home, ingestion)),
+        ("room on the disk", lambda: disk_space(home, ingestion)),
         ("certificates", lambda: others(home, ingestion, now)),
         (_IN, lambda: inbound(home, ingestion, now)),
     ]

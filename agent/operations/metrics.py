@@ -1,4 +1,4 @@
-"""What a site tells its hospital's monitoring system, and whether it is well. It names no patient and counts none."""
+"""The site's metrics and health for the hospital's monitoring. They name no patient and count none."""
 
 from __future__ import annotations
 
@@ -8,129 +8,104 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from agent.deidentify.reasons import REASONS
-from agent.edges import projects
-from agent.edges.home import Home
-from agent.edges.ingestion import Ingestion
-from agent.edges.listener import Listener
-from policies.gauges import Refusals, Spending, proposals_open, spending
-from policies.store import LedgerStopped, Store
-from protos.expiry import days_left, end_of
-from protos.metrics import OF_LOG, Metric, Page, Samples, capped, logged
-from protos.tally import PROCESS, Tally
+from agent.deidentify.errors import REASONS
+from agent.ingest.config import Ingestion
+from agent.pacs.dimse.listener_process import Listener
+from agent.storage import projects
+from agent.storage.site_directory import SiteDirectory
+from policies.ledger.budget_metrics import RefusalCounts, put_budgets, put_entries, store_fault
+from policies.ledger.store import Store
+from protos.identity.certificates import days_left, end_of
+from protos.operations.event_counters import PROCESS, EventCounters
+from protos.operations.metrics import OF_LOG, Metric, MetricsPage, Samples, disk_full, logged, put_disk, put_refusals
 
 _BUDGET: Final = ("unit", "relation", "delta")
 CATALOGUE: Final = (
-    Metric("lazaret_epsilon_limit", "The guarantee: epsilon that this site's releases may ever reach.", _BUDGET),
-    Metric("lazaret_epsilon_spent", "Of the limit, what is spent. The guarantee is the limit.", _BUDGET),
-    Metric("lazaret_epsilon_held", "Of the limit, what open grants would add if all were spent.", _BUDGET),
-    Metric("lazaret_epsilon_left", "Of the limit, what may still be granted.", _BUDGET),
+    Metric("lazaret_epsilon_limit", "Limit of epsilon for all releases of this site, ever.", _BUDGET),
+    Metric("lazaret_epsilon_spent", "Spent part of the limit. The guarantee is the limit.", _BUDGET),
+    Metric("lazaret_epsilon_held", "Part of the limit that open grants would add if all were spent.", _BUDGET),
+    Metric("lazaret_epsilon_left", "Part of the limit that may still be granted.", _BUDGET),
     Metric("lazaret_k_releases_limit", "k-anonymous releases that one patient may be in, ever.", ("unit",)),
     Metric("lazaret_k_releases_spent", "k-anonymous releases charged to every patient so far.", ("unit",)),
     Metric("lazaret_k_releases_held", "k-anonymous releases that open grants hold.", ("unit",)),
-    Metric("lazaret_budget_left_ratio", "What may still be granted, of the limit.", ("kind",)),
-    Metric("lazaret_refusals_total", "Refused since the start, by rule.", ("stage", "rule"), "counter"),
+    Metric("lazaret_budget_left_ratio", "Part of the limit that may still be granted.", ("kind",)),
+    Metric("lazaret_refusals_total", "Refusals since the start, by rule.", ("stage", "rule"), "counter"),
     Metric("lazaret_ledger_entries", "Entries of the site's ledger."),
-    Metric("lazaret_ledger_writable", "0: a write failed, nothing more is written, the process ends."),
-    Metric("lazaret_approvals_open", "Proposals that somebody has signed and that are not in force."),
-    Metric("lazaret_grants_held", "Grants that are open: their price is held."),
-    Metric("lazaret_queue_files", "Files that wait to be read, or that were refused.", ("queue", "project")),
-    Metric("lazaret_queue_oldest_seconds", "For how long the oldest file waits to be read.", ("project",)),
-    Metric("lazaret_quarantine_files", "Refused files by reason.", ("project", "reason")),
+    Metric("lazaret_ledger_writable", "0: a write failed; nothing more is written and the process ends."),
+    Metric("lazaret_approvals_open", "Proposals with a signature that are not in force."),
+    Metric("lazaret_grants_held", "Open grants: their budget is held."),
+    Metric("lazaret_queue_files", "Files that are pending, or rejected.", ("queue", "project")),
+    Metric("lazaret_queue_oldest_seconds", "Age of the oldest pending file.", ("project",)),
+    Metric("lazaret_quarantine_files", "Rejected files by reason.", ("project", "reason")),
     Metric("lazaret_listening", "1: the C-STORE receiver listens."),
-    Metric("lazaret_dimse_events_total", "Of the C-STORE receiver since the start.", ("event",), "counter"),
-    Metric("lazaret_pacs_errors_total", "Failed pulls from an archive, since the start.", ("archive",), "counter"),
-    Metric("lazaret_pacs_last_pull_seconds", "Since the last pull that went well; none yet: left out.", ("archive",)),
+    Metric("lazaret_dimse_events_total", "Events of the C-STORE receiver since the start.", ("event",), "counter"),
+    Metric("lazaret_pacs_errors_total", "Failed retrievals from an archive since start.", ("archive",), "counter"),
+    Metric("lazaret_pacs_last_pull_seconds", "Since the last good retrieval; absent before it.", ("archive",)),
     Metric("lazaret_link_online", "1: the link to the coordinator is up."),
     *OF_LOG,
-    Metric("lazaret_disk_free_bytes", "Free on the file system of the home directory."),
+    Metric("lazaret_disk_free_bytes", "Free bytes on the file system of the home directory."),
     Metric("lazaret_disk_size_bytes", "Size of that file system."),
-    Metric("lazaret_disk_watermark_bytes", "Below so many free bytes the receivers refuse images."),
+    Metric("lazaret_disk_watermark_bytes", "Below this number of free bytes the receivers refuse images."),
     Metric("lazaret_certificate_days_left", "Days until a certificate ends.", ("which",)),
 )  # fmt: skip
-_LEAST: Final = 64 << 20  # bytes without which the next commit may fail
 _USUAL: Final = 2 << 30  # bytes; a watermark where no receiver says another
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Watched:
+class MonitoredState:
     """What is looked at."""
 
-    home: Home
+    home: SiteDirectory
     ingestion: Ingestion
     now: Callable[[], dt.datetime]
     store: Store | None = None  # None: the ledger is not open; nothing is told of it then
     listener: Callable[[], Listener | None] = lambda: None  # of the reception, as it is now
-    tally: Tally = PROCESS
+    tally: EventCounters = PROCESS
 
 
-def metrics(watched: Watched) -> Page:
+def metrics(watched: MonitoredState) -> MetricsPage:
     """The page for Prometheus, as a callable."""
     sources = {
         "queues": lambda told: _queues(watched.home, told),
         "listener": lambda told: _listener(watched, told),
         "archives": lambda told: _archives(watched, told),
         "log": lambda told: logged(watched.tally, told),
-        "disk": lambda told: _disk(watched, told),
+        "disk": lambda told: put_disk(watched.home.root, partial(watermark, watched.ingestion), told),
         "certificates": lambda told: _certificates(watched, told),
     }
     store = watched.store
     if store is not None:
-        refusals = Refusals(store)
+        refusals = RefusalCounts(store)
         sources |= {
             "writable": lambda told: told.put("lazaret_ledger_writable", 0 if store.stopped else 1),
             "budgets": lambda told: _budgets(store, told),
             "ledger": lambda told: _ledger(store, told),
-            "refusals": lambda told: _refusals(refusals, told),
+            "refusals": lambda told: put_refusals(refusals.counts(), told),
         }
-    return Page("agent", version("lazaret"), CATALOGUE, sources)
+    return MetricsPage("agent", version("lazaret"), CATALOGUE, sources)
 
 
 def _budgets(store: Store, told: Samples) -> None:
     with store.exclusive() as state:
-        accounts = list(spending(state))
-    for one in accounts:
-        _budget(one, told)
-
-
-def _budget(one: Spending, told: Samples) -> None:
-    if one.kind == "rdp":
-        labels = {"unit": one.unit, "relation": one.relation, "delta": one.delta}
-        told.put("lazaret_epsilon_limit", one.limit, **labels)
-        told.put("lazaret_epsilon_spent", one.spent, **labels)
-        told.put("lazaret_epsilon_held", one.held, **labels)
-        told.put("lazaret_epsilon_left", one.left, **labels)
-    else:  # no epsilon at all: it has none, which is not zero (P4)
-        told.put("lazaret_k_releases_limit", one.limit, unit=one.unit)
-        told.put("lazaret_k_releases_spent", one.spent, unit=one.unit)
-        told.put("lazaret_k_releases_held", one.held, unit=one.unit)
-    told.put("lazaret_budget_left_ratio", one.left / one.limit if one.limit > 0 else 0, kind=one.kind)
+        put_budgets(state, told.put, by_site=False)
 
 
 def _ledger(store: Store, told: Samples) -> None:
     with store.exclusive() as state:
-        told.put("lazaret_ledger_entries", state.size)
-        told.put("lazaret_approvals_open", proposals_open(state))
+        put_entries(state, told.put)
         grants = list(state.grants.values())
     told.put("lazaret_grants_held", sum(1 for grant in grants if grant.state == "held"))
 
 
-def _refusals(refusals: Refusals, told: Samples) -> None:
-    counts = refusals.counts()
-    names = {f"{stage}\n{rule}": count for (stage, rule), count in counts.items()}
-    for name, count in capped(names).items():
-        stage, _, rule = name.partition("\n")
-        told.put("lazaret_refusals_total", count, stage=stage, rule=rule)
-
-
-def _queues(home: Home, told: Samples) -> None:
+def _queues(home: SiteDirectory, told: Samples) -> None:
     """By the names of files alone: no key is needed, and nothing is opened."""
     for project in projects.names(home):
-        inbox, quarantine = projects.rooms(home, project)
+        inbox, quarantine = projects.project_folders(home, project)
         born = list(_born(inbox))
         told.put("lazaret_queue_files", len(born), queue="inbox", project=project)
         told.put("lazaret_queue_oldest_seconds", max(0.0, time.time() - min(born)) if born else 0, project=project)
@@ -168,7 +143,7 @@ def _born(folder: Path) -> Iterator[float]:
         return
 
 
-def _listener(watched: Watched, told: Samples) -> None:
+def _listener(watched: MonitoredState, told: Samples) -> None:
     listener = watched.listener()
     if watched.ingestion.listener is not None:
         told.put("lazaret_listening", float(listener is not None and bool(listener.pids())))
@@ -176,7 +151,7 @@ def _listener(watched: Watched, told: Samples) -> None:
         told.put("lazaret_dimse_events_total", count, event=event)
 
 
-def _archives(watched: Watched, told: Samples) -> None:
+def _archives(watched: MonitoredState, told: Samples) -> None:
     failed = Counter[str]()
     for heard, count in watched.tally.counts().items():
         if heard.event == "pull_failed":
@@ -199,15 +174,7 @@ def watermark(ingestion: Ingestion, size: int) -> int:
     return max(listener.least_free_bytes, int((1 - listener.full_at) * size))
 
 
-def _disk(watched: Watched, told: Samples) -> None:
-    disk = os.statvfs(watched.home.root)
-    size = disk.f_blocks * disk.f_frsize
-    told.put("lazaret_disk_free_bytes", disk.f_bavail * disk.f_frsize)
-    told.put("lazaret_disk_size_bytes", size)
-    told.put("lazaret_disk_watermark_bytes", watermark(watched.ingestion, size))
-
-
-def certificates(home: Home, ingestion: Ingestion) -> dict[str, Path]:
+def certificates(home: SiteDirectory, ingestion: Ingestion) -> dict[str, Path]:
     """The site's certificates that exist, by what they are for."""
     listener, stow = ingestion.listener, ingestion.stow
     found = {
@@ -220,29 +187,20 @@ def certificates(home: Home, ingestion: Ingestion) -> dict[str, Path]:
     return {which: path for which, path in found.items() if path is not None and path.exists()}
 
 
-def _certificates(watched: Watched, told: Samples) -> None:
+def _certificates(watched: MonitoredState, told: Samples) -> None:
     for which, path in certificates(watched.home, watched.ingestion).items():
         end = end_of(path)
         if end is not None:
             told.put("lazaret_certificate_days_left", days_left(end, watched.now()), which=which)
 
 
-def live(watched: Watched) -> Callable[[], str | None]:
+def live(watched: MonitoredState) -> Callable[[], str | None]:
     """Is it alive? The ledger's lock can be had, and the ledger was not stopped: else only a restart helps."""
-
-    def wrong() -> str | None:
-        if watched.store is None:
-            return None
-        try:
-            with watched.store.exclusive():
-                return None
-        except LedgerStopped:
-            return "the site's ledger could not be written: a restart replays it"
-
-    return wrong
+    store, said = watched.store, "the site's ledger could not be written: restart the agent, which replays it"
+    return lambda: store_fault(store, said) if store is not None else None
 
 
-def ready(watched: Watched) -> Callable[[], str | None]:
+def ready(watched: MonitoredState) -> Callable[[], str | None]:
     """Can it do its work now? What is wrong otherwise, without a path or a name."""
     alive = live(watched)
 
@@ -250,9 +208,8 @@ def ready(watched: Watched) -> Callable[[], str | None]:
         fault = alive()
         if fault is not None:
             return fault
-        disk = os.statvfs(watched.home.root)
-        if not disk.f_bavail * disk.f_frsize > _LEAST:
-            return "the disk is full: nothing can be written down, so nothing is taken in"
+        if disk_full(watched.home.root):
+            return "the disk is full: nothing can be recorded, so no image is accepted"
         listener = watched.listener()
         if watched.ingestion.listener is not None and not (listener is not None and listener.pids()):
             return "the C-STORE receiver does not listen"

@@ -11,26 +11,26 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.edges import looking
-from agent.edges.home import BadSite, Home, origin
-from agent.edges.notes import Notes
-from agent.edges.restore import NOTE
-from agent.edges.watch import Watch
-from policies import governance
-from policies.accounts import Account
-from policies.audit import open_envelope
-from policies.claims import Claim, KAnonymous, SubsampledGaussian
-from policies.entries import decode
-from policies.export import Export, Unsound
-from policies.ledger import State
-from policies.merkle import BadCheckpoint, open_checkpoint
-from policies.register import digest
-from policies.review import TERMS, price
-from policies.sqlite import open_sqlite
-from policies.statement import PAYLOAD_TYPE, Amendment, Receipts, Reservation, Statement, encode, parse
-from policies.store import Store
-from policies.verify import verify
-from protos.envelope import seal
+from agent.errors import SiteConfigError
+from agent.gateway.witness import LedgerWitness
+from agent.operations.restore import NOTE
+from agent.storage import read_only_access
+from agent.storage.site_database import SiteDatabase
+from agent.storage.site_directory import SiteDirectory, origin
+from policies.accounting.claims import Claim, KAnonymous, SubsampledGaussian
+from policies.audit.auditor import open_envelope
+from policies.audit.verify import verify
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.entries import decode
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import LedgerCheckpointError, open_checkpoint
+from policies.ledger.state import Account, State
+from policies.ledger.store import Store
+from policies.ledger_service import digest
+from policies.review.rules import TERMS, price
+from policies.statements import PAYLOAD_TYPE, Amendment, Receipts, Reservation, Statement, encode, parse
+from protos.common.dsse import seal
 
 SHARED: Final = "lazaret/coordinator"
 _STEP: Final = SubsampledGaussian(sampling_rate=1.0, noise_multiplier=1.0, steps=1)
@@ -39,21 +39,22 @@ _ONE_RELEASE: Final = KAnonymous(k=2, l_diversity=1, releases_per_patient=1)
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was made good."""
+    """The recovered grants."""
 
     lost: int  # grants that the backup did not know; spent now
     full: tuple[str, ...]  # accounts of which everything is spent
     amended: bool  # was a newer policy of this site found?
 
 
-def recover(home: Home, raw: bytes) -> Recovery:
+def recover(home: SiteDirectory, raw: bytes) -> Recovery:
     """Take the lost grants from an export of the coordinator's ledger, made after this site had stopped.
 
     Args:
         home: the restored site.
-        raw: the export. Everything in it is checked first: see :mod:`policies.verify`.
+        raw: the export. Everything in it is checked first: see :mod:`policies.audit.verify`.
     Raises:
-        BadSite: nothing is awaited, or the export is not of the ledger that this site knows, an older one, or one
+        SiteConfigError: nothing is awaited, or the export is not of the ledger that this site knows, an older one, or
+        one
             that may itself lack what was granted.
     """
     shared, envelopes = _checked(home, raw)
@@ -70,17 +71,17 @@ def recover(home: Home, raw: bytes) -> Recovery:
             envelope = envelopes[grant.reserved.envelope]
             said = parse(open_envelope(envelope, books.public))
             assert isinstance(said, Reservation), "the export was audited"
-            governance.recover_grant(books.store, f"recover-{name}", said, envelope)
+            decisions.recover_grant(books.store, f"recover-{name}", said, envelope)
         amended = _amended(books, shared, envelopes)
         full = books.fill("k") if books.unsure else ()
         return books.present(full, amended)
 
 
-def spend_everything(home: Home) -> Recovery:
+def spend_all_grants(home: SiteDirectory) -> Recovery:
     """There is no export, and none will come: whatever this site's accounts have left is spent.
 
     Raises:
-        BadSite: nothing is awaited.
+        SiteConfigError: nothing is awaited.
     """
     with _books(home) as books:
         return books.present((*books.fill("k"), *books.fill("rdp")), False)
@@ -92,31 +93,34 @@ def _must_hold_everything(books: _Books, shared: State) -> None:
     It would be told by this site, which has itself lost its receipts. Whether the site had shown them before is not
     asked: a site that was restored, too, and not recovered, shows fewer and says that these are all.
     """
-    if [shared.epoch, shared.nonce] != books.met or books.site in shared.waiting | shared.late:
-        raise BadSite(
-            "since this site's backup the coordinator's ledger was itself brought back from one, so its export may "
-            "lack what was granted here: give the last export of before that, if it was made after this site had "
-            "stopped; where there is none, run `recover --spend-everything`"
+    if [
+        shared.epoch,
+        shared.nonce,
+    ] != books.met or books.site in shared.sites_awaited | shared.sites_pending_receipts:
+        raise SiteConfigError(
+            "since this site's backup the coordinator's ledger was itself restored, so its export may "
+            "lack grants of this site: give the last export from before that, if it was made after this site had "
+            "stopped; if there is none, run `recover --spend-everything`"
         )
     if books.site not in shared.sites:
-        raise BadSite("the export is from before this site was enrolled: ask for one of today")
+        raise SiteConfigError("the export is from before this site was enrolled: ask for a new one")
 
 
-def _checked(home: Home, raw: bytes) -> tuple[State, dict[bytes, bytes]]:
+def _checked(home: SiteDirectory, raw: bytes) -> tuple[State, dict[bytes, bytes]]:
     """The fold of an export that holds, of the ledger that this site joined, and no older than what it saw of it."""
     public = home.coordinator_key()
-    seen = Watch(home.root / "watch", public, forgetful=True).memory
+    seen = LedgerWitness(home.root / "watch", public, forgetful=True).memory
     try:
         export = Export.parse(raw)
         head = open_checkpoint(export.checkpoint, public)
         known = open_checkpoint(seen.note, public) if seen.note else None
         if head.origin != SHARED or export.public != public:
-            raise BadSite("the export is of another ledger than the coordinator's that this site joined")
+            raise SiteConfigError("the export is of another ledger than the coordinator's that this site joined")
         if known and head.epoch < known.epoch:
-            raise BadSite("the export is from before the coordinator's last restore: ask for one of today")
+            raise SiteConfigError("the export is from before the coordinator's last restore: ask for a new one")
         verify(raw, seen.note if known and (head.epoch, head.nonce) == (known.epoch, known.nonce) else None)
-    except (Unsound, BadCheckpoint) as error:
-        raise BadSite(f"the export does not hold, so nothing is believed of it: {error}") from None
+    except (ExportError, LedgerCheckpointError) as error:
+        raise SiteConfigError(f"the export failed its audit, so it is not used: {error}") from None
     state, resting = State(), dict[bytes, bytes]()
     for body in export.entries:
         state.apply(decode(body))
@@ -128,7 +132,7 @@ def _checked(home: Home, raw: bytes) -> tuple[State, dict[bytes, bytes]]:
 class _Books:
     """The restored site's ledger and notes, opened for making good."""
 
-    def __init__(self, store: Store, notes: Notes, site: str, key: Ed25519PrivateKey) -> None:
+    def __init__(self, store: Store, notes: SiteDatabase, site: str, key: Ed25519PrivateKey) -> None:
         self.store, self.notes, self.site, self.key = store, notes, site, key
         note = notes.note(NOTE) or {}
         self.unsure = bool(note.get("unsure", True))
@@ -157,7 +161,7 @@ class _Books:
             mechanism, claim = _worth(account)
             grant = f"lost-{self.store.state.epoch}-{kind}-{self.store.state.recovered[self.site]}"
             said = Reservation(grant, self.site, "", mechanism, claim, {}, "OT")
-            governance.recover_grant(self.store, f"recover-{grant}", said, self.seal(said))
+            decisions.recover_grant(self.store, f"recover-{grant}", said, self.seal(said))
         return (name,) if filled else ()
 
     def present(self, full: tuple[str, ...], amended: bool) -> Recovery:
@@ -165,7 +169,7 @@ class _Books:
         state = self.store.state
         lost = state.recovered[self.site]
         said = Receipts(self.site, self.store.origin, state.nonce, lost)
-        governance.present(self.store, f"present-{state.nonce}", said, self.seal(said))
+        decisions.present(self.store, f"present-{state.nonce}", said, self.seal(said))
         self.notes.write_note("ledger", state.size)
         self.notes.write_note(NOTE, None)
         return Recovery(lost, full, amended)
@@ -180,17 +184,21 @@ def _worth(account: Account) -> tuple[str, Claim]:
 
 
 @contextlib.contextmanager
-def _books(home: Home) -> Iterator[_Books]:
+def _books(home: SiteDirectory) -> Iterator[_Books]:
     site, key = home.settings().site, home.sign_key()
     with contextlib.ExitStack() as stack:
         disk = open_sqlite(home.root / "ledger.db")
         store = stack.enter_context(Store(disk, origin(site), key, lambda: int(time.time())))
-        looking.compare(home, store)
-        if site not in store.state.waiting:
-            raise BadSite("this site's ledger was not restored, or everything lost is spent already: nothing to do")
+        read_only_access.compare(home, store)
+        if site not in store.state.sites_awaited:
+            raise SiteConfigError(
+                "nothing to do: this site's ledger was not restored, or everything lost is spent already"
+            )
         if not (home.root / "vault.db").exists():
-            raise BadSite("vault.db is missing, which came back with the ledger: `restore` the site again")
-        notes = stack.enter_context(contextlib.closing(Notes(home.root / "vault.db", home.secret("vault"))))
+            raise SiteConfigError(
+                "vault.db is missing, although it was restored with the ledger: `restore` the site again"
+            )
+        notes = stack.enter_context(contextlib.closing(SiteDatabase(home.root / "vault.db", home.secret("vault"))))
         yield _Books(store, notes, site, key)
 
 
@@ -202,5 +210,5 @@ def _amended(books: _Books, shared: State, envelopes: dict[bytes, bytes]) -> boo
     envelope = envelopes[shared.policies[books.site]]
     said = parse(open_envelope(envelope, books.public))
     assert isinstance(said, Amendment), "the export was audited"
-    governance.amend(books.store, f"amend-again-{number}", said, envelope)
+    decisions.amend(books.store, f"amend-again-{number}", said, envelope)
     return True

@@ -11,18 +11,20 @@ from typing import Final
 
 import apsw
 
-from agent.edges import projects
-from agent.edges.backup import backup
-from agent.edges.home import BadSite, Home, origin
-from agent.edges.sealed import FORMAT, form_of
-from policies.forms import FORM
-from policies.sqlite import lock_file, look
+from agent.errors import SiteConfigError
+from agent.operations.backup import backup
+from agent.storage import projects
+from agent.storage.encrypted_sqlite import FORMAT, form_of
+from agent.storage.site_directory import SiteDirectory, origin
+from policies.ledger.backends.migrations.upgrade import upgrade_sqlite
+from policies.ledger.backends.schema_version import FORM
+from policies.ledger.backends.sqlite import lock_file, open_read_only
 
 BACKUPS: Final = "backups"  # in the home; move them to another machine
 
 
 @dataclass(frozen=True, slots=True)
-class Forms:
+class FormVersions:
     """In which form each part of a home is; 0: it is not there yet."""
 
     ledger: int
@@ -41,33 +43,33 @@ class Forms:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class UpgradeReport:
     """What an upgrade did."""
 
-    before: Forms
-    after: Forms
+    before: FormVersions
+    after: FormVersions
     entries: int
     root: bytes  # of the ledger's tree, the same before and after; b"" where there is no ledger
     backup: Path | None  # None: there was nothing to do
 
 
-def forms(home: Home) -> Forms:
+def forms(home: SiteDirectory) -> FormVersions:
     """Look, and change nothing.
 
     Raises:
-        BadSite: a newer program made the vault.
-        WrongForm: a newer program made the ledger.
-        LedgerUnsound: it cannot be read.
+        SiteConfigError: a newer program made the vault.
+        SchemaVersionError: a newer program made the ledger.
+        LedgerUnsoundError: it cannot be read.
     """
     ledger = 0
     if (home.root / "ledger.db").exists():
-        with contextlib.closing(look(home.root / "ledger.db")) as disk:
+        with contextlib.closing(open_read_only(home.root / "ledger.db")) as disk:
             ledger = disk.form()
-    found = Forms(ledger, _vault(home.root / "vault.db"))
+    found = FormVersions(ledger, _vault(home.root / "vault.db"))
     if found.vault > FORMAT:
-        raise BadSite(
-            f"vault.db has form {found.vault}, and this program knows forms up to {FORMAT}: a newer program has "
-            "upgraded it, and there is no way back; install that one again"
+        raise SiteConfigError(
+            f"vault.db has form {found.vault}, and this program knows forms up to {FORMAT}: a newer version has "
+            "upgraded it, which cannot be undone; install that version again"
         )
     return found
 
@@ -79,10 +81,10 @@ def _vault(path: Path) -> int:
         with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as database:
             return form_of(database)
     except apsw.Error:
-        raise BadSite("vault.db cannot be read: restore it from a backup") from None
+        raise SiteConfigError("vault.db cannot be read: restore it from a backup") from None
 
 
-def upgrade(home: Home, now: dt.datetime, say: Callable[[str], None] = lambda _text: None) -> Done:
+def upgrade(home: SiteDirectory, now: dt.datetime, say: Callable[[str], None] = lambda _text: None) -> UpgradeReport:
     """Bring a home to this program's form. Interrupted at any point, it goes on when it is said again.
 
     Args:
@@ -90,14 +92,12 @@ def upgrade(home: Home, now: dt.datetime, say: Callable[[str], None] = lambda _t
         now: UTC, for the name of the backup that is made first.
         say: hears each step.
     Raises:
-        BadSite, WrongForm: a newer program made something in it; nothing was changed.
-        LedgerBusy, LedgerUnsound, VaultError: nothing was changed, or it goes on when it is said again.
+        SiteConfigError, SchemaVersionError: a newer program made something in it; nothing was changed.
+        LedgerBusyError, LedgerUnsoundError, VaultError: nothing was changed, or it goes on when it is said again.
     """
-    from policies.migrations.upgrade import upgrade_sqlite  # noqa: PLC0415 - SQLAlchemy, for this command alone
-
     before = forms(home)
     if before.newest:
-        return Done(before, before, 0, b"", None)
+        return UpgradeReport(before, before, 0, b"", None)
     site, key = home.settings().site, home.sign_key()
     with lock_file(home.root / "ledger.lock"):  # nobody works here; the steps below take it again
         pass
@@ -113,4 +113,4 @@ def upgrade(home: Home, now: dt.datetime, say: Callable[[str], None] = lambda _t
     if before.vault not in {0, FORMAT}:
         projects.upgrade(home)
         say(f"vault: form {before.vault} to {FORMAT}")
-    return Done(before, forms(home), entries, root, made)
+    return UpgradeReport(before, forms(home), entries, root, made)

@@ -1,4 +1,4 @@
-"""The site's settings of an archive (PACS) that is asked for images: where it is, when and how fast, and what for."""
+"""The site's settings of an archive (PACS): its address, schedule and rate, and the query."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from agent.edges.association import AE_TITLE, CIPHERS, Tls
-from agent.edges.hours import Hours
+from agent.pacs.schedule import Hours
+from agent.pacs.tls import AE_TITLE, CIPHERS, Tls
+from protos.common.errors import UnreachableError
 
 _CODE: Final = re.compile(r"[A-Z0-9_ ]{1,16}")  # PS3.5 section 6.2, CS
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 
 
-class PacsError(RuntimeError):
+class ArchiveError(UnreachableError, RuntimeError):
     """An archive cannot be used: a sentence for the operator, without anything of a patient or of what was sent."""
 
     def __init__(self, sentence: str, *, passing: bool = False) -> None:
@@ -25,11 +26,11 @@ class PacsError(RuntimeError):
         self.passing = passing
 
 
-class Unreachable(PacsError):
+class ArchiveUnreachableError(ArchiveError):
     """There is no association at all, or not this service: no study will fare better than another."""
 
 
-class Failed(PacsError):
+class ArchiveQueryError(ArchiveError):
     """The archive answered with a failure: of this question, not of the next one on the same association."""
 
 
@@ -39,10 +40,10 @@ class Query:
 
     modalities: tuple[str, ...] = ()  # of the series; none: all
     since: dt.date | None = None  # study date, inclusive
-    until: dt.date | None = None
+    until: dt.date | None = None  # study date, inclusive
     body_part: str = ""  # of the series, PS3.16 annex L; a series that does not say it is left out then
-    patients: tuple[str, ...] = field(default=(), repr=False)
-    accessions: tuple[str, ...] = field(default=(), repr=False)
+    patients: tuple[str, ...] = field(default=(), repr=False)  # patient ids; none: all
+    accessions: tuple[str, ...] = field(default=(), repr=False)  # accession numbers; none: all
 
     def __post_init__(self) -> None:
         """Code strings, dates in order, and lists without wildcards: one would match other patients too."""
@@ -75,22 +76,22 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class ArchiveConfig:
     """An archive, and how gently it is asked. The defaults suit one that also serves the wards."""
 
     name: str  # of its table in ingest.toml; the only thing about it that is logged
-    aet: str
-    host: str
-    port: int
+    aet: str  # AE title of the archive
+    host: str  # name or address of the archive
+    port: int  # of the archive
     calling: str  # our own title, which the archive must know
-    mode: Literal["get", "move"] = "get"
+    mode: Literal["get", "move"] = "get"  # C-GET, or C-MOVE to our own listener
     destination: str = ""  # of C-MOVE: our listener's title; "": the calling one
-    query: Query = field(default_factory=Query)
+    query: Query = field(default_factory=Query)  # what is asked for; the command line only narrows it
     tls: Tls | None = None  # None: unprotected TCP, for a network which is protected otherwise
     user: str = ""  # user identity (PS3.7 annex D.3.3.7); needs tls
-    passcode_file: Path | None = None
+    passcode_file: Path | None = None  # 0600; of the user
     hours: str = ""  # local time in which it may be asked, "22:00-06:00"; "": always
-    outside_hours: Literal["wait", "stop"] = "wait"
+    outside_hours: Literal["wait", "stop"] = "wait"  # wait for the hours, or stop
     associations: int = 1  # at once, at most
     per_minute: int = 0  # instances, at most; 0: as fast as it sends
     retries: int = 3  # of the same study without a single new instance
@@ -98,7 +99,7 @@ class Remote:
     max_bytes: int = 256 * 2**20  # of one instance
     max_matches: int = 100_000  # of one C-FIND
     least_free_bytes: int = 2 * 2**30  # on the room's disk, below which nothing is fetched
-    connect_seconds: float = 15.0
+    connect_seconds: float = 15.0  # to connect
     answer_seconds: float = 120.0  # for the next sign of life
     stall_seconds: float = 1800.0  # for one C-FIND; for the next instance of a retrieval, though it answers
     arrive_seconds: float = 120.0  # C-MOVE: for the last instance to come in after the archive said it was sent
@@ -124,7 +125,7 @@ class Remote:
         if not (min(counts) > 0 and self.associations <= 16 and self.retries <= 20 and self.least_free_bytes >= 0):
             raise ValueError(f"pacs {self.name}: a count or size is out of range")
         if not (self.per_minute == 0 or 6 <= self.per_minute <= 1_000_000):
-            raise ValueError(f"pacs {self.name}: per_minute is 0 (no limit) or at least 6")
+            raise ValueError(f"pacs {self.name}: per_minute must be 0 (no limit) or at least 6")
         if not all(0 < t <= 86400 for t in times):
             raise ValueError(f"pacs {self.name}: a time is out of range")
 
@@ -132,7 +133,7 @@ class Remote:
         """TLS as PS3.15 annex B.12 wants it (BCP 195), its name checked against ``host``; None without ``tls``.
 
         Raises:
-            PacsError: a file is missing or no PEM.
+            ArchiveError: a file is missing or no PEM.
         """
         if self.tls is None:
             return None
@@ -144,18 +145,18 @@ class Remote:
             context.load_verify_locations(self.tls.authorities)
             context.load_cert_chain(self.tls.certificate, self.tls.key)
         except OSError:
-            raise PacsError(f"{self.name}: a file of tls cannot be read, or is no PEM.") from None
+            raise ArchiveError(f"{self.name}: a file of tls cannot be read or is not PEM.") from None
         return context
 
     def passcode(self) -> bytes:
         """What the passcode file holds, without the end of its line.
 
         Raises:
-            PacsError: it cannot be read.
+            ArchiveError: it cannot be read.
         """
         if self.passcode_file is None:
             return b""
         try:
             return self.passcode_file.read_bytes().rstrip(b"\r\n")
         except OSError:
-            raise PacsError(f"{self.name}: passcode_file cannot be read.") from None
+            raise ArchiveError(f"{self.name}: passcode_file cannot be read.") from None

@@ -1,7 +1,7 @@
 """Which instance a DICOM file says it is: a bounded look at its first elements, before anything may parse it.
 
-The listeners hold files that nobody has judged yet, and must name them to the sender. No parser is used for it: a
-few lengths are followed, nothing is built, nothing is decoded. What is said here is believed by nobody further in.
+The listeners hold unchecked files, and must name them to the sender. No parser is used: a few lengths are followed,
+nothing is built, nothing is decoded. No later step trusts the result.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import EXPLICIT_BE, IMPLICIT_LE, UNDEFINED, read_meta
-from agent.deidentify.reasons import Refused
 
 UID: Final = re.compile(r"[0-9]+(?:\.[0-9]+)*")  # PS3.5 section 9.1, leading zeros let pass
 _MOST_STEPS: Final = 4096  # elements and items looked at
@@ -24,7 +24,7 @@ _ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What a file's meta information says (PS3.10 section 7.1)."""
+    """A file's meta information (PS3.10 section 7.1)."""
 
     sop_class: str
     sop_instance: str
@@ -49,7 +49,8 @@ def instance_of(data: bytes) -> Instance:
     """Read group 0002.
 
     Raises:
-        Refused: ``not_dicom``, ``truncated``, ``malformed``; ``incomplete`` when it does not say which instance.
+        FileRejectedError: ``not_dicom``, ``truncated``, ``malformed``; ``incomplete`` when it does not say which
+        instance.
     """
     meta = read_meta(data)
     found = {_CLASS: "", _INSTANCE: ""}
@@ -60,7 +61,7 @@ def instance_of(data: bytes) -> Instance:
             found[element.tag] = _text(data, element)
         position = element.body + element.length
     if not all(is_uid(uid) for uid in found.values()):
-        raise Refused("incomplete")
+        raise FileRejectedError("incomplete")
     return Instance(found[_CLASS], found[_INSTANCE], meta.transfer_syntax, meta.offset)
 
 
@@ -82,7 +83,7 @@ def study_of(data: bytes, instance: Instance) -> str:
                 depth, position = depth - 1, element.body
             else:
                 position = element.body + element.length
-    except Refused:
+    except FileRejectedError:
         pass
     return ""
 
@@ -97,7 +98,7 @@ def _element(data: bytes, position: int, *, explicit: bool, order: str) -> _Elem
         (length,) = struct.unpack_from(order + size, data, at)
         return _Element(tag, vr, length, at + struct.calcsize(order + size))
     except struct.error:
-        raise Refused("truncated") from None
+        raise FileRejectedError("truncated") from None
 
 
 def _text(data: bytes, element: _Element) -> str:

@@ -9,16 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from protos.common.errors import Signal
+
 _HOURS: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 _NAP: Final = 5.0  # seconds until a halt is seen
 _MOST_OWED: Final = 1600  # instances: sixteen associations with a list each
 
 
-class Paused(Exception):
+class OutsideHours(Signal):
     """The hours are over: what has not come yet must wait."""
 
 
-class Closed(Exception):
+class RetrievalStopped(Signal):
     """This run ends here."""
 
 
@@ -58,7 +60,7 @@ class Hours:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Time, and who may say that it is over."""
+    """Clock functions, and the callback that stops the run."""
 
     now: Callable[[], dt.datetime]  # local
     sleep: Callable[[float], None]  # seconds
@@ -66,7 +68,7 @@ class Clock:
     waiting: Callable[[dt.datetime], None] = lambda _until: None  # once when a wait for the hours begins: its end
 
 
-class Pace:
+class RateLimiter:
     """When the next instance may come."""
 
     def __init__(self, hours: str, waits: bool, per_minute: int, clock: Clock) -> None:
@@ -93,11 +95,11 @@ class Pace:
         """Wait, but not after a halt.
 
         Raises:
-            Closed: after it.
+            RetrievalStopped: after it.
         """
         while True:
             if self._halted.is_set() or self._clock.stopping():
-                raise Closed
+                raise RetrievalStopped
             if not seconds > 0:
                 return
             self._clock.sleep(min(seconds, _NAP))
@@ -107,12 +109,12 @@ class Pace:
         """Wait until the archive may be asked.
 
         Raises:
-            Closed: the site rather stops.
+            RetrievalStopped: the site rather stops.
         """
         self.nap(0.0)
         while self._hours is not None and not self._hours.hold(now := self._clock.now()):
             if not self._waits:
-                raise Closed
+                raise RetrievalStopped
             seconds = self._hours.opens_in(now)
             self._tell((now + dt.timedelta(seconds=seconds)).replace(microsecond=0))
             self.nap(max(1.0, seconds))
@@ -128,12 +130,12 @@ class Pace:
         """Wait for the turn of so many instances.
 
         Raises:
-            Paused: not within the hours.
-            Closed: after a halt.
+            OutsideHours: not within the hours.
+            RetrievalStopped: after a halt.
         """
         now = self._clock.now()
         if self._hours is not None and not self._hours.hold(now):
-            raise Paused
+            raise OutsideHours
         wait = 0.0
         if self._each:
             with self._lock:

@@ -10,28 +10,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from protos.common.errors import ConfigError
+
 _MOST: Final = 4096  # bytes
 
 
-class SecretError(RuntimeError):
-    """The file of a secret cannot be used. The text tells nothing of what is in it."""
+class SecretFileError(ConfigError, RuntimeError):
+    """The file of a secret cannot be used. The text reveals nothing of its contents."""
 
 
 def read_secret(path: Path, what: str) -> str:
     """The one line of a secret's file. ``what`` is what the settings call it.
 
     Raises:
-        SecretError: it cannot be read, others could read it too, or it holds nothing that can be sent.
+        SecretFileError: it cannot be read, others could read it too, or it holds nothing that can be sent.
     """
     try:
         if path.stat().st_mode & 0o077:
-            raise SecretError(f"{what}: others can read the file; chmod 600 it")
+            raise SecretFileError(f"{what}: others can read the file; chmod 600 it")
         with path.open(encoding="utf-8") as stream:
             value = stream.read(_MOST).strip()
     except (OSError, UnicodeDecodeError):
-        raise SecretError(f"{what}: the file cannot be read") from None
+        raise SecretFileError(f"{what}: the file cannot be read") from None
     if not value or not value.isprintable():
-        raise SecretError(f"{what}: the file holds nothing that can be sent")
+        raise SecretFileError(f"{what}: the file contains nothing that can be sent")
     return value
 
 

@@ -1,13 +1,13 @@
 """What one real private training betrays at least: a lower bound of epsilon from canary patients.
 
-A small classifier of real digits is trained by the shipped step, and among its patients are canaries: each of eight
-pictures that nobody drew, all with one wrong label, put in or left out by a coin of its own. Whoever sees all noisy
-gradients, which is what the claim of DP-SGD is about, guesses the coins: a canary that was in has pulled the weights
-along its own gradient. :mod:`agent.attacks.dp_bounds` says what so many right guesses prove.
+The production step trains a small classifier of real digits, and among its patients are canaries: each of eight
+images that nobody drew, all with one wrong label, included or left out by its own coin. An observer of all noisy
+gradients, which DP-SGD's claim is about, guesses the coins: an included canary has pulled the weights along its own
+gradient. :mod:`agent.privacy_audit.lower_bounds` says what that many correct guesses prove.
 
-It is held at a claimed epsilon of 1 or 2. At a claim of 8 it cannot even see that the noise is missing: with the
-canaries of one run no bound of that size comes out. It shows large faults only, and it holds for the training as a
-whole; :func:`agent.attacks.dp_audit.conformance` sees much more, and knows the step only.
+The claimed epsilon here is 1 or 2. At a claim of 8 the test cannot even detect missing noise: the canaries of one run
+give no bound of that size. It detects large faults only, and tests the training as a whole;
+:func:`agent.privacy_audit.gate.conformance` detects much more, but only in the single step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from agent.attacks.dp_bounds import DELTA, Bound, lower_bound
-from agent.stages.clipping import ClippedSum, Unit, looped
-from agent.stages.finetune import PrivateSgd, Task, train_privately
-from agent.stages.noise import Entropy
-from agent.training.loop import seeded
-from policies.accounting import tight_epsilon
-from policies.claims import SubsampledGaussian
-from policies.figures import epsilon_at_least, epsilon_text
+from agent.dp.clipping import ClippedSum, PrivacyUnit, loop_engine
+from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.noise import Entropy
+from agent.models.training_loop import seeded
+from agent.privacy_audit.lower_bounds import DELTA, Bound, lower_bound
+from policies.accounting.accountant import tight_epsilon
+from policies.accounting.claims import SubsampledGaussian
+from policies.accounting.rounding import epsilon_at_least, epsilon_text
 
-Training = Callable[[Task, Sequence[Unit], PrivateSgd, Entropy, ClippedSum], int]
+Training = Callable[[Task, Sequence[PrivacyUnit], PrivateSgd, Entropy, ClippedSum], int]
 CANARIES: Final = 500
 IMAGES: Final = 8
 MOST_CLAIMED: Final = 2.0  # epsilon: beyond it, a pass would say nothing
@@ -41,13 +41,13 @@ JOB: Final = PrivateSgd(
 )
 _FEATURES: Final = 512
 _FREQUENCY: Final = 1.5  # of the features, per unit of brightness: those of two canaries are nearly orthogonal
-_JITTER: Final = 0.03  # between the pictures of one canary
+_JITTER: Final = 0.03  # between the images of one canary
 _RATE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class OneRun:
-    """What was claimed, and what the run proves."""
+    """The claimed epsilon, and the lower bound from the run."""
 
     claimed: float  # epsilon at ``DELTA``, by PLD
     bound: Bound
@@ -80,7 +80,7 @@ def one_run_bound(
     images: NDArray[np.float32],
     labels: NDArray[np.int64],
     entropy: Entropy,
-    engine: ClippedSum = looped,
+    engine: ClippedSum = loop_engine,
     *,
     training: Training = train_privately,
     device: str = "cpu",
@@ -108,8 +108,8 @@ def one_run_bound(
     classes = int(labels.max()) + 1
     pictures, wrong = _canaries(rng, flat.shape[1], classes)
     inside = np.frombuffer(entropy.take(CANARIES), np.uint8) < 128
-    units = [Unit((flat[i : i + 1], torch.from_numpy(labels[i : i + 1]))) for i in range(len(flat))]
-    units += [Unit((pictures[k], wrong[k])) for k in np.flatnonzero(inside)]
+    units = [PrivacyUnit((flat[i : i + 1], torch.from_numpy(labels[i : i + 1]))) for i in range(len(flat))]
+    units += [PrivacyUnit((pictures[k], wrong[k])) for k in np.flatnonzero(inside)]
     model = _classifier(flat.shape[1], classes, rng).to(device)
     watch = _Watch(model, (pictures.to(device), wrong.to(device)))
     task = Task(model, _losses, lambda parameters: _Shown(parameters, watch.see))
@@ -118,7 +118,7 @@ def one_run_bound(
 
 
 def _canaries(rng: np.random.Generator, size: int, classes: int) -> tuple[Tensor, Tensor]:
-    """(m, 8, size) pictures of noise, eight much alike for each canary, and (m, 8) labels drawn by lot."""
+    """(m, 8, size) images of noise, eight much alike for each canary, and (m, 8) labels drawn by lot."""
     alike = rng.random((CANARIES, 1, size)) + _JITTER * rng.normal(size=(CANARIES, IMAGES, size))
     labels = torch.from_numpy(rng.integers(0, classes, (CANARIES, 1)))
     return torch.from_numpy(alike.clip(0.0, 1.0).astype(np.float32)), labels.repeat(1, IMAGES)

@@ -1,8 +1,8 @@
-"""Do numbers follow the law that was claimed for them? Two-sided tests, and what they say together.
+"""Test numbers against their claimed distribution. Two-sided tests, and their combination.
 
-A test knows the whole law, not only an inequality, so it sees far less than what a bound of epsilon can see: a tenth
-of the noise, where a bound misses half of it. Two-sided, because noise that is larger than claimed is not what was
-claimed either: something else is broken.
+A test of the exact distribution, not only of an inequality, detects far smaller faults than a bound of epsilon: a
+tenth of the noise, where a bound misses half of it. Two-sided, because noise that is larger than claimed also means
+that something is broken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One property of the law, and how likely something as odd as what was seen is, if it holds."""
+    """One tested property of the distribution, with its p-value."""
 
     what: str  # the property, as it should be: "the noise has the claimed size"
     p: float
@@ -85,17 +85,17 @@ def on_the_lattice(answers: Values, grid: float) -> tuple[Trial, ...]:
     steps = np.rint(answers / grid)
     odd = float((np.abs(steps) % 2.0).sum())
     return (
-        certain("what is released lies on the lattice", bool((steps * grid == answers).all())),
+        exact_trial("what is released lies on the lattice", bool((steps * grid == answers).all())),
         Trial("the lattice is as fine as claimed", two_sided((2.0 * odd - steps.size) / math.sqrt(steps.size))),
     )
 
 
-def certain(what: str, holds: bool) -> Trial:
+def exact_trial(what: str, holds: bool) -> Trial:
     """Something that holds or not, without chance."""
     return Trial(what, 1.0 if holds else 0.0)
 
 
-def least(ps: Sequence[float] | Values) -> float:
+def combined_p_value(ps: Sequence[float] | Values) -> float:
     """The least of several p-values, corrected for their number; 1 of none, 0 when one is not a number."""
     found = np.asarray(ps, np.float64)
     if not len(found):
@@ -129,14 +129,14 @@ def of_noise(residuals: Values, where: str = "") -> tuple[Trial, ...]:
     return (
         Trial(f"the noise has mean zero{where}", two_sided(float(flat.sum()) / math.sqrt(flat.size))),
         Trial(f"the noise has the claimed size{where}", spread(flat)),
-        Trial(f"the noise has the claimed size in each step{where}", least(each)),
-        Trial(f"the noise is Gaussian{where}", least([stats.kstest(flat, "norm").pvalue])),
+        Trial(f"the noise has the claimed size in each step{where}", combined_p_value(each)),
+        Trial(f"the noise is Gaussian{where}", combined_p_value([stats.kstest(flat, "norm").pvalue])),
         Trial(f"the noise of a step is its own{where}", _between(residuals, residuals, itself=True)),
         Trial(f"the noise of a number is its own{where}", _along(residuals, steps, d)),
     )
 
 
-def unlike(first: Values, second: Values) -> float:
+def rows_differ(first: Values, second: Values) -> float:
     """Does no row of (t, d) repeat one of (u, d)? Rows of standard normals."""
     return _between(first, second, itself=False)
 
@@ -145,7 +145,7 @@ def _between(first: Values, second: Values, itself: bool) -> float:
     """Of the products of rows: of independent standard normals, N(0, d)."""
     z = first @ second.T / math.sqrt(first.shape[1])
     of = z[np.triu_indices(len(z), 1)] if itself else z.ravel()
-    return least(2.0 * stats.norm.sf(np.abs(of)))
+    return combined_p_value(2.0 * stats.norm.sf(np.abs(of)))
 
 
 def _along(residuals: Values, steps: int, d: int) -> float:
@@ -157,7 +157,7 @@ def _along(residuals: Values, steps: int, d: int) -> float:
     z = np.fft.irfft(power, d)[1 : d // 2 + 1] / math.sqrt(steps * d)
     if d % 2 == 0 and len(z):
         z[-1] /= math.sqrt(2.0)
-    return least(2.0 * stats.norm.sf(np.abs(z)))
+    return combined_p_value(2.0 * stats.norm.sf(np.abs(z)))
 
 
 def of_sampling(counts: Values, sizes: Values, rate: float) -> tuple[Trial, ...]:
@@ -176,7 +176,7 @@ def of_sampling(counts: Values, sizes: Values, rate: float) -> tuple[Trial, ...]
     )
     if rate == 1.0:
         full = bool((counts == steps).all() and (sizes == n).all())
-        return tuple(certain(name, full) for name in names)
+        return tuple(exact_trial(name, full) for name in names)
     rates = stats.binom.cdf(total, n * steps, rate), stats.binom.sf(total - 1, n * steps, rate)
     variance = rate * (1.0 - rate)
     excess = (1.0 - 6.0 * variance) / (steps * variance)  # kurtosis of Bin(steps, q): the chi-square is not exact

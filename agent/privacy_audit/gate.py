@@ -6,11 +6,11 @@ Three parts, from the exact to the empirical (design P10):
 - :func:`conformance`: canary patients whose gradients are orthogonal go through the *shipped* training step, and what
   comes out is held against the law that is claimed: without a canary N(0, T s^2 C^2) on a coordinate, with one
   C Bin(T, q) more. Each canary has eight images, so that clipping by image is seen.
-- :func:`one_run_bound` (in :mod:`agent.attacks.dp_patients`): what a real training betrays at least.
+- :func:`one_run_bound` (in :mod:`agent.privacy_audit.canaries`): what a real training betrays at least.
 
-:func:`gate` runs the first two, and what :mod:`agent.attacks.dp_queries` has. It is asked before a release is priced,
-and before a site takes part in rounds; it refuses also when it cannot tell. The law is the audit's own: no number of
-it comes from the code that is audited.
+:func:`gate` runs the first two, and :mod:`agent.privacy_audit.query_conformance`. It runs before a release is priced,
+and before a site takes part in rounds; it also refuses when it cannot decide. The reference distribution is the
+audit's own: no number of it comes from the audited code.
 """
 
 from __future__ import annotations
@@ -26,27 +26,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from agent.attacks.dp_law import (
+from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, loop_engine
+from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.noise import Entropy
+from agent.models.training_loop import seeded
+from agent.privacy_audit.canaries import Training, one_run_bound
+from agent.privacy_audit.conformance import (
     LATTICE,
     Conformance,
     Trial,
     Values,
-    certain,
     claimed_deviation,
+    exact_trial,
     of_noise,
     of_sampling,
+    rows_differ,
     two_sided,
-    unlike,
 )
-from agent.attacks.dp_patients import Training, one_run_bound
-from agent.attacks.dp_queries import histogram_conformance, part_conformance, query_conformance, sum_conformance
-from agent.stages.clipping import ClippedSum, RowLosses, Unit, looped
-from agent.stages.finetune import PrivateSgd, Task, train_privately
-from agent.stages.noise import Entropy
-from agent.training.loop import seeded
+from agent.privacy_audit.query_conformance import (
+    histogram_conformance,
+    part_conformance,
+    query_conformance,
+    sum_conformance,
+)
+from protos.common.errors import RefusedError
 
 __all__ = [
-    "AuditFailed",
+    "NoiseAuditError",
     "Sensitivity",
     "conformance",
     "gate",
@@ -71,8 +77,8 @@ _LOUD: Final = 3.0  # norm of a canary's gradient, in units of the clip
 _ROUNDING: Final = 1e-9  # of the bound: of two float64 sums that are compared
 
 
-class AuditFailed(Exception):
-    """The noise, the clip or the sampling of this machine is not what would be claimed, or that cannot be told."""
+class NoiseAuditError(RefusedError):
+    """The noise, the clip or the sampling of this machine does not match the claim, or cannot be verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +117,12 @@ def _worst(norm: float) -> float:
     return norm if norm == norm else math.inf  # noqa: PLR0124 - NaN counts as the largest
 
 
-def gradient_sum(task: Task, clip: float, engine: ClippedSum = looped) -> Callable[[Sequence[Unit]], Values]:
+def gradient_sum(
+    task: Task, clip: float, engine: ClippedSum = loop_engine
+) -> Callable[[Sequence[PrivacyUnit]], Values]:
     """The clipped sum of a model family, for :func:`sensitivity`: expand the units beforehand, by ``task.expand``."""
 
-    def query(units: Sequence[Unit]) -> Values:
+    def query(units: Sequence[PrivacyUnit]) -> Values:
         total: Values = engine(task.model, task.loss, units, clip).numpy()
         return total
 
@@ -122,7 +130,7 @@ def gradient_sum(task: Task, clip: float, engine: ClippedSum = looped) -> Callab
 
 
 class _Toy(nn.Module):
-    """All kinds of layers that a picture and its condition pass, small; 3 classes."""
+    """All kinds of layers that an image and its condition pass, small; 3 classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +153,7 @@ def toy_task(device: str = "cpu") -> Task:
     return Task(model.to(device), _classified, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
 
 
-def toy_cohorts() -> list[list[Unit]]:
+def toy_cohorts() -> list[list[PrivacyUnit]]:
     """Cohorts of equally many images, few and many, and one of all that is odd.
 
     Engines compute patients of equally many images together, and in another way. The last cohort has patients with
@@ -156,13 +164,13 @@ def toy_cohorts() -> list[list[Unit]]:
     return [_toys(rng, cohort) for cohort in (((1, 1.0),) * 8, ((8, 1.0),) * 6, odd)]
 
 
-def _toys(rng: np.random.Generator, cohort: Sequence[tuple[int, float]]) -> list[Unit]:
+def _toys(rng: np.random.Generator, cohort: Sequence[tuple[int, float]]) -> list[PrivacyUnit]:
     """Patients with so many images of such a size."""
     units = []
     for images, scale in cohort:
         pixels = torch.tensor(rng.normal(size=(images, 1, 8, 8)) * scale, dtype=torch.float32)
         classes, conditions = (torch.tensor(rng.integers(0, most, images)) for most in (3, 5))
-        units.append(Unit((pixels, conditions, classes)))
+        units.append(PrivacyUnit((pixels, conditions, classes)))
     return units
 
 
@@ -179,7 +187,7 @@ def _classified(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
 
 def conformance(
     entropy: Entropy,
-    engine: ClippedSum = looped,
+    engine: ClippedSum = loop_engine,
     job: PrivateSgd = JOB,
     canaries: int = CANARIES,
     device: str = "cpu",
@@ -213,8 +221,10 @@ def examine(
     for sparse in (first, second):
         sparse.go(training, entropy, engine)
     if not all(part.whole for part in (run, first, second)):
-        return Conformance((certain("every step is taken, empty batches too, and all weights are numbers", False),))
-    again = Trial("a second run has noise of its own", unlike(first.residuals(), second.residuals()))
+        return Conformance(
+            (exact_trial("every step is taken, empty batches too, and all weights are numbers", False),)
+        )
+    again = Trial("a second run has noise of its own", rows_differ(first.residuals(), second.residuals()))
     return Conformance((*run.trials(), *of_noise(first.residuals(), ", in steps that are mostly empty"), again))
 
 
@@ -234,7 +244,7 @@ class _Run:
         """Train; the engine and the optimiser are looked over the shoulder, and changed in nothing."""
         waiting: list[int] = []
 
-        def watched(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+        def watched(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
             batch = list(units)
             waiting.extend(self._coordinate(unit) for unit in batch)
             return engine(model, loss, batch, clip)
@@ -249,16 +259,16 @@ class _Run:
         task = Task(self._model, _along_targets, lambda parameters: _Watched(parameters, note))
         training(task, self._units(), self._job, entropy, watched)
 
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[PrivacyUnit]:
         """A canary for each present coordinate, and one whose gradient is not finite."""
         rows, columns = torch.eye(_ROWS), torch.eye(self._size // _ROWS)
         at = [divmod(int(k), self._size // _ROWS) for k in self._present]
         loud = _LOUD * self._job.clip
-        units = [Unit((columns[i].expand(IMAGES, -1) * loud, rows[j].expand(IMAGES, -1))) for j, i in at]
+        units = [PrivacyUnit((columns[i].expand(IMAGES, -1) * loud, rows[j].expand(IMAGES, -1))) for j, i in at]
         broken = (torch.full((IMAGES, columns.shape[1]), math.inf), rows[:1].expand(IMAGES, -1))
-        return [*units, Unit(broken)]
+        return [*units, PrivacyUnit(broken)]
 
-    def _coordinate(self, unit: Unit) -> int:
+    def _coordinate(self, unit: PrivacyUnit) -> int:
         """Where its gradient points; behind the last coordinate for the broken one."""
         inputs, targets = unit.rows[0][0], unit.rows[1][0]
         if not bool(torch.isfinite(inputs).all()):
@@ -302,8 +312,8 @@ class _Run:
         alone = float(moved.mean() - 1.0) * math.sqrt(len(moved)) / s if len(moved) else math.nan
         counts = np.append(drawn[:, self._present].sum(axis=0), drawn[:, -1].sum())
         return (
-            certain("the weights move by the noisy gradient and nothing else", taken),
-            certain("a patient is in a batch once", bool(drawn.max() <= 1.0)),
+            exact_trial("the weights move by the noisy gradient and nothing else", taken),
+            exact_trial("a patient is in a batch once", bool(drawn.max() <= 1.0)),
             *of_sampling(counts, drawn.sum(axis=1), q),
             Trial("a patient who is drawn adds the clip and no more", two_sided(alone)),
             Trial("a patient adds what the claim says", two_sided(float(inside.mean() - job.steps * q) / wide)),
@@ -332,7 +342,9 @@ def _along_targets(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
     return along
 
 
-def gate(entropy: Entropy, engine: ClippedSum = looped, device: str = "cpu", canaries: int = CANARIES) -> Conformance:
+def gate(
+    entropy: Entropy, engine: ClippedSum = loop_engine, device: str = "cpu", canaries: int = CANARIES
+) -> Conformance:
     """What a release asks before it is priced, and a site before it takes part in rounds; about a second.
 
     Args:
@@ -343,33 +355,34 @@ def gate(entropy: Entropy, engine: ClippedSum = looped, device: str = "cpu", can
     Returns:
         What was seen, which is nothing but chance.
     Raises:
-        AuditFailed: two runs in a row do not follow the claimed law, a patient moves a sum by more than the clip, or
+        NoiseAuditError: two runs in a row do not follow the claimed law, a patient moves a sum by more than the clip,
+        or
             the audit could not run. Nothing was priced.
     """
     try:
         moved = toy_sensitivity(engine, device)
-        seen = twice(lambda: conformance(entropy, engine, JOB, canaries, device))
+        seen = repeat_if_failed(lambda: conformance(entropy, engine, JOB, canaries, device))
         queries = (sum_conformance, histogram_conformance, part_conformance)
-        others = [twice(partial(query, entropy)) for query in queries]
+        others = [repeat_if_failed(partial(query, entropy)) for query in queries]
     except Exception as fault:  # whatever it is: an audit that cannot run lets nothing through
-        raise AuditFailed(
+        raise NoiseAuditError(
             f"the audit of the noise could not run ({type(fault).__name__}): nothing was priced"
         ) from fault
     if not moved.holds:
-        raise AuditFailed(
+        raise NoiseAuditError(
             f"one patient moves the sum of gradients by {moved.largest:.4g}, and the bound is {moved.bound:g}: "
             "nothing was priced"
         )
     for found in (seen, *others):
         if not found.holds:
-            raise AuditFailed(
+            raise NoiseAuditError(
                 f'in two runs it is not so that "{found.worst.what}" (p = {found.p:.1g}): nothing was priced. '
-                "Install the agent anew, and run `lazaret-agent audit --full`"
+                "Reinstall the agent, and run `lazaret-agent audit --full`"
             )
     return Conformance(tuple(trial for found in (seen, *others) for trial in found.trials))
 
 
-def twice(run: Callable[[], Conformance]) -> Conformance:
+def repeat_if_failed(run: Callable[[], Conformance]) -> Conformance:
     """A second run when the first looks odd: a sound machine fails one time in a million, not in a thousand."""
     first = run()
     return first if first.holds else run()

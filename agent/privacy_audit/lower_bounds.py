@@ -1,9 +1,10 @@
 """How much a single run betrays at least: lower bounds of epsilon from guesses about many canaries at once.
 
-Steinke, Nasr & Jagielski 2023 (arXiv 2305.08846): m canaries are put in, each by a fair coin of its own; somebody who
-sees what was released guesses the coins of those he is sure about, and abstains on the others. Under (epsilon, delta)
-differential privacy nobody guesses right too often. Mahloujifar, Melis & Chaudhuri 2024 (arXiv 2410.22235, ICML 2025)
-bound the same number by a whole trade-off curve, which is tighter; here it is that of the Gaussian mechanism.
+Steinke, Nasr & Jagielski 2023 (arXiv 2305.08846): each of m canaries is included by its own fair coin. An observer of
+the release guesses the coins of the canaries that it is sure about, and abstains on the others. Under (epsilon,
+delta) differential privacy the guesses cannot be right too often. Mahloujifar, Melis & Chaudhuri 2024 (arXiv
+2410.22235, ICML 2025) bound the same number by an entire trade-off curve, which is tighter; here it is that of the
+Gaussian mechanism.
 
 There is a ceiling: with m = 1000 canaries, and every guess right, no more than an epsilon of about 5 can be proved.
 An audit of this kind belongs to a claim of 1 or 2; at a claim of 8 it does not see that the noise is missing.
@@ -30,7 +31,7 @@ _FINE: Final = 1e-6  # of an epsilon
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What one run proves about epsilon, at ``DELTA`` and ``CONFIDENCE`` unless told otherwise."""
+    """The lower bound on epsilon of one run, by default at ``DELTA`` and ``CONFIDENCE``."""
 
     guessed: float  # by Steinke, Nasr & Jagielski: of any mechanism
     curved: float  # by Mahloujifar, Melis & Chaudhuri: of one whose trade-off curve is a Gaussian's

@@ -17,16 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.attacks.dp_audit import (
-    CANARIES,
-    JOB,
-    examine,
-)
-from agent.attacks.dp_law import Conformance
-from agent.attacks.dp_patients import OneRun, Training, one_run_bound
-from agent.stages.clipping import ClippedSum, RowLosses, Unit, bookkept, looped
-from agent.stages.finetune import PrivateSgd, Task, train_privately
-from agent.stages.noise import Entropy, uniforms
+from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, bookkeeping_engine, loop_engine
+from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.noise import Entropy, draw_uniforms
+from agent.privacy_audit.canaries import OneRun, Training, one_run_bound
+from agent.privacy_audit.conformance import Conformance
+from agent.privacy_audit.gate import CANARIES, JOB, examine
 
 _NONE: Final = 1e-9  # a noise multiplier that is no noise; none at all is refused
 
@@ -40,14 +36,16 @@ class Control:
     breaking: Callable[[ClippedSum], ClippedSum] = lambda engine: engine
 
     def run(
-        self, entropy: Entropy, engine: ClippedSum = looped, canaries: int = CANARIES, device: str = "cpu"
+        self, entropy: Entropy, engine: ClippedSum = loop_engine, canaries: int = CANARIES, device: str = "cpu"
     ) -> Conformance:
-        """What :func:`agent.attacks.dp_audit.conformance` sees of it."""
+        """What :func:`agent.privacy_audit.gate.conformance` sees of it."""
         return examine(self.training, entropy, JOB, self.breaking(engine), canaries, device)
 
 
 def _noise(factor: Callable[[PrivateSgd], float]) -> Training:
-    def training(task: Task, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
+    def training(
+        task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+    ) -> int:
         less = replace(job, noise_multiplier=max(_NONE, job.noise_multiplier * factor(job)))
         return train_privately(task, units, less, entropy, engine)
 
@@ -62,14 +60,14 @@ def unclipped(engine: ClippedSum) -> ClippedSum:
 def by_image(engine: ClippedSum) -> ClippedSum:
     """Every image is clipped by itself, and the sum is sold as one of patients."""
 
-    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
-        single = [Unit(tuple(row[i : i + 1] for row in unit.rows)) for unit in units for i in range(len(unit))]
+    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
+        single = [PrivacyUnit(tuple(row[i : i + 1] for row in unit.rows)) for unit in units for i in range(len(unit))]
         return engine(model, loss, single, clip)
 
     return clipped_sum
 
 
-def by_layer(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+def by_layer(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
     """Every parameter tensor is clipped by itself: the whole has a norm of up to clip sqrt(tensors)."""
     parameters = list(model.parameters())
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
@@ -81,20 +79,22 @@ def by_layer(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: flo
     return total
 
 
-def all_together(model: nn.Module, loss: RowLosses, units: Sequence[Unit], clip: float) -> Tensor:
+def all_together(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
     """The mean of the batch is clipped, and multiplied by its size: one patient turns all of it."""
     sound = [unit for unit in units if bool(torch.isfinite(unit.rows[0]).all())]
     if not sound:
-        return looped(model, loss, [], clip)
+        return loop_engine(model, loss, [], clip)
     rows = tuple(torch.cat(tensors) for tensors in zip(*(unit.rows for unit in sound), strict=True))
-    return looped(model, loss, [Unit(rows)], clip) * len(sound)
+    return loop_engine(model, loss, [PrivacyUnit(rows)], clip) * len(sound)
 
 
-def _rate(task: Task, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
+def _rate(task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
     return train_privately(task, units, replace(job, sampling_rate=1.5 * job.sampling_rate), entropy, engine)
 
 
-def _normaliser(task: Task, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
+def _normaliser(
+    task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+) -> int:
     return train_privately(task, units, replace(job, expected_batch=job.sampling_rate * len(units)), entropy, engine)
 
 
@@ -111,7 +111,9 @@ class _Repeating:
         return self.given[count]
 
 
-def _same_steps(task: Task, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
+def _same_steps(
+    task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+) -> int:
     return train_privately(task, units, job, _Repeating(entropy, {}), engine)
 
 
@@ -125,7 +127,9 @@ class _Seeded:
         return self._rng.bytes(count)
 
 
-def _same_runs(task: Task, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
+def _same_runs(
+    task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+) -> int:
     return train_privately(task, units, job, _Seeded(0), engine)
 
 
@@ -137,10 +141,12 @@ def _stepwise(quiet: Callable[[int, float], bool], left_out: bool) -> Training:
         left_out: leave quiet steps out.
     """
 
-    def training(task: Task, units: Sequence[Unit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
+    def training(
+        task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+    ) -> int:
         one = replace(job, steps=1, sampling_rate=1.0)
         for _ in range(job.steps):
-            hit = uniforms(entropy, len(units)) < job.sampling_rate
+            hit = draw_uniforms(entropy, len(units)) < job.sampling_rate
             drawn = [unit for unit, there in zip(units, hit, strict=True) if there]
             odd = quiet(len(drawn), job.sampling_rate * len(units))
             if odd and left_out:
@@ -170,8 +176,8 @@ CONTROLS: Final = (
 )
 LARGE: Final = ("noise absent", "clipping off", "clipping by image, sold as by patient")  # faults that a bound sees
 ENGINES: Final[dict[str, ClippedSum]] = {
-    "clipping off": unclipped(looped),
-    "clipping by image, sold as by patient": by_image(looped),
+    "clipping off": unclipped(loop_engine),
+    "clipping by image, sold as by patient": by_image(loop_engine),
     "clipping each layer by itself": by_layer,
     "clipping the mean of the batch": all_together,
 }
@@ -180,6 +186,6 @@ ENGINES: Final[dict[str, ClippedSum]] = {
 def proved(
     control: Control, images: NDArray[np.float32], labels: NDArray[np.int64], entropy: Entropy, device: str = "cpu"
 ) -> OneRun:
-    """What :func:`agent.attacks.dp_patients.one_run_bound` proves of it."""
-    engine = control.breaking(bookkept(64))
+    """What :func:`agent.privacy_audit.canaries.one_run_bound` proves of it."""
+    engine = control.breaking(bookkeeping_engine(64))
     return one_run_bound(images, labels, entropy, engine, training=control.training, device=device)

@@ -1,4 +1,4 @@
-"""The audit of noisy queries that are no whole training: what shipped code emits, against its law.
+"""Audit noisy queries that are not a full training: the output of the production code against its distribution.
 
 A sum, the semantic histogram, and the part of a federated step's sum that leaves a site masked.
 """
@@ -14,7 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.attacks.dp_law import (
+from agent.domain import Image, Patient
+from agent.dp.clipping import PrivacyUnit
+from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, noisy_part
+from agent.dp.noise import Entropy, noisy_sum
+from agent.mechanisms.privimage.semantic_query import Query, histogram
+from agent.models.semantics.classifier import Semantics
+from agent.privacy_audit.conformance import (
     LATTICE,
     Conformance,
     Trial,
@@ -24,13 +30,7 @@ from agent.attacks.dp_law import (
     on_the_lattice,
     two_sided,
 )
-from agent.nets.semantics import Semantics
-from agent.nouns import Image, Patient
-from agent.stages.clipping import Unit
-from agent.stages.finetune import Box, PrivateSgd, noisy_part
-from agent.stages.noise import Entropy, noisy_sum
-from agent.stages.select import Query, histogram
-from policies.claims import DistributedGaussian
+from policies.accounting.claims import DistributedGaussian
 
 IMAGES: Final = 8  # of each canary patient, who has one vote all the same
 _SIZE: Final = 5000
@@ -61,7 +61,7 @@ def sum_conformance(entropy: Entropy, size: int = _SIZE) -> Conformance:
 
 
 class _Pointing:
-    """A query function that reads the bin from the brightness of a picture: a picture of k / n votes for bin k."""
+    """A query function that reads the bin from the brightness of an image: an image of k / n votes for bin k."""
 
     def __init__(self, bins: int) -> None:
         self.bins = tuple(f"bin{i}" for i in range(bins))
@@ -75,7 +75,7 @@ class _Pointing:
 
 
 def histogram_conformance(entropy: Entropy) -> Conformance:
-    """Of the shipped semantic histogram: canary patients of eight pictures, one vote each for two bins."""
+    """Of the shipped semantic histogram: canary patients of eight images, one vote each for two bins."""
     bins, classes = 250, ("0", "1", "2", "3")
     query = Query(votes=2, noise=1.5, keep=1, images=IMAGES)
     exact, patients = np.zeros((len(classes), bins)), []
@@ -93,7 +93,7 @@ def histogram_conformance(entropy: Entropy) -> Conformance:
 
 
 def part_conformance(entropy: Entropy, size: int = _SIZE) -> Conformance:
-    """Of the shipped ``noisy_part``, a site's masked part of one step: canary patients of eight loud pictures.
+    """Of the shipped ``noisy_part``, a site's masked part of one step: canary patients of eight loud images.
 
     Every site bears sigma / sqrt(honest) of the noise. The box is half of the clip, so that boxing is seen, and that
     the noise is not boxed with it.
@@ -104,8 +104,8 @@ def part_conformance(entropy: Entropy, size: int = _SIZE) -> Conformance:
     grid = clip * 2.0**-10  # coarser than the lattice of noisy_sum, as parts are: it widens the noise by 7 %
     spread = claimed_deviation(sigma / math.sqrt(honest), clip, size, grid)
     model = nn.Linear(size, 1, bias=False)
-    units = [Unit((3.0 * clip * row.expand(IMAGES, -1),)) for row in torch.eye(_MASKED, size)]
-    parts = [noisy_part(model, _outputs, units, job, entropy, Box(grid, bound)) for _ in range(_TIMES)]
+    units = [PrivacyUnit((3.0 * clip * row.expand(IMAGES, -1),)) for row in torch.eye(_MASKED, size)]
+    parts = [noisy_part(model, _outputs, units, job, entropy, SecureSumGrid(grid, bound)) for _ in range(_TIMES)]
     answers = np.stack(parts) * grid
     patients, others = answers[:, :_MASKED], answers[:, _MASKED:]
     wide = math.sqrt((spread**2 + q * (1.0 - q) * bound**2) / patients.size)

@@ -6,115 +6,122 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from agent.nouns import Forked, Unreachable
-from agent.release_record import RECORD, older_vault
-from agent.site import Refused, Site
-from policies.claims import Claim
-from policies.entries import Reserved
-from policies.review import Finding, Verdict
-from policies.review import price as price_of
-from policies.statement import Reservation, Settlement
+from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError
+from agent.release.ports import SiteContext
+from agent.release.release_record import RECORD, older_vault
+from policies.accounting.claims import Claim
+from policies.ledger.entries import Reserved
+from policies.review.rules import Finding, Verdict
+from policies.review.rules import price as price_of
+from policies.statements import Reservation, Settlement
 
 if TYPE_CHECKING:
-    from agent.mechanisms import Mechanism
+    from agent.mechanisms.registry import Mechanism
 
 
 @contextlib.contextmanager
-def if_reachable() -> Iterator[None]:
+def best_effort() -> Iterator[None]:
     """What follows can do without the coordinator's answer; but a ledger that forked is no mere silence.
 
     Raises:
-        Forked: people have to look.
+        LedgerForkError: people have to look.
     """
     try:
         yield
-    except Forked:
+    except LedgerForkError:
         raise
-    except Unreachable:
+    except CoordinatorUnreachableError:
         pass
 
 
-def reservation_of(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> Reservation:
+def reservation_of(site: SiteContext, mechanism: Mechanism, modality: str, run: str = "") -> Reservation:
     """What a site asks for, under a new name."""
     grant = site.new_id("grant")
     return Reservation(grant, site.name, run, mechanism.name, mechanism.claim(), mechanism.components(), modality)
 
 
-def hold(site: Site, mechanism: Mechanism, modality: str, run: str = "") -> tuple[Reservation, bytes]:
+def reserve_locally(
+    site: SiteContext, mechanism: Mechanism, modality: str, run: str = ""
+) -> tuple[Reservation, bytes]:
     """Reserve the mechanism's claim in the site's own ledger. No image has been read.
 
     Returns:
         What was granted here, and the sealed reservation for the coordinator.
     Raises:
-        Refused: by the site; the coordinator is told, and holds nothing.
-        Forked: it could not be told.
+        ReviewRejectedError: by the site; the coordinator is told, and holds nothing.
+        LedgerForkError: it could not be told.
     """
     reservation = reservation_of(site, mechanism, modality, run)
     envelope = site.seal(reservation)
     if run and site.books.policy_of(site.name).approvals:
-        raise Refused("site", Verdict((Finding("approval", "the policy has persons approve; rounds do not wait"),)))
+        raise ReviewRejectedError(
+            "site", Verdict((Finding("approval", "the policy has persons approve; rounds do not wait"),))
+        )
     site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
     verdict = site.books.reserve(f"reserve-{reservation.grant}", reservation, envelope)
     if not verdict.admitted:
         declined = settlement(reservation, "declined", verdict.findings[0].rule)
-        with if_reachable():  # the refusal stands, whether or not the coordinator hears of it
+        with best_effort():  # the refusal stands, whether or not the coordinator hears of it
             site.door.settle(f"settle-{reservation.grant}", site.seal(declined))
-        raise Refused("site", verdict)
+        raise ReviewRejectedError("site", verdict)
     return reservation, envelope
 
 
-def price(site: Site, mechanism: Mechanism, modality: str) -> Reservation:
+def reserve(site: SiteContext, mechanism: Mechanism, modality: str) -> Reservation:
     """Reserve the mechanism's claim, in the site's ledger and then at the coordinator. No image has been read.
+
+    This is a wall: two ledgers pay, and neither believes the other.
 
     Nothing is asked for where the vault does not know every release without an epsilon, and this is one more.
 
-    A site's part in a run is reserved by the coordinator, for all sites at once (:mod:`agent.participant`).
+    A site's part in a run is reserved by the coordinator, for all sites at once
+    (:mod:`agent.federation.participant`).
 
     Returns:
         What was granted.
     Raises:
-        Refused: by either ledger, and the other one holds nothing; or the vault is older than the site's ledger.
-        Unreachable: the site's grant stays held, and is spent at the next start.
+        ReviewRejectedError: by either ledger, and the other one holds nothing; or the vault is older than the site's
+        ledger. CoordinatorUnreachableError: the site's grant stays held, and is spent at the next start.
     """
     older = tuple(older_vault(site.vault.note(RECORD), site.books.store.state, mechanism.name))
     if older:
-        raise Refused("site", Verdict(older))
-    reservation, envelope = hold(site, mechanism, modality)
+        raise ReviewRejectedError("site", Verdict(older))
+    reservation, envelope = reserve_locally(site, mechanism, modality)
     verdict = site.door.reserve(f"reserve-{reservation.grant}", envelope)
     if not verdict.admitted:
-        let_go(site, reservation)
-        raise Refused("coordinator", verdict)
+        release_grant(site, reservation)
+        raise ReviewRejectedError("coordinator", verdict)
     return reservation
 
 
-def let_go(site: Site, reservation: Reservation | Reserved) -> None:
+def release_grant(site: SiteContext, reservation: Reservation | Reserved) -> None:
     """The coordinator refused the price: what the site's ledger holds is free again, since nothing was read."""
     site.books.free(reservation.grant, "refused", site.seal(settlement(reservation, "declined", "coordinator")))
 
 
-def unused(site: Site, reservation: Reservation | Reserved) -> None:
+def return_unused_grant(site: SiteContext, reservation: Reservation | Reserved) -> None:
     """Leave a run that was granted and in which nothing was begun: what is held here is free again.
 
     Only the process that reserved it knows that nothing was read. The coordinator hears the same word, and spends.
     """
     word = site.seal(settlement(reservation, "declined", "unused"))
     site.books.free(reservation.grant, "unused", word)
-    with if_reachable():  # there it stays held until the run's end, which is as good as spent
+    with best_effort():  # there it stays held until the run's end, which is as good as spent
         site.door.settle(f"settle-{reservation.grant}", word)
 
 
-def give_up(site: Site, reservation: Reservation | Reserved, reason: str) -> None:
+def expire_grant(site: SiteContext, reservation: Reservation | Reserved, reason: str) -> None:
     """Close a grant that will see no release: it is spent, and the coordinator is told so.
 
     Raises:
-        Unreachable: the site's own ledger is closed all the same; the coordinator's grant stays held.
+        CoordinatorUnreachableError: the site's own ledger is closed all the same; the coordinator's grant stays held.
     """
     site.books.close(reservation.grant, "expired")
     site.door.settle(f"settle-{reservation.grant}", site.seal(settlement(reservation, "expired", reason)))
 
 
-def finish(site: Site, name: str, made: Claim | None) -> None:
-    """Close a grant under which no more will be made: what was made is spent, and the rest given back here.
+def settle_grant(site: SiteContext, name: str, made: Claim | None) -> None:
+    """Close a finished grant: spend what was made, and return the rest here.
 
     Made, not what left: a round that failed has read images, and its failure was an answer. The coordinator spends
     the whole grant; the stricter of both books binds.
@@ -129,7 +136,7 @@ def finish(site: Site, name: str, made: Claim | None) -> None:
     else:
         word = settlement(reserved, "finished", "finished", used)
         site.books.finish(word, site.seal(word))
-    with if_reachable():  # there it stays held, which is as good as spent
+    with best_effort():  # there it stays held, which is as good as spent
         site.door.settle(f"settle-{name}", site.seal(settlement(reserved, "expired", "finished")))
 
 

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from agent.measures.evaluation import Asked, Effort, Evaluation, Subject, evaluate
-from agent.mechanisms import Centroids, PrivImage
-from agent.nouns import Selection, SyntheticSet
-from agent.site import Site
+from agent.domain import Selection, SyntheticSet
+from agent.evaluation.released_set import Effort, Evaluation, SemanticsQuery, Subject, evaluate
+from agent.mechanisms.registry import Centroids, PrivImage
+from agent.release.ports import SiteContext
+from protos.common.errors import RefusedError
 
 _LOOKS = "looks"
 
 
-class NotHeldOut(ValueError):
+class NotHeldOutError(RefusedError, ValueError):
     """These patients may have been trained on; the text says how to hold others out."""
 
 
@@ -22,16 +23,16 @@ def held_out(selection: Selection, part: str) -> Selection:
     """The patients of another part of a configuration's split.
 
     Raises:
-        NotHeldOut: there is no split, no such part, or it is the part that is released.
+        NotHeldOutError: there is no split, no such part, or it is the part that is released.
     """
     parts = ", ".join(selection.split.parts) if selection.split else ""
-    told = "figures of patients that were trained on choose a model by them; hold a part out"
+    told = "evaluating on training patients would select a model by them: hold a part out"
     if selection.split is None:
-        raise NotHeldOut(f"{told}: [cohort] of the configuration needs split, parts and part")
+        raise NotHeldOutError(f"{told}: [cohort] of the configuration needs split, parts and part")
     if part == selection.part:
-        raise NotHeldOut(f"{told}: {part} is the part that the configuration releases, of {parts}")
+        raise NotHeldOutError(f"{told}: {part} is the part that the configuration releases, of {parts}")
     if part not in selection.split.parts:
-        raise NotHeldOut(f"there is no such part; the configuration's split has {parts}")
+        raise NotHeldOutError(f"there is no such part; the configuration's split has {parts}")
     return replace(selection, part=part)
 
 
@@ -42,18 +43,21 @@ def subject_of(mechanism: PrivImage | Centroids, made: SyntheticSet) -> Subject:
         ValueError: the set is none of this configuration.
     """
     if made.images.shape[1:] != mechanism.shape:
-        raise ValueError("the set's pictures do not have the configuration's size: it is another one's")
+        raise ValueError(
+            "the set's images do not have the configuration's size: the set was made with another configuration"
+        )
     if not isinstance(mechanism, PrivImage):
         return Subject(made, mechanism.classes, mechanism.classes)
     public = mechanism.public
-    asked = Asked(mechanism.semantics, public.images, public.bins, mechanism.query)
+    asked = SemanticsQuery(mechanism.semantics, public.images, public.bins, mechanism.query)
     return Subject(made, mechanism.drawn, mechanism.classes, asked)
 
 
 def look(
-    site: Site, subject: Subject, others: Selection, rng: np.random.Generator, effort: Effort | None = None
+    site: SiteContext, subject: Subject, others: Selection, rng: np.random.Generator, effort: Effort | None = None
 ) -> tuple[Evaluation, int]:
-    """Judge a set by held-out patients. Nothing leaves, so nothing is priced; the look is counted for ever.
+    """Evaluate a set on held-out patients. Nothing leaves, so nothing is priced; the evaluation is counted
+    permanently.
 
     Args:
         site: its vault.
@@ -64,7 +68,7 @@ def look(
     Returns:
         The figures, and how many looks there were at patients of this modality, this one included.
     Raises:
-        TooFewPatients: too few are held out. That was a look as well.
+        TooFewPatientsError: too few are held out. That was a look as well.
     """
     looks = _counted(site, others.modality)  # before a patient is read: whatever comes of it, it was asked for
     site.say("read", "the held-out patients, from the vault")
@@ -73,12 +77,12 @@ def look(
     return evaluate(subject, cohort, rng, say, effort), looks
 
 
-def looks_at(site: Site, modality: str) -> int:
+def looks_at(site: SiteContext, modality: str) -> int:
     """How often figures of held-out patients of a modality were looked at, in all projects."""
     return int((site.vault.note(_LOOKS) or {}).get(modality, 0))
 
 
-def _counted(site: Site, modality: str) -> int:
+def _counted(site: SiteContext, modality: str) -> int:
     """Count a look, in a note of the site: its patients are the same in every project, and nothing takes one away."""
     count = looks_at(site, modality) + 1
     site.vault.write_note(_LOOKS, {**(site.vault.note(_LOOKS) or {}), modality: count})

@@ -1,4 +1,4 @@
-"""The site's private record of who is behind what was released, and which representatives may be shown again (P5).
+"""The site's private record of the patients behind releases, and which representatives may be shown again (P5).
 
 Who is in a released cluster is a note of the site and outlives every project: a patient is in one cluster, ever. The
 representatives themselves are notes of the project and end with it (P15).
@@ -9,24 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agent.kept import listed
-from agent.mechanisms import Synthesis
-from agent.nouns import Clusters, Selection, SyntheticSet
-from agent.release_record import RECORD
-from agent.site import Refused, Site
-from agent.stages.freeze import Frozen, from_note, place_of, plan, to_note
-from policies.claims import KAnonymous
-from policies.review import Finding, Verdict
-from policies.statement import MalformedStatement, Release, menu_of
+from agent.domain import Clusters, Selection, SyntheticSet
+from agent.errors import ReviewRejectedError
+from agent.microaggregation.released_clusters import ReleasedCluster, from_note, place_of, plan, to_note
+from agent.release.ports import SiteContext
+from agent.release.release_record import RECORD
+from agent.release.unsent import listed
+from policies.accounting.claims import KAnonymous
+from policies.review.rules import Finding, Verdict
+from policies.statements import Release, StatementError, menu_of
+from protos.common.errors import RefusedError
+
+if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
+    from agent.mechanisms.registry import Synthesis
 
 _SEARCHED = "searched"
 
 
-class TooManySearches(ValueError):
+class TooManySearchesError(RefusedError, ValueError):
     """More k than a statement can say: 64 at most, below a million, over all searches of a modality."""
 
     def __init__(self) -> None:
@@ -46,14 +50,16 @@ def rule_of(selection: Selection) -> list[Any]:
     return [s.modality, list(s.shape), s.body_part, sorted(s.labels), shares, s.part, s.min_instances, s.fit]
 
 
-def freeze(made: SyntheticSet, clusters: Clusters, mechanism: Synthesis, selection: Selection) -> tuple[Frozen, ...]:
+def freeze(
+    made: SyntheticSet, clusters: Clusters, mechanism: Synthesis, selection: Selection
+) -> tuple[ReleasedCluster, ...]:
     """What was just made, cluster by cluster, as it will be shown for ever."""
     per = len(made.images) // len(clusters.members)  # views of each representative
     if per * len(clusters.members) != len(made.images):
         raise RuntimeError("a set does not fit its clusters")  # never released: fail closed
     form = form_of(mechanism, selection)
     return tuple(
-        Frozen(
+        ReleasedCluster(
             members,
             made.images[i * per : (i + 1) * per],
             made.labels[i * per],
@@ -65,7 +71,7 @@ def freeze(made: SyntheticSet, clusters: Clusters, mechanism: Synthesis, selecti
     )
 
 
-def together(clusters: Sequence[Frozen], rng: np.random.Generator) -> SyntheticSet:
+def combine_shuffled(clusters: Sequence[ReleasedCluster], rng: np.random.Generator) -> SyntheticSet:
     """One set of all representatives, in random order: neither age nor cluster can be told from a place."""
     images = np.concatenate([cluster.images for cluster in clusters])
     labels = [cluster.label for cluster in clusters for _ in cluster.images]
@@ -74,14 +80,14 @@ def together(clusters: Sequence[Frozen], rng: np.random.Generator) -> SyntheticS
 
 
 def kept_clusters(
-    site: Site, mechanism: Synthesis, selection: Selection
-) -> tuple[tuple[Frozen, ...], frozenset[str]]:
+    site: SiteContext, mechanism: Synthesis, selection: Selection
+) -> tuple[tuple[ReleasedCluster, ...], frozenset[str]]:
     """The clusters of earlier releases that this one shows again, and every patient who is in any of them.
 
-    Shown again is what has set out before. A release that waits for persons may yet be withdrawn: its clusters only
-    keep their patients out. A cluster with somebody who has opted out is retired: its pictures are forgotten, here,
-    if the opt-out itself could not (:func:`agent.edges.projects.opt_out`). Nor is a cluster shown again that, by what
-    is known of ids by now, has fewer than k patients.
+    Clusters of submitted releases are shown again. A release that is pending approval may still be withdrawn: its
+    clusters only exclude their patients. A cluster with a patient who has opted out is retired: its images are
+    deleted here, if the opt-out itself could not (:func:`agent.storage.projects.opt_out`). A cluster that has fewer
+    than k patients, by what is now known of ids, is not shown again either.
     """
     gone = site.vault.opted_out()
     for one in site.vault.note(RECORD) or []:
@@ -93,13 +99,13 @@ def kept_clusters(
 
 
 def frozen_clusters(
-    site: Site, mechanism: Synthesis, selection: Selection, known: Set[str] | None = None
-) -> tuple[tuple[Frozen, ...], frozenset[str]]:
-    """The same, and nothing is written: pictures of a retired cluster are passed over.
+    site: SiteContext, mechanism: Synthesis, selection: Selection, known: Set[str] | None = None
+) -> tuple[tuple[ReleasedCluster, ...], frozenset[str]]:
+    """The same, and nothing is written: images of a retired cluster are passed over.
 
     With ``known``, of these releases alone, as after the next start (:func:`known_after_start`).
     """
-    old: list[Frozen] = []
+    old: list[ReleasedCluster] = []
     gone, state = site.vault.opted_out(), site.books.store.state
     for one in site.vault.note(RECORD) or []:
         if known is not None and one["release"] not in known:
@@ -110,10 +116,12 @@ def frozen_clusters(
             kept = site.vault.project_note(place_of(one["release"], index)) if shown else None
             old.append(from_note(members, kept))
     again, taken = plan(old, gone, mechanism.k, mechanism.l_diversity, form_of(mechanism, selection))
-    return enough(again, mechanism.k, site.vault.alike_ids()), taken
+    return still_k_anonymous(again, mechanism.k, site.vault.alike_ids()), taken
 
 
-def enough(clusters: Sequence[Frozen], k: int, alike: Iterable[frozenset[str]]) -> tuple[Frozen, ...]:
+def still_k_anonymous(
+    clusters: Sequence[ReleasedCluster], k: int, alike: Iterable[frozenset[str]]
+) -> tuple[ReleasedCluster, ...]:
     """Those clusters with k patients or more, though groups of their ids were found to be alike since they were made.
 
     Args:
@@ -131,13 +139,13 @@ def _patients(members: Iterable[str], alike: Iterable[frozenset[str]]) -> int:
     return len(own) - sum(max(0, len(group & own) - 1) for group in alike)
 
 
-def still_enough(site: Site, release: Release) -> None:
+def still_enough(site: SiteContext, release: Release) -> None:
     """Every cluster that a kept release shows, anew or again, still has as many patients as the release claims (P3).
 
     Ids that were found to be alike since it was made count as one. Where nothing claims a k, nobody asks.
 
     Raises:
-        Refused: one has fewer; nothing is spent, and it stays kept.
+        ReviewRejectedError: one has fewer; nothing is spent, and it stays kept.
     """
     if not isinstance(release.claim, KAnonymous):
         return
@@ -145,24 +153,26 @@ def still_enough(site: Site, release: Release) -> None:
     behind = [one for one in site.vault.note(RECORD) or [] if one["release"] == release.release]
     if any(_patients(own, alike) < k for one in behind for own in (*one["clusters"], *one.get("again", []))):
         told = (
-            "ids in it were found since to count as one patient: a picture has fewer patients than k by now; it is "
-            f"kept: withdraw it, or say that they are apart (`cohort --apart`), and `release send {release.release}`"
+            "IDs in it now count as one patient, so an image has fewer patients than k; it is "
+            f"kept: withdraw it, or record that they differ (`cohort --apart`), and `release send {release.release}`"
         )
-        raise Refused("site", Verdict((Finding("alike", told),)))
+        raise ReviewRejectedError("site", Verdict((Finding("alike", told),)))
 
 
 def out_of_it(
-    site: Site, selection: Selection, taken: frozenset[str], among: Set[str] | None = None
+    site: SiteContext, selection: Selection, taken: frozenset[str], among: Set[str] | None = None
 ) -> frozenset[str]:
     """Who is in no new cluster: who is taken, and every id but one of those that may be one patient's (P3).
 
-    ``among`` whom a making goes on: nobody else stands for a patient; None: all who are here.
+    ``among``: the patients of a resumed release; no others represent a patient. None: all patients.
     """
     return taken | site.vault.second_ids(selection, taken, among)
 
 
-def remember(site: Site, release: str, fresh: Sequence[Frozen], again: Sequence[Frozen]) -> None:
-    """Write down who is behind a release, before a byte of it leaves; first the pictures, then who."""
+def remember(
+    site: SiteContext, release: str, fresh: Sequence[ReleasedCluster], again: Sequence[ReleasedCluster]
+) -> None:
+    """Write down who is behind a release, before a byte of it leaves; first the images, then who."""
     for index, cluster in enumerate(fresh):
         site.vault.write_project_note(place_of(release, index), to_note(cluster))
     one = {
@@ -173,13 +183,13 @@ def remember(site: Site, release: str, fresh: Sequence[Frozen], again: Sequence[
     site.vault.write_note(RECORD, [*(site.vault.note(RECORD) or []), one])
 
 
-def remember_persons(site: Site, release: str, persons: Iterable[str]) -> None:
-    """Write down whose pictures a release without clusters and without an epsilon was made from, before it leaves."""
+def remember_persons(site: SiteContext, release: str, persons: Iterable[str]) -> None:
+    """Write down whose images a release without clusters and without an epsilon was made from, before it leaves."""
     one = {"release": release, "clusters": [], "again": [], "persons": sorted(persons)}
     site.vault.write_note(RECORD, [*(site.vault.note(RECORD) or []), one])
 
 
-def retire(site: Site, release: str) -> None:
+def retire(site: SiteContext, release: str) -> None:
     """No later release shows these representatives again; their patients stay out of others all the same."""
     for one in site.vault.note(RECORD) or []:
         if one["release"] == release:
@@ -187,7 +197,7 @@ def retire(site: Site, release: str) -> None:
                 site.vault.write_project_note(place_of(release, index), None)
 
 
-def retire_clusters(site: Site, gone: Sequence[Frozen]) -> None:
+def retire_clusters(site: SiteContext, gone: Sequence[ReleasedCluster]) -> None:
     """The same of single clusters, whichever releases have shown them."""
     members = {cluster.members for cluster in gone}
     for one in site.vault.note(RECORD) or []:
@@ -196,8 +206,8 @@ def retire_clusters(site: Site, gone: Sequence[Frozen]) -> None:
                 site.vault.write_project_note(place_of(one["release"], index), None)
 
 
-def shows_retired(site: Site, release: str) -> bool:
-    """Whether a release that waits shows a cluster again that was retired since: its pictures are forgotten here."""
+def shows_retired(site: SiteContext, release: str) -> bool:
+    """Whether a release that waits shows a cluster again that was retired since: its images are forgotten here."""
     record = site.vault.note(RECORD) or []
     again = {tuple(sorted(own)) for one in record if one["release"] == release for own in one.get("again", [])}
     kept = {
@@ -209,14 +219,14 @@ def shows_retired(site: Site, release: str) -> bool:
     return not again <= kept
 
 
-def known_after_start(site: Site) -> frozenset[str]:
+def known_after_start(site: SiteContext) -> frozenset[str]:
     """The releases that a start does not forget: those that set out, and those that are kept."""
     state = site.books.store.state
     return frozenset({*state.sent, *state.releases, *listed(site.vault)})
 
 
-def keep_only(site: Site, known: Set[str]) -> None:
-    """Forget releases that never set out, pictures and all: their patients may take part again."""
+def forget_unsubmitted(site: SiteContext, known: Set[str]) -> None:
+    """Forget releases that never set out, images and all: their patients may take part again."""
     record = site.vault.note(RECORD) or []
     for one in record:
         if one["release"] not in known:
@@ -224,35 +234,35 @@ def keep_only(site: Site, known: Set[str]) -> None:
     site.vault.write_note(RECORD, [one for one in record if one["release"] in known])
 
 
-def unmake(site: Site, release: str) -> None:
+def forget_release(site: SiteContext, release: str) -> None:
     """The same of one that was remembered and not kept: it is made again, of the same patients."""
-    keep_only(site, {one["release"] for one in site.vault.note(RECORD) or []} - {release})
+    forget_unsubmitted(site, {one["release"] for one in site.vault.note(RECORD) or []} - {release})
 
 
-def made_of(site: Site, release: str) -> set[str]:
+def patients_of(site: SiteContext, release: str) -> set[str]:
     """Every patient behind a release; nobody, when it is not known."""
     found = [one for one in site.vault.note(RECORD) or [] if one["release"] == release]
     behind = [[*one["clusters"], *one.get("again", []), one.get("persons", [])] for one in found]
     return {person for clusters in behind for cluster in clusters for person in cluster}
 
 
-def searched(site: Site, modality: str) -> tuple[int, ...]:
+def searched(site: SiteContext, modality: str) -> tuple[int, ...]:
     """Every k that was ever tried on this site's patients of a modality, smallest first (001, section 3.5)."""
     return tuple(sorted(set((site.vault.note(_SEARCHED) or {}).get(modality, []))))
 
 
-def note_search(site: Site, modality: str, menu: Iterable[int]) -> None:
+def note_search(site: SiteContext, modality: str, menu: Iterable[int]) -> None:
     """Write down that these k are about to be tried: before a patient is read, so that no search goes unsaid.
 
     A note of the site, since its patients are the same in every project; nothing takes one away.
 
     Raises:
-        TooManySearches: a statement could not say them all; nothing was written.
+        TooManySearchesError: a statement could not say them all; nothing was written.
     """
     before = site.vault.note(_SEARCHED) or {}
     every = sorted({*before.get(modality, []), *menu})
     try:
         menu_of(",".join(map(str, every)))
-    except MalformedStatement:
-        raise TooManySearches from None
+    except StatementError:
+        raise TooManySearchesError from None
     site.vault.write_note(_SEARCHED, {**before, modality: every})

@@ -6,23 +6,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.measures.tuning import Curves, Menu, Probe, tune
-from agent.mechanisms import AnonFaces, KSalsa
-from agent.nets.pictures import to_tensor
-from agent.nets.siamese import Recogniser
-from agent.nouns import Clusters, Cohort, CohortTooSmall, Latents, Selection
-from agent.released import kept_clusters, note_search, out_of_it
-from agent.site import Site
-from agent.stages.average import average, majority, patient_label
-from agent.stages.cluster import partition, possible
-from agent.stages.invert import invert
-from agent.stages.styled import StyledCodec
+from agent.domain import Clusters, Cohort, Latents, Selection
+from agent.errors import CohortTooSmallError
+from agent.evaluation.k_selection import Curves, Menu, Probe, tune
+from agent.mechanisms.common.linear_codec import invert
+from agent.mechanisms.common.stylegan_codec import StyledCodec
+from agent.mechanisms.registry import AnonFaces, KSalsa
+from agent.microaggregation.aggregation import average, majority, patient_label
+from agent.microaggregation.partition import is_feasible, partition
+from agent.models.image_tensors import to_tensor
+from agent.models.recognition.recogniser import Recogniser
+from agent.release.history import kept_clusters, note_search, out_of_it
+from agent.release.ports import SiteContext
 
 _BATCH = 256
 
 
 def search(
-    site: Site,
+    site: SiteContext,
     mechanism: KSalsa | AnonFaces,
     selection: Selection,
     menu: Menu,
@@ -31,13 +32,13 @@ def search(
 ) -> tuple[Curves, NDArray[np.uint8] | None]:
     """Measure every k of a menu on the patients whom no release has shown yet (001, sections 3.5 and 4.4).
 
-    The search is noted before a patient is read, whatever comes of it, and every later release of this
-    modality declares what was tried. Nothing leaves, so nothing is priced.
+    The search is recorded before a patient is read, whatever its result, and every later release of this modality
+    declares what was tried. Nothing leaves, so nothing is priced.
 
     Args:
         site: its books and vault.
         mechanism: what a release would be made by; its own k is not looked at.
-        selection: whose pictures.
+        selection: whose images.
         menu: every k to try.
         rng: of the clustering.
         judge: a recogniser that is asked whom it finds in their own representative; None: nobody is asked.
@@ -45,14 +46,14 @@ def search(
         The curves, and the representatives (m, h, w[, 3]) of the recommended k, plain means without alignment or
         adjustment; None when no k is recommended.
     Raises:
-        CohortTooSmall: no k of the menu gives a partition.
+        CohortTooSmallError: no k of the menu gives a partition.
     """
     note_search(site, selection.modality, menu.ks)  # before labels too: that no k is possible is an answer
     _, taken = kept_clusters(site, mechanism, selection)
     taken = out_of_it(site, selection, taken)
     labels = [majority(own) for own in site.vault.roster(selection, taken)]
-    if not any(possible(labels, k, menu.l_diversity) for k in menu.ks):
-        raise CohortTooSmall
+    if not any(is_feasible(labels, k, menu.l_diversity) for k in menu.ks):
+        raise CohortTooSmallError
     site.say("read", "the eligible patients, from the vault")
     cohort = site.vault.cohort(selection, without=taken)
     latents = invert(cohort, mechanism.codec)

@@ -1,23 +1,26 @@
-"""How what was made is written: the form of its pictures, who may read it, and what its statement says."""
+"""How a release is written: the form of its images, its reader, and its statement."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.mechanisms import Mechanism, Synthesis
-from agent.site import Site
-from policies.claims import Claim
-from policies.review import TERMS
-from policies.statement import Release, release_id
-from protos.shards import Form, Png, pack_shard
+from agent.release.ports import SiteContext
+from policies.accounting.claims import Claim, KAnonymous
+from policies.review.rules import TERMS
+from policies.statements import Release, release_id
+from protos.artifacts.shards import Form, Png, pack_shard
+
+if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
+    from agent.mechanisms.registry import Mechanism
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapping:
+class ReleaseFormat:
     """How an image set is written, and whether to one reader only."""
 
     form: Form = Png()  # noqa: RUF009 - frozen, and without a field
@@ -28,13 +31,13 @@ class Wrapping:
         """(m, h, w[, 3]) images with a label each, as a shard.
 
         Raises:
-            BadArtifact: the form cannot hold them.
+            ArtifactFormatError: the form cannot hold them.
         """
         return pack_shard(list(images), labels, self.form)
 
 
-def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim: Claim) -> Release:
-    """All but the artifact's digest and the epsilon, which :func:`agent.pipeline.parcel` fills in."""
+def draft_of(site: SiteContext, mechanism: Mechanism, grant: str, modality: str, claim: Claim) -> Release:
+    """All but the artifact's digest and the epsilon, which :func:`agent.release.pipeline.sign_release` fills in."""
     terms = TERMS[mechanism.name]
     return Release(
         release=release_id(site.name, grant, 0),
@@ -51,7 +54,7 @@ def draft_of(site: Site, mechanism: Mechanism, grant: str, modality: str, claim:
         delta=None,
         components=mechanism.components(),
         # synthesis compares every representative with the patients' images, and refuses a copy (P7)
-        vetted_against=terms.vetted or ("private" if isinstance(mechanism, Synthesis) else "nothing"),
+        vetted_against=terms.vetted or ("private" if isinstance(claim, KAnonymous) else "nothing"),
         modality=modality,
         reid_rate=None,
         approvals={},

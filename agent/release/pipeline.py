@@ -1,7 +1,7 @@
 """The story on one page: price, read, make, seal, leave.
 
-Nothing here knows a file, a socket or a clock: the site's books, its vault and the door are told in
-(:class:`Site`). Whatever leaves a hospital leaves through :func:`leave`; whatever is unknown is spent.
+This module uses no file, socket or clock directly: ledger, vault and gateway client come in :class:`SiteContext`.
+Everything that leaves a hospital goes through :func:`submit`; whatever is unknown counts as spent.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from agent.foreseen import RefusedBeforehandError, of_clusters, of_configuration, of_heads, refuse
-from agent.grants import give_up, if_reachable, price
-from agent.kept import NotSentError, forget, keep
-from agent.mechanisms import Remodel, Resumable, Synthesis
-from agent.mechanisms.bench import Bench
-from agent.mechanisms.remodel import Remodelled
-from agent.nouns import Cohort, CohortTooSmall, Forked, NotKept, Selection, SyntheticSet, Unreachable, VolumeSet
-from agent.release_record import RECORD, older_vault
-from agent.released import (
+from agent.domain import Cohort, Selection, SyntheticSet, VolumeSet
+from agent.dp.noise import Entropy
+from agent.errors import (
+    CohortTooSmallError,
+    CoordinatorUnreachableError,
+    LedgerForkError,
+    OtherRunError,
+    ReviewRejectedError,
+    SiteStorageError,
+)
+from agent.mechanisms.common.workspace import Workspace
+from agent.release.budget import best_effort, expire_grant, reserve
+from agent.release.history import (
+    combine_shuffled,
+    forget_release,
     freeze,
     kept_clusters,
     out_of_it,
@@ -33,32 +39,40 @@ from agent.released import (
     rule_of,
     searched,
     still_enough,
-    together,
-    unmake,
 )
-from agent.site import Parcel, Refused, Site, Waiting
-from agent.stages.average import majority
-from agent.stages.cluster import possible
-from agent.stages.deface import Examine
-from agent.stages.distil import Distilled, Review
-from agent.stages.noise import Entropy
-from agent.stages.vet import could_show
-from agent.training.loop import OtherRun
-from agent.unfinished import Unfinished, begin, end, going_on, place_of, same_dice
-from agent.vetted import Examiner, Inspection, Passed, TooFewToVet, compared, down, stated, up
-from agent.wrapping import Wrapping, draft_of
-from policies.accounting import epsilon_nano
-from policies.claims import Gaussian
-from policies.entries import InvalidEntry, Reserved
-from policies.review import Finding, Verdict
-from policies.statement import Release, Reservation, claim_json, release_id
-from protos.shards import Nifti, pack_shard
+from agent.release.packaging import ReleaseFormat, draft_of
+from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
+from agent.release.preflight import (
+    RefusedBeforehandError,
+    of_clusters,
+    of_configuration,
+    of_heads,
+    of_patients,
+    refuse,
+)
+from agent.release.release_record import RECORD, older_vault
+from agent.release.resumable import ReleaseInProgressError, begin, end, find_resumable, place_of, same_dice
+from agent.release.unsent import NotSentError, forget, keep
+from agent.release.vetting_statement import VettingResult, compared, round_down_coarse, round_up, stated
+from policies.accounting.accountant import epsilon_nano
+from policies.accounting.claims import Gaussian
+from policies.ledger.entries import InvalidEntryError, Reserved
+from policies.review.rules import Finding, Verdict
+from policies.statements import Release, Reservation, claim_json, release_id
+from protos.artifacts.shards import Nifti, pack_shard
+
+if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
+    from agent.defacing.deface import Examine
+    from agent.mechanisms.distillation.teacher_student import Distilled, Review
+    from agent.mechanisms.registry import Remodel, Resumable, Synthesis
+    from agent.mechanisms.remodel.mechanism import Remodelled
+    from agent.release.cluster_vetting import VettingRequest
 
 HandIn = Callable[[str, bytes, bytes], Verdict]  # of the door: key, envelope, artifact
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
-def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
+def sign_release(site: SiteContext, draft: Release, artifact: bytes) -> SignedRelease:
     """Complete the statement with the artifact's digest and the claim's epsilon, and seal it."""
     account, epsilon, delta = site.books.account(site.name, draft.claim), None, None
     if isinstance(draft.claim, Gaussian):
@@ -71,59 +85,63 @@ def parcel(site: Site, draft: Release, artifact: bytes) -> Parcel:
         epsilon_nano=epsilon,
         delta=delta,
     )
-    return Parcel(release, site.seal(release), artifact)
+    return SignedRelease(release, site.seal(release), artifact)
 
 
-def wrapped(site: Site, draft: Release, synthetic: SyntheticSet, wrapping: Wrapping) -> Parcel:
+def package_images(
+    site: SiteContext, draft: Release, synthetic: SyntheticSet, wrapping: ReleaseFormat
+) -> SignedRelease:
     """A synthetic set as a parcel, sealed to its reader if there is one."""
-    return enclosed(site, draft, wrapping.pack(synthetic.images, synthetic.labels), wrapping)
+    return package_artifact(site, draft, wrapping.pack(synthetic.images, synthetic.labels), wrapping)
 
 
-def enclosed(site: Site, draft: Release, clear: bytes, wrapping: Wrapping) -> Parcel:
+def package_artifact(site: SiteContext, draft: Release, clear: bytes, wrapping: ReleaseFormat) -> SignedRelease:
     """An artifact as a parcel, sealed to its reader if there is one."""
     if wrapping.seal is None:
-        return parcel(site, draft, clear)
-    return replace(parcel(site, replace(draft, reader=wrapping.reader), wrapping.seal(clear)), clear=clear)
+        return sign_release(site, draft, clear)
+    return replace(sign_release(site, replace(draft, reader=wrapping.reader), wrapping.seal(clear)), clear=clear)
 
 
-def set_out(site: Site, goods: Parcel) -> None:
+def record_submission(site: SiteContext, goods: SignedRelease) -> None:
     """The site's own review of a finished parcel, and the entry that it leaves; durable before a byte of it does.
 
+    This is a wall: the coordinator reviews the same again, but what the site refuses never leaves the site.
+
     Raises:
-        Refused: by the site; the refusal is in its ledger, and the coordinator never sees the parcel.
+        ReviewRejectedError: by the site; the refusal is in its ledger, and the coordinator never sees the parcel.
     """
-    verdict = site.books.examine(goods.release, goods.envelope)
+    verdict = site.books.dry_run_review(goods.release, goods.envelope)
     older = older_vault(site.vault.note(RECORD), site.books.store.state, goods.release.mechanism)
     verdict = replace(
         verdict, findings=(*verdict.findings, *older)
     )  # brought back since the price, or while it waited
     if not verdict.admitted:
         site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
-        raise Refused("site", verdict)
+        raise ReviewRejectedError("site", verdict)
     site.books.send(goods.release, goods.envelope)
     site.vault.write_note("ledger", site.books.store.state.size)  # so that an older ledger is noticed
 
 
-def leave(site: Site, goods: Parcel, hand_in: HandIn | None = None) -> Verdict:
+def submit(site: SiteContext, goods: SignedRelease, hand_in: HandIn | None = None) -> Verdict:
     """The one door: hand the parcel in, and write the coordinator's verdict into the site's own ledger.
 
     Raises:
-        Refused: by the site's own review; its grant is spent, and nothing of it is kept.
-        NotSentError: the outcome is unknown; it is sent again, or :func:`agent.recovery.recover` hears of it.
+        ReviewRejectedError: by the site's own review; its grant is spent, and nothing of it is kept.
+        NotSentError: the outcome is unknown; it is sent again, or :func:`agent.release.recovery.recover` hears of it.
     """
     try:
-        set_out(site, goods)
-    except Refused:
+        record_submission(site, goods)
+    except ReviewRejectedError:
         held = site.books.store.state.grants.get(goods.release.grant)
         if held is not None and isinstance(held.reserved, Reserved):
-            with if_reachable():
-                give_up(site, held.reserved, "failed")
+            with best_effort():
+                expire_grant(site, held.reserved, "failed")
         forget(site, goods.release.release)
         raise
-    return submit(site, goods, hand_in or site.door.submit)
+    return deliver(site, goods, hand_in or site.door.submit)
 
 
-def submit(site: Site, goods: Parcel, hand_in: HandIn) -> Verdict:
+def deliver(site: SiteContext, goods: SignedRelease, hand_in: HandIn) -> Verdict:
     """Hand in what has set out, for the first time or again: the coordinator takes it once.
 
     Raises:
@@ -132,21 +150,21 @@ def submit(site: Site, goods: Parcel, hand_in: HandIn) -> Verdict:
     name = goods.release.release
     try:
         verdict = hand_in(f"submit-{name}", goods.envelope, goods.artifact)
-    except Forked:
+    except LedgerForkError:
         raise
-    except Unreachable as error:
+    except CoordinatorUnreachableError as error:
         raise NotSentError(name, str(error)) from error
     site.books.record(f"verdict-{name}", goods.release, goods.envelope, verdict)
-    with contextlib.suppress(NotKept):  # a full disk changes no verdict: the next start forgets it
+    with contextlib.suppress(SiteStorageError):  # a full disk changes no verdict: the next start forgets it
         forget(site, name)
     return verdict
 
 
-def ask(site: Site) -> None:
+def fetch_verdicts(site: SiteContext) -> None:
     """Write down the coordinator's verdict on everything that set out and has none here yet.
 
     Raises:
-        Unreachable: no answer; what is known by then is written.
+        CoordinatorUnreachableError: no answer; what is known by then is written.
     """
     for sent, envelope in site.books.unanswered():
         verdict = site.door.outcome(f"submit-{sent.release}", sent.envelope)
@@ -154,48 +172,48 @@ def ask(site: Site) -> None:
             continue
         try:
             site.books.record(f"verdict-{sent.release}", site.read(envelope), envelope, verdict)
-        except InvalidEntry:  # a verdict that contradicts an earlier one: the books end here, the grant is spent
+        except InvalidEntryError:  # a verdict that contradicts an earlier one: the books end here, the grant is spent
             site.books.close(sent.grant, "failed")
 
 
 def release_synthetic(
-    site: Site,
+    site: SiteContext,
     mechanism: Synthesis,
     modality: str | Selection,
     rng: np.random.Generator,
-    wrapping: Wrapping | None = None,
-    inspection: Inspection | None = None,
-) -> tuple[Parcel, Verdict]:
+    wrapping: ReleaseFormat | None = None,
+    inspection: VettingRequest | None = None,
+) -> tuple[SignedRelease, Verdict]:
     """A k-anonymous synthetic set, from price to verdict; as PNG in clear unless ``wrapping`` says otherwise.
 
-    What an earlier release showed of a cluster is shown again as it was, or never again (:mod:`agent.stages.freeze`);
-    the mechanism sees only patients whom no release has shown, and of ids that may be one patient's only one
-    (:mod:`agent.edges.alike`). With an ``inspection`` everything that would leave is compared with whatever is
-    comparable (:mod:`agent.vetted`), and the statement says what that left, and found. Killed before it was made, or
-    stopped by a full disk, it is made again by the same dice under its grant.
+    Clusters of an earlier release are shown again unchanged, or never again
+    (:mod:`agent.microaggregation.released_clusters`). The mechanism sees only patients of no earlier release, and of
+    ids that may be one patient's only one (:mod:`agent.storage.equal_patients`). With an ``inspection`` everything
+    that would leave is compared with all comparable images (:mod:`agent.release.cluster_vetting`), and the statement
+    says what was found and what remained. If the process is killed before the set is complete, or a full disk stops
+    it, it is made again from the same random seed under its grant.
 
     Raises:
         RefusedBeforehandError: policy or disk could not take it; nothing was read.
-        Refused: k is none of those that were searched, or the price was refused; nothing was read.
-        CohortTooSmall: nothing was priced; or, where only the images show it, the grant is spent.
-        KnowsNobody: the vetting misses copies that were planted; the grant is spent.
-        Unfinished: another making was interrupted; or too few of this one's patients count by now.
-        NotKept: the vault failed; say it again when it can be written.
+        ReviewRejectedError: k is none of those that were searched, or the price was refused; nothing was read.
+        CohortTooSmallError: nothing was priced; or, where only the images show it, the grant is spent.
+        RecogniserError: the vetting misses copies that were planted; the grant is spent.
+        ReleaseInProgressError: another making was interrupted; or too few of this one's patients count by now.
+        SiteStorageError: the vault failed; say it again when it can be written.
         NotSentError: it is made and kept; no verdict yet.
     """
     selection = Selection(modality, mechanism.shape) if isinstance(modality, str) else modality
-    wrapping = wrapping or Wrapping()
-    begun = going_on(site, form := made_as(mechanism, rule_of(selection)))
+    wrapping = wrapping or ReleaseFormat()
+    begun = find_resumable(site, form := made_as(mechanism, rule_of(selection)))
     if begun:  # what it had remembered of a set that was not kept
-        unmake(site, release_id(site.name, begun[0].grant, 0))
+        forget_release(site, release_id(site.name, begun[0].grant, 0))
     again, taken = kept_clusters(site, mechanism, selection)
     tried, wide = searched(site, selection.modality), compared(selection)
     among = begun[1] if begun else None  # who came since it was begun is in the next one
-    _possible(site, mechanism, selection, taken, among)
-    if inspection and not could_show(len(site.vault.roster(wide))):
-        raise TooFewToVet  # known beforehand, too
+    for fault in of_patients(site, mechanism, selection, taken, among, inspection is not None):
+        raise fault  # nothing is priced, and nobody outside hears of it
     refuse(site, of_clusters(site, mechanism, selection, wrapping, among))
-    grant = begun[0] if begun else price(site, mechanism, selection.modality)
+    grant = begun[0] if begun else reserve(site, mechanism, selection.modality)
     with spent_unless_kept(site, grant):
         site.say("read", "the eligible patients, from the vault")
         everybody = site.vault.cohort(selection).patients
@@ -206,97 +224,76 @@ def release_synthetic(
         rng = same_dice(site, rng) if begun else rng
         begin(site, grant.grant, form, (patient.pseudonym for patient in cohort.patients), dice=rng)
         known = everybody if not inspection or wide == selection else site.vault.cohort(wide).patients
-        examiner = Examiner.of(known, inspection, rng) if inspection else None
+        examiner = inspection.over(known, rng) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
         made, clusters = mechanism.run(cohort, rng, others)
         fresh = freeze(made, clusters, mechanism, selection)
-        passed = examiner.examine(fresh, again, partial(retire_clusters, site)) if examiner else Passed(fresh, again)
+        passed = (
+            examiner.examine(fresh, again, partial(retire_clusters, site))
+            if examiner
+            else VettingResult(fresh, again)
+        )
         if missing := len(cohort.patients) - sum(len(cluster.members) for cluster in passed.fresh):
             # said to the site's own operator, and to nobody else
             site.say("make", f"{missing} patients are behind no picture: their clusters were {_UNSHOWN}")
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         draft = passed.stated(replace(draft, menu=",".join(map(str, tried))))
         leaving = [*passed.fresh, *passed.again]
-        goods = wrapped(site, draft, together(leaving, rng), wrapping)
+        goods = package_images(site, draft, combine_shuffled(leaving, rng), wrapping)
         remember(site, goods.release.release, passed.fresh, passed.again)
-        still_in(site, {person for cluster in leaving for person in cluster.members})
+        check_opt_outs(site, {person for cluster in leaving for person in cluster.members})
         keep(site.vault, goods.release, goods.artifact, goods.clear, frozenset())
     end(site)
-    return goods, depart(site, goods)
-
-
-def _possible(
-    site: Site, mechanism: Synthesis, selection: Selection, taken: frozenset[str], among: Set[str] | None
-) -> None:
-    """What forbids it is known from labels alone: nothing is priced, and nobody outside hears of it.
-
-    Raises:
-        Refused: k is none of those that were searched.
-        CohortTooSmall: no cluster can be made.
-        Unfinished: nor of those ``among`` whom a making goes on: its grant stays held until a person decides.
-    """
-    tried = searched(site, selection.modality)
-    if tried and mechanism.k not in tried:
-        raise Refused("site", Verdict((Finding("menu", "k is none of those that were tried: tune with it first"),)))
-    labels = [majority(own) for own in site.vault.roster(selection, out_of_it(site, selection, taken, among), among)]
-    if not possible(labels, mechanism.k, mechanism.l_diversity):
-        if among is None:
-            raise CohortTooSmall
-        raise Unfinished(
-            "too few patients of what was interrupted count by now, since ids were found to be alike or studies are "
-            "held: decide (`cohort --apart`, `cohort --lift`) and say it again, or give it up with --anew, and its "
-            "budget stays spent"
-        )
+    return goods, submit_or_await_approval(site, goods)
 
 
 @contextlib.contextmanager
-def spent_unless_kept(site: Site, grant: Reserved | Reservation, places: Iterable[str] = ()) -> Iterator[None]:
-    """Around a making, until what was made is kept: whatever goes wrong, its grant is spent, and the fault told.
+def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: Iterable[str] = ()) -> Iterator[None]:
+    """Wraps the making of a release until it is stored: on any failure its grant is spent, and the error is raised.
 
     But for a fault of the site's store or disk, which is none of the making's: its grant stays held, and it goes on.
     """
     try:
         yield
-    except (NotKept, OSError, RefusedBeforehandError):
+    except (SiteStorageError, OSError, RefusedBeforehandError):
         raise
-    except OtherRun:  # nor is a picture that came or went meanwhile
-        raise Unfinished(
-            "the patients' pictures have changed since it was begun: give it up with --anew; its budget stays spent"
+    except OtherRunError:  # nor is an image that came or went meanwhile
+        raise ReleaseInProgressError(
+            "the patients' images have changed since it began: discard it with --anew; its budget stays spent"
         ) from None
     except Exception:  # and nothing of what was drawn stays
         end(site, places)
-        with if_reachable():  # what went wrong is what the operator must hear
-            give_up(site, grant, "failed")
+        with best_effort():  # what went wrong is what the operator must hear
+            expire_grant(site, grant, "failed")
         raise
 
 
 def release_resumable(
-    site: Site,
+    site: SiteContext,
     mechanism: Resumable,
     selection: Selection,
     entropy: Entropy,
-    wrapping: Wrapping | None = None,
+    wrapping: ReleaseFormat | None = None,
     shown: Callable[[Review], None] = lambda _: None,
-) -> tuple[Parcel, Verdict]:
+) -> tuple[SignedRelease, Verdict]:
     """What takes long to make, from price to verdict: sets under differential privacy, and distillation.
 
-    Killed in the middle, or stopped by a full disk, it goes on under the grant that it had (:mod:`agent.unfinished`);
-    nothing is spent twice.
-    A set with an epsilon is compared with no patient (P7), and nothing but the set leaves: no loss, figure or size of
-    the cohort. What was distilled is ``shown`` to the site's reviewer first; what has no epsilon says how much of it
-    an unseen verifier takes for a patient, and of which power the vetting was.
+    A killed run, or one stopped by a full disk, resumes under its grant (:mod:`agent.release.resumable`); nothing is
+    spent twice. A set with an epsilon is compared with no patient (P7), and only the set leaves: no loss, figure or
+    size of the cohort. A distilled set is ``shown`` to the site's reviewer first. Without an epsilon, the statement
+    says how many of its images an unseen verifier matches with a patient, and the power of the vetting.
 
     Raises:
         RefusedBeforehandError: policy or disk could not take it; nothing was read.
-        Refused: the price, or somebody who takes part has opted out since it was begun.
-        Unfinished: another making was interrupted; or the pictures of this one's patients have changed meanwhile.
-        NotKept: the vault failed; say it again when it can be written.
+        ReviewRejectedError: the price, or somebody who takes part has opted out since it was begun.
+        ReleaseInProgressError: another making was interrupted; or the images of this one's patients have changed
+        meanwhile. SiteStorageError: the vault failed; say it again when it can be written.
         NotSentError: it is made and kept; no verdict yet.
     """
-    wrapping = wrapping or Wrapping()
-    begun = going_on(site, form := made_as(mechanism, rule_of(selection)))
+    wrapping = wrapping or ReleaseFormat()
+    begun = find_resumable(site, form := made_as(mechanism, rule_of(selection)))
     refuse(site, of_configuration(site, mechanism, selection, wrapping))
-    grant = begun[0] if begun else price(site, mechanism, selection.modality)
+    grant = begun[0] if begun else reserve(site, mechanism, selection.modality)
     places = [place_of(name, grant.grant) for name in mechanism.places]
     with spent_unless_kept(site, grant, places):
         site.say("read", "the eligible patients, from the vault")
@@ -304,59 +301,59 @@ def release_resumable(
         if begun:  # who came meanwhile is in the next one
             cohort = Cohort(tuple(patient for patient in cohort.patients if patient.pseudonym in begun[1]))
         persons = begun[1] if begun else frozenset(patient.pseudonym for patient in cohort.patients)
-        still_in(site, persons)  # who opts out of half a training is in the other half for ever
+        check_opt_outs(site, persons)  # who opts out of half a training is in the other half for ever
         begin(site, grant.grant, form, persons, places)
         site.say("make", f"{mechanism.name}: {'go on where it was interrupted' if begun else 'from the start'}")
-        bench = Bench(lambda name: site.vault.place(place_of(name, grant.grant)), _told(site))
+        bench = Workspace(lambda name: site.vault.place(place_of(name, grant.grant)), _told(site))
         made = mechanism.run(cohort, entropy, bench)
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
-        if isinstance(made, Distilled):
+        if isinstance(made, SyntheticSet):
+            goods = package_images(site, draft, made, wrapping)
+        else:
             shown(made.review)
             goods = distilled(site, draft, made, wrapping)
             if goods.release.epsilon_nano is None:
                 remember_persons(site, goods.release.release, persons)
-        else:
-            goods = wrapped(site, draft, made, wrapping)
-        still_in(site, persons)
+        check_opt_outs(site, persons)
         keep(site.vault, goods.release, goods.artifact, goods.clear, persons)
     end(site, places)
-    return goods, depart(site, goods)
+    return goods, submit_or_await_approval(site, goods)
 
 
-def distilled(site: Site, draft: Release, made: Distilled, wrapping: Wrapping) -> Parcel:
-    """Pictures of the student, or the student itself; with the figures on which a release of level C rests (P7)."""
+def distilled(site: SiteContext, draft: Release, made: Distilled, wrapping: ReleaseFormat) -> SignedRelease:
+    """Images of the student, or the student itself; with the figures on which a release of level C rests (P7)."""
     if draft.vetted_against == "private":  # of public references they would be no figures of the patients
         draft = stated(draft, made.review.after, made.review.power.caught)
     if isinstance(made.made, SyntheticSet):
-        return wrapped(site, draft, made.made, wrapping)
-    return enclosed(site, replace(draft, artifact_type="model"), made.made, wrapping)
+        return package_images(site, draft, made.made, wrapping)
+    return package_artifact(site, replace(draft, artifact_type="model"), made.made, wrapping)
 
 
 def release_heads(
-    site: Site,
+    site: SiteContext,
     mechanism: Remodel,
     modality: str,
     examine: Examine,
     rng: np.random.Generator,
     shown: Callable[[Remodelled], None] = lambda _: None,
-) -> tuple[Parcel, Verdict]:
+) -> tuple[SignedRelease, Verdict]:
     """Patients' own head scans with other faces, from price to verdict; the brain in them remains linkable.
 
     Killed before it was made, or stopped by a full disk, it is made again by the same dice under its grant.
 
     Raises:
         RefusedBeforehandError: policy or disk could not take it; nothing was made, and a grant stays held.
-        Refused: the price, or a patient who takes part has opted out.
-        CohortTooSmall: too few heads for the attack to be shown; the grant is spent.
-        Unfinished: another making was interrupted.
-        NotKept: the vault failed; say it again when it can be written.
+        ReviewRejectedError: the price, or a patient who takes part has opted out.
+        CohortTooSmallError: too few heads for the attack to be shown; the grant is spent.
+        ReleaseInProgressError: another making was interrupted.
+        SiteStorageError: the vault failed; say it again when it can be written.
         NotSentError: it is made and kept; no verdict yet.
     """
-    begun = going_on(site, form := made_as(mechanism, modality))
+    begun = find_resumable(site, form := made_as(mechanism, modality))
     refuse(site, foreseen := of_heads(site, mechanism, modality))
     if not begun and not foreseen.samples:
-        raise CohortTooSmall  # no head at all is known beforehand
-    grant = begun[0] if begun else price(site, mechanism, modality)
+        raise CohortTooSmallError  # no head at all is known beforehand
+    grant = begun[0] if begun else reserve(site, mechanism, modality)
     with spent_unless_kept(site, grant):
         site.say("read", "the heads that wait with their faces on, from the vault")
         scans = tuple(scan for scan in site.vault.scans(modality) if not begun or scan.pseudonym in begun[1])
@@ -368,32 +365,36 @@ def release_heads(
         made = mechanism.run(scans, examine, rng, lambda done, of: told("heads", done, of))
         shown(made)
         draft = draft_of(site, mechanism, grant.grant, modality, mechanism.claim())
-        draft = replace(draft, reid_rate=up(made.known.interval.high), vetting_power=down(made.power.interval.low))
-        goods = parcel(site, draft, pack_volumes(made.made))
+        draft = replace(
+            draft,
+            reid_rate=round_up(made.known.interval.high),
+            vetting_power=round_down_coarse(made.power.interval.low),
+        )
+        goods = sign_release(site, draft, pack_volumes(made.made))
         remember_persons(site, goods.release.release, made.persons)
-        still_in(site, made.persons)
+        check_opt_outs(site, made.persons)
         keep(site.vault, goods.release, goods.artifact, goods.clear, made.persons)
     end(site)
-    return goods, depart(site, goods)
+    return goods, submit_or_await_approval(site, goods)
 
 
 def pack_volumes(made: VolumeSet) -> bytes:
     """A shard of NIfTI files: of the scanner's space nothing is left but the spacing.
 
     Raises:
-        BadArtifact: more than a shard holds.
+        ArtifactFormatError: more than a shard holds.
     """
     x, y, z = (float(np.float32(edge)) for edge in made.spacing)
     return pack_shard(list(made.volumes), made.labels, Nifti((x, 0.0, 0.0, 0.0, 0.0, y, 0.0, 0.0, 0.0, 0.0, z, 0.0)))
 
 
 def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
-    """What a making goes on as: whatever is promised, what it is made by, and the rule that chooses patients."""
+    """The identity of a resumable release: its claim, its mechanism, and the rule that selects patients."""
     told = f"{mechanism.form} {claim_json(mechanism.claim())} {rule}"
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-def _told(site: Site) -> Callable[[str, int, int], None]:
+def _told(site: SiteContext) -> Callable[[str, int, int], None]:
     """Progress of a long making, twenty times in each stage."""
     last: dict[str, int] = {}
 
@@ -406,27 +407,29 @@ def _told(site: Site) -> Callable[[str, int, int], None]:
     return say
 
 
-def depart(site: Site, goods: Parcel) -> Verdict:
+def submit_or_await_approval(site: SiteContext, goods: SignedRelease) -> Verdict:
     """What was made and kept leaves; or waits in the vault, where persons must approve it first.
 
     Raises:
-        Refused: by the site's own review; or ids in it were found to be alike while it was made, and it stays kept.
-        NotSentError: the outcome is unknown.
-        Waiting: for persons.
+        ReviewRejectedError: by the site's own review; or ids in it were found to be alike while it was made, and it
+        stays kept. NotSentError: the outcome is unknown.
+        ApprovalPending: for persons.
     """
     needed = site.books.policy_of(site.name).approvals
     if needed:
-        raise Waiting(goods, needed)
+        raise ApprovalPending(goods, needed)
     still_enough(site, goods.release)
     site.say("leave", "the site's own review, then submit and wait for the verdict")
-    return leave(site, goods)
+    return submit(site, goods)
 
 
-def still_in(site: Site, persons: Set[str]) -> None:
-    """What was made of patients does not leave once one of them has opted out; its price stays spent.
+def check_opt_outs(site: SiteContext, persons: Set[str]) -> None:
+    """A release of a patient who has opted out does not leave; its price stays spent.
 
     Raises:
-        Refused: one has.
+        ReviewRejectedError: one has.
     """
     if not site.vault.opted_out().isdisjoint(persons):
-        raise Refused("site", Verdict((Finding("opted_out", "a patient it was made from has opted out since"),)))
+        raise ReviewRejectedError(
+            "site", Verdict((Finding("opted_out", "a patient from whose images it was made has opted out since"),))
+        )

@@ -1,4 +1,4 @@
-"""What the story of a release works with: a site put together, its ports, and what may come of asking."""
+"""The dependencies of the release pipeline: the site's context, its ports, and their outcomes."""
 
 from __future__ import annotations
 
@@ -6,32 +6,23 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agent.nouns import Cohort, Scan, Selection
-from agent.training.loop import Place
-from policies.register import Register
-from policies.review import Verdict
-from policies.statement import Release, Statement
+from agent.domain import CheckpointStore, Cohort, Scan, Selection
+from policies.ledger_service import LedgerService
+from policies.review.rules import Verdict
+from policies.statements import Release, Statement
+from protos.common.errors import Signal
 
 
-class Refused(Exception):
-    """A review said no; the verdict says why. Nothing left under it."""
-
-    def __init__(self, where: str, verdict: Verdict) -> None:
-        """``where`` is "site" or "coordinator"."""
-        super().__init__("; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings))
-        self.where, self.verdict = where, verdict
-
-
-class Waiting(Exception):
+class ApprovalPending(Signal):
     """A release was made, and persons must approve it before it leaves."""
 
-    def __init__(self, goods: Parcel, roles: frozenset[str]) -> None:
+    def __init__(self, goods: SignedRelease, roles: frozenset[str]) -> None:
         """``roles`` is who must approve."""
         super().__init__(f"{goods.release.release} waits for approval by: {', '.join(sorted(roles))}")
         self.goods, self.roles = goods, roles
 
 
-class Door(Protocol):
+class CoordinatorClient(Protocol):
     """The one way out: the coordinator's service over mutual TLS."""
 
     def reserve(self, key: str, envelope: bytes) -> Verdict:
@@ -41,7 +32,7 @@ class Door(Protocol):
         """Hand in an artifact for review."""
 
     def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
-        """Hand in a set that was made before pictures were compressed."""
+        """Hand in a set that was made before images were compressed."""
 
     def settle(self, key: str, envelope: bytes) -> Verdict:
         """Say what became of a grant."""
@@ -56,7 +47,7 @@ class Door(Protocol):
         """After a restore: show a receipt, or say that these were all."""
 
 
-class Shelf(Place, Protocol):
+class ClearableCheckpointStore(CheckpointStore, Protocol):
     """A place in the vault: sealed, and emptied when what it was for is done."""
 
     def clear(self) -> None:
@@ -103,10 +94,10 @@ class Vault(Protocol):
     def write_project_note(self, name: str, value: Any) -> None:
         """Store a private note that ends with the project."""
 
-    def place(self, name: str) -> Shelf:
+    def place(self, name: str) -> ClearableCheckpointStore:
         """Where something long is kept until it is done, such as a training."""
 
-    def site_place(self, name: str) -> Shelf:
+    def site_place(self, name: str) -> ClearableCheckpointStore:
         """The same of the site: it outlives the project."""
 
     def site_places(self, start: str) -> tuple[str, ...]:
@@ -117,12 +108,12 @@ class Vault(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SiteContext:
     """One hospital's agent, put together by ``__main__``."""
 
     name: str
-    books: Register  # the site's own ledger: the hard gate
-    door: Door
+    books: LedgerService  # the site's own ledger: the hard gate
+    door: CoordinatorClient
     vault: Vault
     seal: Callable[[Statement], bytes]
     read: Callable[[bytes], Release]  # back from an envelope that this site sealed
@@ -131,7 +122,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class SignedRelease:
     """A release ready to leave: statement, envelope, artifact."""
 
     release: Release

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from agent.approval import withdraw
-from agent.grants import give_up
-from agent.kept import forget, listed, sweep_kept
-from agent.pipeline import ask
-from agent.released import keep_only, known_after_start, made_of
-from agent.site import Refused, Site
-from agent.unfinished import held_for, sweep
-from policies.entries import Recovered, Reserved
-from policies.review import Verdict
-from policies.statement import Receipts, release_id
+from agent.errors import ReviewRejectedError
+from agent.release.approval import withdraw
+from agent.release.budget import expire_grant
+from agent.release.history import forget_unsubmitted, known_after_start, patients_of
+from agent.release.pipeline import fetch_verdicts
+from agent.release.ports import SiteContext
+from agent.release.resumable import discard_orphans, held_for
+from agent.release.unsent import forget, listed, sweep_kept
+from policies.ledger.entries import Recovered, Reserved
+from policies.review.rules import Verdict
+from policies.statements import Receipts, release_id
 
 
-def recover(site: Site) -> list[str]:
+def recover(site: SiteContext) -> list[str]:
     """At every start: ask for missing verdicts; every grant that is still without an end is spent.
 
-    But for a release that is made and kept in the vault, for persons or for an answer; for a making that was
-    interrupted and goes on; and for the part in a run that is open. A kept release with a patient who has opted out
-    since can never leave: it is withdrawn, and its grant spent. What a kill left of other releases is cleared.
+    Exceptions: a release that is made and stored in the vault, pending approval or an answer; an interrupted release
+    that resumes; and an open participation in a run. A stored release with a patient who has opted out since can
+    never leave: it is withdrawn, and its grant spent. Remains of other interrupted releases are deleted.
 
     Patients of a release that never set out may take part again; those of one that did may not, whatever became
     of it, since its images may have been seen.
@@ -27,46 +28,48 @@ def recover(site: Site) -> list[str]:
     Returns:
         The grants that were closed.
     Raises:
-        Unreachable: the coordinator could not be asked; nothing new is possible before it can.
+        CoordinatorUnreachableError: the coordinator could not be asked; nothing new is possible before it can.
     """
     kept = listed(site.vault)
     waiting = {one["grant"] for one in kept.values()}
     waiting |= {(site.vault.note("run") or {}).get("grant", "")}  # a part in a run goes on where it was
     waiting |= {held_for(site)}
     held = [reserved.grant for reserved in site.books.held()]
-    ask(site)
+    fetch_verdicts(site)
     for reserved in site.books.held():
         if reserved.grant not in waiting:
-            give_up(site, reserved, "restart")
+            expire_grant(site, reserved, "restart")
     state = site.books.store.state
     closed = [grant for grant in held if state.grants[grant].state != "held"]
     for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
         forget(site, name)  # it has its verdict
     closed += _withdraw_opted_out(site)
-    sweep(site)
+    discard_orphans(site)
     unfinished = held_for(site)
     sweep_kept(site.vault, release_id(site.name, unfinished, 0) if unfinished else "")
-    keep_only(site, known_after_start(site))
+    forget_unsubmitted(site, known_after_start(site))
     return closed
 
 
-def _withdraw_opted_out(site: Site) -> list[str]:
+def _withdraw_opted_out(site: SiteContext) -> list[str]:
     """What is kept of patients one of whom has opted out goes, bytes and all (P15); the grants that it had."""
     gone, closed = site.vault.opted_out(), []
     for name, one in listed(site.vault).items():
-        if not gone.isdisjoint(made_of(site, name) | set(one.get("persons", ()))):
-            site.say("withdraw", f"{name}: a patient in it has opted out; it is deleted, and its grant is spent")
+        if not gone.isdisjoint(patients_of(site, name) | set(one.get("persons", ()))):
+            site.say(
+                "withdraw", f"{name}: a patient in it has opted out: the release is deleted, and its grant is spent"
+            )
             withdraw(site, name)
             closed.append(one["grant"])
     return closed
 
 
-def _open(site: Site, name: str) -> bool:
+def _open(site: SiteContext, name: str) -> bool:
     grant = site.books.store.state.grants.get(name)
     return grant is not None and grant.state == "held"
 
 
-def present(site: Site, origin: str, nonce: str) -> int:
+def present(site: SiteContext, origin: str, nonce: str) -> int:
     """The coordinator's ledger came back from a backup: show it every grant that it has lost, then say that is all.
 
     The receipts are this site's own sealed reservations; what they held is spent there, whatever became of it.
@@ -74,8 +77,8 @@ def present(site: Site, origin: str, nonce: str) -> int:
     Returns:
         How many grants had been lost.
     Raises:
-        Refused: by the coordinator.
-        Unreachable: to be done again at the next start; each receipt counts once.
+        ReviewRejectedError: by the coordinator.
+        CoordinatorUnreachableError: to be done again at the next start; each receipt counts once.
     """
     lost, store = 0, site.books.store
     for name, grant in store.state.grants.items():
@@ -89,7 +92,7 @@ def present(site: Site, origin: str, nonce: str) -> int:
     return lost
 
 
-def _known(site: Site, held: Reserved | Recovered) -> bool:
+def _known(site: SiteContext, held: Reserved | Recovered) -> bool:
     """Does the restored ledger hold this grant? A refusal is no sign of it: it refuses whatever comes early.
 
     A part in a run was reserved by the coordinator under the run's own key, for all of its sites.
@@ -105,5 +108,5 @@ def _taken(verdict: Verdict) -> bool:
     Three are none to insist on: nobody waits for this site, the request had been refused, or the grant is known.
     """
     if not verdict.admitted and not {f.rule for f in verdict.findings} <= {"not_awaited", "was_refused", "known"}:
-        raise Refused("coordinator", verdict)
+        raise ReviewRejectedError("coordinator", verdict)
     return verdict.admitted

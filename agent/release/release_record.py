@@ -1,12 +1,12 @@
-"""Does the vault know whose pictures were released? Its record is held against the site's own ledger (P5)."""
+"""Check the vault's record of released patients against the site's own ledger (P5)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from policies.ledger import State
-from policies.review import TERMS, Finding
+from policies.ledger.state import State
+from policies.review.rules import TERMS, Finding
 
 RECORD: Final = "releases"  # the vault's note: every release without an epsilon, and who is behind it
 _MOST_NAMED: Final = 5
@@ -28,20 +28,20 @@ def unrecorded(record: Iterable[Mapping[str, Any]] | None, state: State) -> tupl
 
 
 def of_patients(mechanism: str) -> bool:
-    """Does a patient take part in so many of its releases, and no more? Of what is unknown nobody can tell."""
+    """Whether the mechanism limits how many of its releases show a patient; True for an unknown mechanism."""
     return mechanism not in TERMS or TERMS[mechanism].kind == "k"
 
 
 def older_vault(record: Iterable[Mapping[str, Any]] | None, state: State, mechanism: str) -> Iterator[Finding]:
-    """What speaks against another release without an epsilon: whose pictures earlier ones showed is not known."""
+    """The objection to another release without an epsilon: the patients behind earlier ones are unknown."""
     missing = unrecorded(record, state) if of_patients(mechanism) else ()
     if missing:
-        yield Finding("older_vault", f"the vault does not know who is behind {named(missing)}: {WHAT_TO_DO}")
+        yield Finding("older_vault", f"the vault does not know the patients of {named(missing)}: {WHAT_TO_DO}")
 
 
 WHAT_TO_DO: Final = (
     "an older vault.db lies beside this ledger, and its patients could be released twice; put the newer one back, or "
-    "bring the whole site back with `restore`"
+    "restore the whole site with `restore`"
 )
 
 

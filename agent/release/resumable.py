@@ -1,11 +1,11 @@
 """A release whose making was interrupted, and which goes on under the grant that it had.
 
-A kill or a full disk in the middle spends nothing more: the grant stays held, and the same command with the same
-configuration goes on. Nobody can make a set until it pleases: what promises k patients, or other faces, is made again
-by the same dice, of the same patients; what has noise has no dice that could be kept (P10), so what was drawn of it
-lies sealed in the vault before anything is made of it, and is not drawn again. Of a training that is killed between
-two checkpoints the steps since are trained again, and nobody has seen what they made. One at a time:
-with another configuration, or in another project, nothing is made before it is finished or given up.
+A kill or a full disk spends nothing more: the grant stays held, and the same command with the same configuration
+resumes. Nobody can repeat a release until they like the result. A release with k patients, or of refaced heads, is
+made again from the same random seed, of the same patients. A release with noise has no seed that could be stored
+(P10), so its draws are stored encrypted in the vault before they are used, and are not drawn again. If training is
+killed between two checkpoints the later steps are trained again, and nobody has seen their first results. One at a
+time: with another configuration, or in another project, no release starts before this one is finished or abandoned.
 """
 
 from __future__ import annotations
@@ -15,28 +15,34 @@ from typing import Any
 
 import numpy as np
 
-from agent.grants import give_up, if_reachable
-from agent.kept import forget, listed
-from agent.site import Site
-from policies.entries import Reserved
-from policies.statement import release_id
+from agent.release.budget import best_effort, expire_grant
+from agent.release.ports import SiteContext
+from agent.release.unsent import forget, listed
+from policies.ledger.entries import Reserved
+from policies.statements import release_id
+from protos.common.errors import RefusedError
 
 _NOTE = "unfinished"
 Dice = np.random.Generator
 
 
-class Unfinished(ValueError):
+class ReleaseInProgressError(RefusedError, ValueError):
     """Another making was interrupted; the text says how to finish it, or to give it up."""
 
 
 def begin(
-    site: Site, grant: str, form: str, persons: Iterable[str], places: Iterable[str] = (), dice: Dice | None = None
+    site: SiteContext,
+    grant: str,
+    form: str,
+    persons: Iterable[str],
+    places: Iterable[str] = (),
+    dice: Dice | None = None,
 ) -> None:
-    """Write down what is being made, of whom, where and by which dice, before a step of it.
+    """Record the release in progress, its patients, its workspace and its random seed, before any step.
 
     At a restart its grant stays held.
     """
-    sweep(site)
+    discard_orphans(site)
     told: dict[str, Any] = {"grant": grant, "form": form, "persons": sorted(persons), "places": sorted(places)}
     if dice is not None:
         told["dice"] = dice.bit_generator.state
@@ -44,7 +50,7 @@ def begin(
     site.vault.write_note(_NOTE, {"grant": grant})
 
 
-def same_dice(site: Site, dice: Dice) -> Dice:
+def same_dice(site: SiteContext, dice: Dice) -> Dice:
     """The dice of what was interrupted, as they lay when it was begun; ``dice`` where nothing goes on."""
     told: dict[str, Any] = site.vault.project_note(_NOTE) or {}
     if "dice" in told:
@@ -58,16 +64,17 @@ def place_of(name: str, grant: str) -> str:
     return f"{name}/{grant}"
 
 
-def held_for(site: Site) -> str:
+def held_for(site: SiteContext) -> str:
     """The grant of what was interrupted; "" when nothing was."""
     return str((site.vault.note(_NOTE) or {}).get("grant", ""))
 
 
-def going_on(site: Site, form: str) -> tuple[Reserved, frozenset[str]] | None:
+def find_resumable(site: SiteContext, form: str) -> tuple[Reserved, frozenset[str]] | None:
     """The grant under which a making of this form was interrupted, and of whom it was; None: begin anew.
 
     Raises:
-        Unfinished: what was interrupted was of another configuration or project; or it was made in full, and waits or
+        ReleaseInProgressError: what was interrupted was of another configuration or project; or it was made in full,
+        and waits or
             has left: to begin anew is to spend anew, and must be said again.
     """
     name = held_for(site)
@@ -81,11 +88,11 @@ def going_on(site: Site, form: str) -> tuple[Reserved, frozenset[str]] | None:
             end(site)
 
 
-def would_go_on(site: Site, form: str) -> tuple[Reserved, frozenset[str]] | None:
+def would_go_on(site: SiteContext, form: str) -> tuple[Reserved, frozenset[str]] | None:
     """The same, and nothing is written.
 
     Raises:
-        Unfinished: as there.
+        ReleaseInProgressError: as there.
     """
     name = held_for(site)
     if not name:
@@ -95,20 +102,22 @@ def would_go_on(site: Site, form: str) -> tuple[Reserved, frozenset[str]] | None
         made = release_id(site.name, name, 0)
         told = f"what was interrupted had been made in full: it is {made}"
         if made in listed(site.vault):
-            raise Unfinished(f"{told}, and kept here: `release send {made}`, or say it again to make another")
-        raise Unfinished(f"{told}. Say it again to make another")
+            raise ReleaseInProgressError(
+                f"{told}, and kept here: `release send {made}`, or run the command again to make another"
+            )
+        raise ReleaseInProgressError(f"{told}. Run the command again to make another")
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved):
         return None
     told = site.vault.project_note(_NOTE)
     if told is None or (told["grant"], told["form"]) != (name, form):
-        raise Unfinished(
+        raise ReleaseInProgressError(
             f"a training under {name} was interrupted, of another configuration, project or version: "
-            "finish it as it was begun, or give it up with --anew, and its budget stays spent"
+            "finish it with these, or discard it with --anew; its budget stays spent"
         )
     return grant.reserved, frozenset(told["persons"])
 
 
-def end(site: Site, places: Iterable[str] = ()) -> None:
+def end(site: SiteContext, places: Iterable[str] = ()) -> None:
     """Done, one way or the other: nothing of the making stays, and its grant is not kept any longer.
 
     ``places`` are cleared whatever the note says: an opt-out may have emptied them, and the note, meanwhile.
@@ -119,18 +128,18 @@ def end(site: Site, places: Iterable[str] = ()) -> None:
     site.vault.write_note(_NOTE, None)
 
 
-def sweep(site: Site) -> None:
+def discard_orphans(site: SiteContext) -> None:
     """What a making left in this project is nobody's once its grant is no longer the one that goes on."""
     told = site.vault.project_note(_NOTE)
     if told is not None and told["grant"] != held_for(site):
         _clear(site)
 
 
-def abandon(site: Site) -> None:
+def abandon(site: SiteContext) -> None:
     """Give up what was interrupted, whatever it was: its grant is spent, unless its release waits or has left.
 
     Raises:
-        Forked: people have to look.
+        LedgerForkError: people have to look.
     """
     name = held_for(site)
     grant = site.books.store.state.grants.get(name)
@@ -138,17 +147,17 @@ def abandon(site: Site) -> None:
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved) or _made(site, name):
         return
     forget(site, release_id(site.name, name, 0))  # what a kill left of it before it was listed
-    with if_reachable():
-        give_up(site, grant.reserved, "restart")
+    with best_effort():
+        expire_grant(site, grant.reserved, "restart")
 
 
-def _made(site: Site, grant: str) -> bool:
+def _made(site: SiteContext, grant: str) -> bool:
     """Whether a release was made under it, which is kept or has set out."""
     made = release_id(site.name, grant, 0)
     return made in listed(site.vault) or made in site.books.store.state.sent
 
 
-def _clear(site: Site) -> None:
+def _clear(site: SiteContext) -> None:
     """First what was trained, then what names it."""
     told = site.vault.project_note(_NOTE)
     for place in (told or {}).get("places", ()):

@@ -1,8 +1,9 @@
 """Made releases lie sealed at the site until they have left: for persons to approve, or the coordinator to answer.
 
-What was made from patients is made once: a kill, a full disk or a silent coordinator must not take it away and leave
-its price spent. So it is kept before a byte of it leaves, together with whose it is, and its grant stays held; it is
-forgotten with the verdict, or when it is withdrawn. One note of the site lists them; their bytes lie beside it.
+A release is made from patients only once: a kill, a full disk or a silent coordinator must not destroy it and leave
+its price spent. So it is stored before a byte of it leaves, together with its patients, and its grant stays held. It
+is deleted with the verdict, or when it is withdrawn. One note of the site lists the stored releases; their bytes are
+next to it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import hashlib
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
-from agent.nouns import NotKept, Unreachable
-from policies.statement import Release, encode, parse
+from agent.errors import CoordinatorUnreachableError, SiteStorageError
+from policies.statements import Release, encode, parse
 
 if TYPE_CHECKING:
-    from agent.site import Shelf, Site, Vault
+    from agent.release.ports import ClearableCheckpointStore, SiteContext, Vault
 
 NOTE = "pending"
 
 
-class NotSentError(Unreachable):
+class NotSentError(CoordinatorUnreachableError):
     """A release was made and is kept; whether the coordinator has it is not known."""
 
     def __init__(self, release: str, why: str) -> None:
         """Say how it goes on."""
-        told = f"the set is made, and kept here under its grant: `release send {release}` sends the same again"
+        told = f"the set is made and is kept here under its grant: `release send {release}` sends the same again"
         super().__init__(f"{why}; {told}")
         self.release = release
 
@@ -46,7 +47,7 @@ def keep(vault: Vault, release: Release, artifact: bytes, clear: bytes, persons:
         clear: the same before it was sealed to a reader; "": it is in clear.
         persons: of whom, where the site's record of clusters does not say it.
     Raises:
-        NotKept: the vault failed; nothing of it is listed.
+        SiteStorageError: the vault failed; nothing of it is listed.
     """
     name = release.release
     _place(vault, name, "artifact").write(artifact)
@@ -58,7 +59,7 @@ def keep(vault: Vault, release: Release, artifact: bytes, clear: bytes, persons:
     vault.write_note(NOTE, {**listed(vault), name: told})
 
 
-def forget(site: Site, release: str) -> None:
+def forget(site: SiteContext, release: str) -> None:
     """It has left, was refused or is withdrawn: nothing of it stays.
 
     First it leaves the list: what a kill leaves of its bytes is nobody's then, and :func:`sweep_kept` finds it.
@@ -91,7 +92,7 @@ def statement_of(one: Mapping[str, Any]) -> Release:
 
 
 def of_before(one: Mapping[str, Any]) -> bool:
-    """Whether an earlier version kept it, in the list itself: its pictures are not compressed.
+    """Whether an earlier version kept it, in the list itself: its images are not compressed.
 
     Persons have approved those very bytes, and can approve no others under a release's name: they leave as they are.
     """
@@ -102,13 +103,15 @@ def artifact_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
     """The bytes that leave.
 
     Raises:
-        NotKept: they are missing.
+        SiteStorageError: they are missing.
     """
     if of_before(one):
         return base64.b64decode(one["artifact"])
     found = _place(vault, release, "artifact").read()
     if found is None:
-        raise NotKept(f"the bytes of {release} are missing from the vault: bring it back, or withdraw the release")
+        raise SiteStorageError(
+            f"the bytes of {release} are missing from the vault: restore the vault, or withdraw the release"
+        )
     return found
 
 
@@ -121,12 +124,12 @@ def clear_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
     """The same as persons look at it: before it was sealed to a reader.
 
     Raises:
-        NotKept: it is missing.
+        SiteStorageError: it is missing.
     """
     if of_before(one):
         return base64.b64decode(one.get("clear") or one["artifact"])
     return _place(vault, release, "clear").read() or artifact_of(vault, release, one)
 
 
-def _place(vault: Vault, release: str, part: str) -> Shelf:
+def _place(vault: Vault, release: str, part: str) -> ClearableCheckpointStore:
     return vault.site_place(f"kept/{release}/{part}")

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from policies.statement import Release, claim_json, encode
-from protos.artifact import BadArtifact, unpack_images
+from policies.statements import Release, claim_json, encode
+from protos.artifacts.arrays import ArtifactFormatError, unpack_images
 
 SHEET: Final = 100  # images on it, at most
 _CELL: Final = 96  # pixels
@@ -53,7 +53,7 @@ def show(release: Release, artifact: bytes, folder: Path) -> list[str]:
     (folder / "artifact").write_bytes(artifact)
     try:
         images, labels = unpack_images(artifact)
-    except BadArtifact:  # DICOM, volumes, a model: a viewer shows it
+    except ArtifactFormatError:  # DICOM, volumes, a model: a viewer shows it
         return ["statement.json", "artifact"]
     contact_sheet(images, labels).save(folder / "sheet.png")
     return ["statement.json", "artifact", "sheet.png"]

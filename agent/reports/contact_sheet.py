@@ -1,6 +1,6 @@
 """The contact sheet of a distillation: what the site's reviewer looks at before anything leaves.
 
-It shows samples beside the pictures that they are most like. Of ``distill`` those are patients' pictures, so the page
+It shows samples beside the images that they are most like. Of ``distill`` those are patients' images, so the page
 is for this site only, and says so; of ``distill-dp`` they are public ones. It holds no pseudonym.
 """
 
@@ -20,17 +20,17 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image as Picture
 
-from agent.edges.page import ACCENT, INK, WARN, block, plot, whole
-from agent.nets.siamese import Share
-from agent.stages.distil import Exhibit, Review, Tally
-from agent.stages.vet import Power
+from agent.intervals import Proportion
+from agent.mechanisms.distillation.teacher_student import Exhibit, Review, Tally
+from agent.reports.html_page import ACCENT, INK, WARN, block, page_html, plot
+from agent.vetting.filter import Power
 
 _SMALL: Final = 256  # pixels: what is smaller is drawn pixel by pixel, and two exhibits go beside each other
 _BINS: Final = 48
 _FARTHEST: Final = 40.0  # log-odds: what is farther out is drawn there
 _OPAQUE: Final = 0.6  # of the heat, where it is hottest
-_WHY: Final = {  # of agent.stages.vet.REASONS
-    "verifier": "too like somebody",
+_WHY: Final = {  # of agent.vetting.filter.REASONS
+    "verifier": "too similar to a patient",
     "copy": "a copy",
     "patch": "a part is a copy",
     "moved": "a copy, cropped or turned",
@@ -65,19 +65,19 @@ def render(review: Review, told: str, patients: bool = True) -> bytes:
     """The whole page, UTF-8.
 
     Args:
-        review: of :meth:`agent.mechanisms.distill.Distill.run`.
+        review: of :meth:`agent.mechanisms.distillation.mechanism.Distill.run`.
         told: what was made, in a sentence: mechanism, file.
-        patients: the samples were compared with patients' pictures, and not with public ones.
+        patients: the samples were compared with patients' images, and not with public ones.
     """
     other = "patient" if patients else "public picture"
     parts = [
         f"<p class='choice'>{html.escape(told)} {html.escape(_counts(review))}</p>",
         _figures(review, patients),
         _conditions(review.conditions),
-        block("How much the samples are like somebody", *_likeness(review, other)),
+        block("Similarity of the samples to real images", *_likeness(review, other)),
         *_exhibits(review.exhibits, other),
     ]
-    return whole("What was made, beside what it is most like", PATIENTS if patients else PUBLIC, parts, STYLE)
+    return page_html("Samples beside the most similar real image", PATIENTS if patients else PUBLIC, parts, STYLE)
 
 
 def kept_of(tally: Tally) -> int:
@@ -85,7 +85,7 @@ def kept_of(tally: Tally) -> int:
     return tally.drawn - sum(tally.dropped.values())
 
 
-def span(share: Share) -> str:
+def span(share: Proportion) -> str:
     """A share with its interval."""
     return f"{share.value:.2%} ({share.low:.2%} to {share.high:.2%})"
 
@@ -140,8 +140,8 @@ def by_chance(intervals: Mapping[str, tuple[float, float]], name: str) -> str:
 
 
 def left_of(tally: Tally) -> str:
-    """What became of the student's own pictures. Of a model none is taken away: it draws what it draws."""
-    gone = "".join(f", {count} {why(reason)}" for reason, count in sorted(tally.dropped.items()))
+    """What became of the student's own images. Of a model none is taken away: it draws what it draws."""
+    gone = "".join(f", {count} {explain_drop(reason)}" for reason, count in sorted(tally.dropped.items()))
     if tally.learned > kept_of(tally):
         return f"{tally.drawn} drawn{gone}; the model leaves, and draws such pictures again"
     return f"{tally.drawn} drawn{gone}; {tally.learned} leave, or stand for the model that leaves"
@@ -154,18 +154,18 @@ def caught(power: Power) -> Iterator[tuple[str, str]]:
     yield "by the second verifier, which measures", span(power.unseen)
     for name, share in power.kinds.items():
         yield name, span(share)
-    other = "everybody has one picture" if power.other_visits is None else span(power.other_visits)
+    other = "every person has one image" if power.other_visits is None else span(power.other_visits)
     yield "other visits, not counted in all", other
 
 
-def why(reason: str) -> str:
+def explain_drop(reason: str) -> str:
     """A reason for dropping, in words."""
     return _WHY.get(reason, reason)
 
 
 def threshold(name: str, value: float) -> str:
     """A threshold in its unit."""
-    return f"odds of {odds(value)}" if name in _LOG_ODDS else f"correlation {number(value, '.4g')}"
+    return f"odds of {format_odds(value)}" if name in _LOG_ODDS else f"correlation {number(value, '.4g')}"
 
 
 def number(value: float, form: str) -> str:
@@ -190,7 +190,15 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left:
 
 def _conditions(tallies: tuple[Tally, ...]) -> str:
     reasons = sorted({reason for tally in tallies for reason in tally.dropped})
-    head = ["condition", "kept, dropped", "drawn", "kept", *map(why, reasons), "learned", "groups left empty"]
+    head = [
+        "condition",
+        "kept, dropped",
+        "drawn",
+        "kept",
+        *map(explain_drop, reasons),
+        "learned",
+        "groups left empty",
+    ]
     rows = []
     for tally in tallies:
         kept = kept_of(tally)
@@ -202,7 +210,7 @@ def _conditions(tallies: tuple[Tally, ...]) -> str:
     )
     gone = [tally.name for tally in tallies if not tally.learned]
     if gone:
-        note += f" Nothing was left of {', '.join(gone)}: the student never saw such a picture."
+        note += f" The vetting dropped all of {', '.join(gone)}: the student learned no such image."
     return _table("Conditions", head, rows, left=2) + f"<p>{html.escape(note)}</p>"
 
 
@@ -222,7 +230,7 @@ def _likeness(review: Review, other: str) -> tuple[Figure, str]:
     """The distribution of the scores before filtering, with the threshold (the paper's Fig. 4, top)."""
     finite = review.scores[~np.isnan(review.scores)]
     delta = review.thresholds["verifier"]
-    figure, axes = plot("odds that the sample and what it is most like show one person", "samples", (9.0, 3.4))
+    figure, axes = plot("odds that the sample and the most similar image show one person", "samples", (9.0, 3.4))
     note = _likeness_told(review.scores, delta, other)
     if not len(finite):
         return figure, note
@@ -235,7 +243,7 @@ def _likeness(review: Review, other: str) -> tuple[Figure, str]:
     axes.hist([shown[below], shown[~below]], edges.tolist(), stacked=True, color=[ACCENT, WARN], label=labels)
     axes.set_axisbelow(True)
     if abs(delta) <= _FARTHEST:
-        axes.axvline(delta, color=INK, linestyle="--", label=f"threshold δ: {odds(delta)}")
+        axes.axvline(delta, color=INK, linestyle="--", label=f"threshold δ: {format_odds(delta)}")
     _odds_below(axes, float(edges[0]), float(edges[-1]))
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure, note
@@ -246,19 +254,19 @@ def _likeness_told(scores: NDArray[np.float64], delta: float, other: str) -> str
     finite = scores[~np.isnan(scores)]
     told = f"Of {len(scores)} samples of the first teacher, each at the {other} that it is most like: "
     if len(finite):
-        half, most = (odds(float(value)) for value in (np.median(finite), finite.max()))
+        half, most = (format_odds(float(value)) for value in (np.median(finite), finite.max()))
         told += f"the middle one has odds of {half}, the highest {most}. "
     above = int((~(finite < delta)).sum())
-    told += f"{above} reach the threshold of {odds(delta)}, and were dropped for it. "
+    told += f"{above} reach the threshold of {format_odds(delta)}, and were dropped for it. "
     if len(finite) < len(scores):
-        told += f"{len(scores) - len(finite)} could not be judged, and were dropped. "
+        told += f"{len(scores) - len(finite)} could not be checked, and were dropped. "
     return told + (
         "The odds are the verifier's own, as if every other picture showed that person: they are for ranking. What a "
         "score means is said by the threshold, which follows from pairs of strangers."
     )
 
 
-def odds(log_odds: float) -> str:
+def format_odds(log_odds: float) -> str:
     """Natural log-odds as people say them: "1:120", "even", "35:1"."""
     if math.isnan(log_odds):
         return "not known"
@@ -290,12 +298,12 @@ def _exhibits(exhibits: tuple[Exhibit, ...], other: str) -> Iterator[str]:
         "These are samples of the last teacher, which nobody learned and which do not leave; where a model leaves, "
         "pictures that it draws itself are among them, and nothing holds those back."
     )
-    yield beside(look, leave, "Nothing was kept.", kept, other)
-    yield beside("Dropped, and why", gone, "Nothing was dropped.", dropped, other)
+    yield side_by_side(look, leave, "No sample was kept.", kept, other)
+    yield side_by_side("Dropped, and why", gone, "Nothing was dropped.", dropped, other)
 
 
-def beside(title: str, whose: str, nothing: str, exhibits: Sequence[Exhibit], other: str) -> str:
-    """Exhibits as a part of a page: what they are, ``whose`` they are, and each beside what it is most like."""
+def side_by_side(title: str, whose: str, nothing: str, exhibits: Sequence[Exhibit], other: str) -> str:
+    """Exhibits as a part of a page: their title, ``whose`` they are, and each next to its nearest image."""
     head = f"<section class='ahead'><h2>{html.escape(title)}</h2>"
     if not exhibits:
         return f"{head}<p>{html.escape(nothing)}</p></section>"
@@ -308,7 +316,7 @@ def beside(title: str, whose: str, nothing: str, exhibits: Sequence[Exhibit], ot
 
 
 def _exhibit(one: Exhibit, other: str) -> str:
-    """Three pictures in a row, and what was found."""
+    """Three images in a row, and what was found."""
     condition = html.escape(one.condition)
     made = _image(one.made, f"A sample made for {one.condition}, as it was drawn")
     beside = _image(one.nearest, f"The {other} that the sample made for {one.condition} is most like")
@@ -317,7 +325,7 @@ def _exhibit(one: Exhibit, other: str) -> str:
     third = "<div class='none'>no map</div>" if heat is None else _image(heat, words)
     found = f"probability {number(one.probability, '.4f')}"
     found += "" if one.alignment is None else f", alignment {number(one.alignment, '.3f')}"
-    fate = f"dropped, {html.escape(why(one.reason))}" if one.reason else "kept"
+    fate = f"dropped, {html.escape(explain_drop(one.reason))}" if one.reason else "kept"
     return (
         f"<figure class='exhibit {'dropped' if one.reason else 'kept'}'><div class='three'>"
         f"<div><p>made</p>{made}</div><div><p>nearest {other}</p>{beside}</div><div><p>alike where</p>{third}</div>"

@@ -1,6 +1,6 @@
-"""The page on which a person at the site sees what a released set is worth. It is made of patients, and says so.
+"""The page with a released set's evaluation, for a reviewer at the site. It contains patient data, and says so.
 
-It shows figures and the set's own pictures, and no picture of a patient: whoever wants to compare has the PACS.
+It shows figures and the set's own images, and no image of a patient: whoever wants to compare has the PACS.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Final
 import numpy as np
 from matplotlib.figure import Figure
 
-from agent.edges.page import ACCENT, SOFT, WARN, block, plot, sheet, table, whole
-from agent.measures.evaluation import Evaluation, Taught
-from agent.measures.fidelity import Fidelity
-from agent.measures.intervals import Figure as Number
-from agent.nouns import SyntheticSet
+from agent.domain import SyntheticSet
+from agent.evaluation.fidelity import Fidelity
+from agent.evaluation.released_set import ClassifierResult, Evaluation
+from agent.intervals import Figure as Number
+from agent.reports.html_page import ACCENT, SOFT, WARN, block, page_html, plot, sheet, table
 
-SHOWN: Final = 16  # pictures of a class, at most
-_CLASSES: Final = 40  # of which pictures are shown, at most
+SHOWN: Final = 16  # images of a class, at most
+_CLASSES: Final = 40  # of which images are shown, at most
 WARNING: Final = (
     "Made from patients, it stays at this site. Whoever chooses a configuration by these figures makes a choice that "
     "no epsilon covers; a figure that leaves is a release of its own."
@@ -44,7 +44,7 @@ def render(found: Evaluation, made: SyntheticSet, told: str, looks: int) -> byte
         _semantics(found.semantics),
         *_sheets(made, found.classes),
     ]
-    return whole("A set, judged by held-out patients", WARNING, parts)
+    return page_html("Evaluation of a set on held-out patients", WARNING, parts)
 
 
 def _missing(title: str, why: str) -> str:
@@ -73,7 +73,7 @@ def _utility(found: Evaluation) -> str:
     return drawn + accuracies + table("Found of each class (recall)", head, each)
 
 
-def _bars(taught: tuple[Taught, ...], chance: float, most: float) -> Figure:
+def _bars(taught: tuple[ClassifierResult, ...], chance: float, most: float) -> Figure:
     figure, axes = plot("", "accuracy", (7.0, 3.4))
     values = [one.accuracy.value for one in taught]
     low = [one.accuracy.value - one.accuracy.interval.low for one in taught]
@@ -89,10 +89,10 @@ def _bars(taught: tuple[Taught, ...], chance: float, most: float) -> Figure:
     return figure
 
 
-def _bars_told(taught: tuple[Taught, ...], chance: float, most: float) -> str:
+def _bars_told(taught: tuple[ClassifierResult, ...], chance: float, most: float) -> str:
     told = "; ".join(f"{one.name} {_span(one.accuracy, '.1%')}" for one in taught)
     return (
-        f"Accuracy on real pictures of classifiers that saw nothing but the set: {told}. The commonest class for "
+        f"Accuracy on real images of classifiers that were trained on the set only: {told}. The commonest class for "
         f"everybody {most:.1%}, chance {chance:.1%}. LR and MLP are scikit-learn's with its own defaults."
     )
 

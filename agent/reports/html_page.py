@@ -37,7 +37,7 @@ print-color-adjust:exact}.wide{overflow:visible}}
 """
 
 
-def whole(title: str, warning: str, parts: Sequence[str], style: str = "") -> bytes:
+def page_html(title: str, warning: str, parts: Sequence[str], style: str = "") -> bytes:
     """The page, UTF-8: ``warning`` in a banner, then the parts, which are HTML already. ``style``: the page's own."""
     return "".join(
         [
@@ -82,7 +82,7 @@ def _svg(figure: Figure) -> str:
 
 
 def sheet(title: str, pictures: NDArray[np.uint8], wide: int, note: str) -> str:
-    """Pictures (m, h, w[, 3]) side by side, ``wide`` in a line, pixel for pixel."""
+    """Images (m, h, w[, 3]) side by side, ``wide`` in a line, pixel for pixel."""
     wide = min(wide, len(pictures))
     lines = [pictures[i : i + wide] for i in range(0, len(pictures), wide)]
     blank = np.full_like(pictures[0], 255)

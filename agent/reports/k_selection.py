@@ -1,7 +1,7 @@
-"""The page on which a person at the site chooses k. It is made of patients: it is for the site only, and says so.
+"""The page for choosing k. It depends on patients: it is for the site only, and says so.
 
 One file without a script: every drawing is inside it, as SVG by matplotlib's own figures (no global state), so it can
-be printed or kept. It holds no pseudonym: points of a tree are patients without names, and the pictures of a contact
+be printed or kept. It holds no pseudonym: points of a tree are patients without names, and the images of a contact
 sheet are representatives, never patients.
 """
 
@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import dendrogram as laid_out
 
-from agent.edges.page import ACCENT, INK, SOFT, WARN, block, plot, sheet, table, whole
-from agent.measures.tuning import Curves, Point
+from agent.evaluation.k_selection import Curves, Point
+from agent.reports.html_page import ACCENT, INK, SOFT, WARN, block, page_html, plot, sheet, table
 
 SHEET: Final = 24  # representatives of a contact sheet, at most
 
@@ -27,7 +27,7 @@ def render(curves: Curves, representatives: NDArray[np.uint8] | None = None) -> 
     """The whole page, UTF-8.
 
     Args:
-        curves: of :func:`agent.measures.tuning.tune`.
+        curves: of :func:`agent.evaluation.k_selection.tune`.
         representatives: (m, h, w[, 3]) of the recommended k, for a contact sheet of the first ``SHEET``; or none.
     """
     figures = [_loss(curves), _risk(curves), _silhouette(curves), _homogeneity(curves)]
@@ -37,7 +37,7 @@ def render(curves: Curves, representatives: NDArray[np.uint8] | None = None) -> 
     warning = (
         "This page is made from patients and is not a release: it must not leave the hospital, in whole or in part."
     )
-    return whole("Choosing k", warning, parts)
+    return page_html("Choosing k", warning, parts)
 
 
 def _choice(curves: Curves) -> str:

@@ -1,42 +1,52 @@
 """The reviewer's page of a vetting of representatives: those that are most like a patient, beside that patient.
 
-It is the contact sheet of a distillation (:mod:`agent.edges.sheet_page`) without what only a distillation has. It
-shows patients, so it is for this site only, and says so; it holds no pseudonym, and names no cluster. The patients
-are those whose pictures are comparable (:func:`agent.vetted.compared`), not everybody of whom there is a picture.
+It is the contact sheet of a distillation (:mod:`agent.reports.contact_sheet`) without the parts that only a
+distillation has. It shows patients, so it is for this site only, and says so; it contains no pseudonym, and names no
+cluster. The patients are those with comparable images (:func:`agent.release.cluster_vetting.compared`), not all
+patients.
 """
 
 from __future__ import annotations
 
 import html
 
-from agent.edges.page import table, whole
-from agent.edges.sheet_page import PATIENTS, STYLE, beside, by_chance, caught, span, threshold, why
-from agent.vetted import Sifted
+from agent.release.vetting_statement import VettingReport
+from agent.reports.contact_sheet import (
+    PATIENTS,
+    STYLE,
+    by_chance,
+    caught,
+    explain_drop,
+    side_by_side,
+    span,
+    threshold,
+)
+from agent.reports.html_page import page_html, table
 
 _LEAVE = "They leave, as they are."
 _NEITHER = "They do not leave either, since no new picture passed."
 _GONE = "They do not leave, and neither does any other picture of their cluster."
 
 
-def labels(found: Sifted) -> str:
+def labels(found: VettingReport) -> str:
     """Labels of which no cluster is left, in words."""
     return ", ".join(name or "no label" for name in found.lost)
 
 
-def render(found: Sifted, mechanism: str) -> bytes:
+def render(found: VettingReport, mechanism: str) -> bytes:
     """The whole page, UTF-8.
 
     Args:
-        found: of :meth:`agent.vetted.Examiner.examine`.
-        mechanism: what made the pictures.
+        found: of :meth:`agent.release.cluster_vetting.Vetter.examine`.
+        mechanism: what made the images.
     """
-    gone = "".join(f", {count} {why(reason)}" for reason, count in sorted(found.dropped.items()))
+    gone = "".join(f", {count} {explain_drop(reason)}" for reason, count in sorted(found.dropped.items()))
     told = (
         f"{mechanism}: {found.pictures} pictures of {found.clusters} clusters were compared with every comparable "
         f"picture{gone}. {found.left} clusters leave."
     )
     if found.lost:
-        told += f" Of these labels no cluster is left: {labels(found)}."
+        told += f" No cluster is left with these labels: {labels(found)}."
     figures = [
         ("Clusters re-identified before: of what would leave", span(found.before)),
         ("Clusters re-identified after: of what leaves", span(found.after) if found.after else "nothing leaves"),
@@ -52,13 +62,13 @@ def render(found: Sifted, mechanism: str) -> bytes:
         f"<p class='choice'>{html.escape(told)}</p>",
         table("Figures, by the second verifier", ["", "(95 %)"], figures),
         table("Thresholds", ["", "", "reached by chance (95 %)"], reached),
-        beside(
+        side_by_side(
             "Passed: does any of these show the patient beside it?",
             _LEAVE if found.left else _NEITHER,
             "Nothing passed.",
             kept,
             "patient",
         ),
-        beside("Dropped, and why", _GONE, "Nothing was dropped.", dropped, "patient"),
+        side_by_side("Dropped, and why", _GONE, "Nothing was dropped.", dropped, "patient"),
     ]
-    return whole("Representatives, beside whom they are most like", PATIENTS, parts, STYLE)
+    return page_html("Representatives, beside whom they are most like", PATIENTS, parts, STYLE)

@@ -2,7 +2,7 @@
 
 What a killed process leaves behind (the database, its write-ahead log) is ciphertext. SQLCipher was rejected: no
 wheel is kept for it, and sealing rows with ``cryptography`` needs no second cryptographic library. What is deleted
-is overwritten in the file, and the log is cut: see :meth:`SealedFile.truncate`.
+is overwritten in the file, and the log is cut: see :meth:`EncryptedDatabase.truncate`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from agent.edges.room import sync_folder
-from agent.nouns import NotKept
+from agent.errors import SiteStorageError
+from protos.common.durable_files import flush_directory
 
 FORMAT: Final = 3  # of the files; 1 had records and notes in one, 2 named studies, series and instances by UIDs alone
 _BUSY_MS: Final = 30_000
@@ -32,24 +32,30 @@ _NONCE: Final = 12
 _PART: Final = 1 << 25  # bytes of a long value in one row
 _NOTES: Final = "CREATE TABLE IF NOT EXISTS note(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;"
 _FAULTS: Final[tuple[tuple[type[Exception], str], ...]] = (
-    (apsw.FullError, "the disk is full: nothing of this was kept; make room and say it again"),
-    (apsw.IOError, "the disk could not be read or written: nothing of this was kept; look at the disk"),
-    (apsw.TooBigError, "one record is larger than the vault can hold: nothing of this was kept"),
-    (apsw.BusyError, "another process has the vault for too long: nothing of this was kept; say it again later"),
-    (apsw.LockedError, "another process has the vault for too long: nothing of this was kept; say it again later"),
+    (apsw.FullError, "the disk is full, and nothing was saved: free some space and run the command again"),
+    (apsw.IOError, "the disk could not be read or written, and nothing was saved: check the disk"),
+    (apsw.TooBigError, "a record is larger than the vault can hold, and nothing was saved"),
+    (
+        apsw.BusyError,
+        "another process uses the vault, and nothing was saved: run the command again later",
+    ),
+    (
+        apsw.LockedError,
+        "another process uses the vault, and nothing was saved: run the command again later",
+    ),
     (apsw.CorruptError, "the vault's file is damaged: restore it from a backup"),
     (apsw.NotADBError, "the vault's file is damaged: restore it from a backup"),
-    (apsw.ReadOnlyError, "the vault cannot be written: check whose it is and its permissions"),
-    (apsw.PermissionsError, "the vault cannot be written: check whose it is and its permissions"),
-    (apsw.CantOpenError, "the vault cannot be opened: check whose it is and its permissions"),
+    (apsw.ReadOnlyError, "the vault cannot be written: check its owner and permissions"),
+    (apsw.PermissionsError, "the vault cannot be written: check its owner and permissions"),
+    (apsw.CantOpenError, "the vault cannot be opened: check its owner and permissions"),
 )
 
 
-class VaultError(NotKept):
+class VaultError(SiteStorageError):
     """The vault's key is another one, a row was changed, or the disk failed. The text names no patient."""
 
 
-class OlderVault(VaultError):
+class OlderVaultError(VaultError):
     """An older program made the file; nothing was changed in it."""
 
     def __init__(self) -> None:
@@ -87,7 +93,7 @@ def form_of(database: apsw.Connection) -> int:
     return 1 if database.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchall() else 0  # form 1 said nothing
 
 
-class SealedFile:
+class EncryptedDatabase:
     """A database whose values only the key opens. Notes are in every one; other tables are its user's."""
 
     def __init__(self, path: Path, key: bytes, schema: str = "", *, upgrading: bool = False) -> None:
@@ -97,15 +103,15 @@ class SealedFile:
             path: of the file.
             key: 32 bytes.
             schema: statements that make the tables beside ``note``; each must bear being said again.
-            upgrading: take an older program's file into this form (:func:`agent.edges.projects.upgrade` alone).
+            upgrading: take an older program's file into this form (:func:`agent.storage.projects.upgrade` alone).
         Raises:
-            OlderVault: an older program made it.
+            OlderVaultError: an older program made it.
             VaultError: the key does not open it, or a newer program made it.
         """
         self._aead, self._index = AESGCM(key), derive(key, "vault/index")
         try:  # never opened beside SQLite once it exists: closing such a descriptor would drop SQLite's own locks
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))
-            sync_folder(path.parent)
+            flush_directory(path.parent)
         except FileExistsError:
             pass
         with faults():
@@ -124,9 +130,9 @@ class SealedFile:
         if not version <= FORMAT:
             raise VaultError("the vault was made by a newer version of this program: use that one")
         if 0 < version < FORMAT and not upgrading:
-            raise OlderVault
+            raise OlderVaultError
         for pragma in (
-            "page_size=16384",  # of a new file: pictures are long rows
+            "page_size=16384",  # of a new file: images are long rows
             "journal_mode=WAL",
             "synchronous=FULL",
             "secure_delete=ON",
@@ -172,7 +178,7 @@ class SealedFile:
         try:
             return self._aead.decrypt(box[:_NONCE], box[_NONCE:], what.encode())
         except (InvalidTag, ValueError):
-            raise VaultError("the vault's key is another one, or a row was changed") from None
+            raise VaultError("the vault's key is wrong, or a row was changed") from None
 
     def mac(self, what: str, value: bytes) -> str:
         """The name under which a row is found that may not say what it is of: HMAC-SHA256, 32 hex characters."""
@@ -273,10 +279,10 @@ class SealedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class SealedPlace:
+class EncryptedCheckpointStore:
     """Where a training from patients keeps its checkpoint: sealed, and gone with the key."""
 
-    file: SealedFile
+    file: EncryptedDatabase
     name: str
 
     def read(self) -> bytes | None:

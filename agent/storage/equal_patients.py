@@ -1,8 +1,8 @@
-"""Patient ids that may be one person: equal pictures, or one UID, under two of them. For k alone.
+"""Patient ids that may be one person: equal images, or one UID, under two of them. For k alone.
 
-k counts persons, and somebody with two ids is one person. Whether two ids are, a program cannot tell: so they count
-as one patient towards k, until a person says that they are apart. Claims of level A never look at this: one patient
-more must change that patient's contribution only.
+k counts people, and a person with two ids is one person. A program cannot decide whether two ids are the same person,
+so they count as one patient towards k until a user says that they differ. Claims of level A never use this: one more
+patient must change that patient's contribution only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from hashlib import sha256
 from itertools import combinations
 from typing import Final
 
-from agent.edges.cohorts import Head
+from agent.storage.instance_index import InstanceRecord
 
 WHY: Final = ("picture", "study", "series", "instance")  # what they have in common: equal pixels, or a UID
 _NOTHING: Final = "0" * 32  # a study or series that an older version did not write down
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class EqualPatients:
     """Patient ids that count as one patient."""
 
     persons: frozenset[str] = field(repr=False)
@@ -33,8 +33,10 @@ class Alike:
         return sha256(" ".join(sorted(self.persons)).encode()).hexdigest()[:16]
 
 
-def alike(heads: Iterable[Head], apart: Sequence[frozenset[str]]) -> tuple[Alike, ...]:
-    """Group the ids that have a picture or a UID in common, directly or through others, by name.
+def group_equal_patients(
+    heads: Iterable[InstanceRecord], apart: Sequence[frozenset[str]]
+) -> tuple[EqualPatients, ...]:
+    """Group the ids that have an image or a UID in common, directly or through others, by name.
 
     Args:
         heads: of everything in a project's vault.
@@ -63,7 +65,7 @@ def alike(heads: Iterable[Head], apart: Sequence[frozenset[str]]) -> tuple[Alike
     for group in union.groups():
         kinds = {kind for person in group for kind in why.get(person, ())}
         of_them = {study for person in group for study in studies[person]}
-        found.append(Alike(frozenset(group), tuple(k for k in WHY if k in kinds), tuple(sorted(of_them))))
+        found.append(EqualPatients(frozenset(group), tuple(k for k in WHY if k in kinds), tuple(sorted(of_them))))
     return tuple(sorted(found, key=lambda one: one.name))
 
 
@@ -89,7 +91,7 @@ def _undecided(
     yield from ((a, b) for a, b in combinations(persons, 2) if places[a].isdisjoint(places[b]))
 
 
-def _marks(head: Head) -> Iterator[tuple[str, str]]:
+def _marks(head: InstanceRecord) -> Iterator[tuple[str, str]]:
     for kind, mark in zip(WHY, (head.picture, *(head.uids or ("", "", ""))), strict=True):
         if mark not in ("", _NOTHING):
             yield kind, mark

@@ -1,4 +1,4 @@
-"""What the vault knows of an instance without its pixels, and which instances count for a selection."""
+"""The vault's index of instances without pixels, and the selection of those that count."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agent.deidentify.record import NO_SERIES, Record
-from agent.nouns import Selection, Split
+from agent.domain import Selection, Split
 
 State = Literal["eligible", "unlabelled", "face", "volume", "waiting", "held"]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class InstanceRecord:
     """One instance without its pixels and its file. Sealed at rest; for the site's own use."""
 
     name: str
@@ -48,19 +51,19 @@ class Head:
         return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
 
 
-def decode(raw: bytes) -> Head:
-    """Back from :meth:`Head.encode`."""
+def decode(raw: bytes) -> InstanceRecord:
+    """Back from :meth:`InstanceRecord.encode`."""
     found = json.loads(raw)
     shape = found.pop("shape")
     found["uids"] = tuple(map(sys.intern, found.get("uids", ())))
     for name in ("person", "study", "series", "modality", "label", "body_part", "trace"):
         found[name] = sys.intern(found[name])  # many instances share them
-    return Head(shape=None if shape is None else tuple(shape), **found)
+    return InstanceRecord(shape=None if shape is None else tuple(shape), **found)
 
 
-def head_of(record: Record, trace: str, picture: str) -> Head:
-    """The head of a record: the name under which its trace lies, and its picture's keyed digest."""
-    return Head(
+def head_of(record: Record, trace: str, picture: str) -> InstanceRecord:
+    """The head of a record: the name under which its trace lies, and its image's keyed digest."""
+    return InstanceRecord(
         name=record.name,
         digest=record.digest,
         person=record.pseudonym,
@@ -80,7 +83,7 @@ def head_of(record: Record, trace: str, picture: str) -> Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class StateCount:
     """How many instances and patients are in one state. For the site's own console, and nowhere else (P14)."""
 
     modality: str
@@ -107,7 +110,7 @@ def part_of(split: Split, key: bytes, person: str) -> str:
     raise AssertionError("the shares fill the whole range")
 
 
-class Tally:
+class SeriesTally:
     """Heads seen one by one: how large each series is, and in which state each instance is."""
 
     def __init__(self, barred: Set[str], min_instances: int = 1) -> None:
@@ -115,12 +118,12 @@ class Tally:
         self._barred, self._least = barred, min_instances
         self._sizes: Counter[str] = Counter()
 
-    def count(self, head: Head) -> None:
+    def count(self, head: InstanceRecord) -> None:
         """Count an instance towards its series, eligible or not."""
         if self._least > 1:
             self._sizes[head.series] += 1
 
-    def state(self, head: Head) -> State:
+    def state(self, head: InstanceRecord) -> State:
         """Of an instance, once all have been counted. The first reason is told."""
         size = 1 if head.series == NO_SERIES else self._sizes[head.series]
         if head.held(self._barred):
@@ -135,7 +138,7 @@ class Tally:
 
 
 def choose(
-    heads: Iterable[Head], selection: Selection, tally: Tally, excluded: Set[str], key: bytes
+    heads: Iterable[InstanceRecord], selection: Selection, tally: SeriesTally, excluded: Set[str], key: bytes
 ) -> list[tuple[str, str, str]]:
     """The instances that count: pseudonym, name and label, in this order and so sorted.
 
@@ -159,7 +162,7 @@ def choose(
     return sorted((head.person, head.name, head.label) for head in found if tally.state(head) == "eligible")
 
 
-def _fits(head: Head, selection: Selection) -> bool:
+def _fits(head: InstanceRecord, selection: Selection) -> bool:
     return (
         head.modality == selection.modality
         and _seen_as(head.shape, selection)
@@ -169,14 +172,14 @@ def _fits(head: Head, selection: Selection) -> bool:
 
 
 def _seen_as(shape: tuple[int, ...] | None, selection: Selection) -> bool:
-    """Can a picture of that shape be seen as the selection wants it? Whether it can be fitted, its pixels say too."""
+    """Can an image of that shape be seen as the selection wants it? Whether it can be fitted, its pixels say too."""
     wanted = selection.shape
     if shape is None or (len(wanted) == 3 and len(shape) != 3):  # grey can be made of colour, and not the reverse
         return False
     return min(shape[:2]) >= wanted[0] if selection.fit else shape[:2] == wanted[:2]
 
 
-def counts(heads: Callable[[], Iterable[Head]], tally: Tally) -> tuple[Count, ...]:
+def counts(heads: Callable[[], Iterable[InstanceRecord]], tally: SeriesTally) -> tuple[StateCount, ...]:
     """Instances and patients by modality, body part and state, sorted.
 
     Args:
@@ -191,4 +194,28 @@ def counts(heads: Callable[[], Iterable[Head]], tally: Tally) -> tuple[Count, ..
         place = (head.modality, head.body_part, tally.state(head))
         instances[place] += 1
         persons.setdefault(place, set()).add(head.person)
-    return tuple(Count(*place, instances[place], len(persons[place])) for place in sorted(instances))
+    return tuple(StateCount(*place, instances[place], len(persons[place])) for place in sorted(instances))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FaceInstance:
+    """An instance from which a face could be rebuilt, as input of defacing."""
+
+    name: str
+    kind: Literal["image", "volume"]
+    modality: str
+    person: str
+    study: str
+    series: str
+    label: str
+    payload: bytes = field(repr=False)  # the de-identified DICOM or NIfTI file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DefacedInstance:
+    """An instance without its face."""
+
+    name: str
+    payload: bytes = field(repr=False)  # the new DICOM or NIfTI file
+    pixels: NDArray[np.float32] | None = None  # (h, w) or (h, w, 3) in [0, 1] of the new file: of an image alone
+    before: str = ""  # SHA-256 of the file that it was made of; "": whatever is there

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.deidentify.colour import grey
-from agent.nouns import Selection
-from agent.stages.fit import fit
+from agent.deidentify.record import grey
+from agent.domain import Selection
+from agent.field_of_view import fit
 
 _FINE: Final = 65535  # the disk is what bounds the way in, and no detector has more levels
 _COARSE: Final = 255
@@ -31,10 +31,10 @@ def unpacked(raw: bytes, shape: tuple[int, ...]) -> NDArray[np.float32]:
     return np.frombuffer(raw, "<u2").reshape(shape).astype(np.float32) / np.float32(_FINE)
 
 
-def seen(pixels: NDArray[np.float32], selection: Selection) -> NDArray[np.float32] | None:
+def selection_view(pixels: NDArray[np.float32], selection: Selection) -> NDArray[np.float32] | None:
     """Pixels as the selection wants them: grey, fitted.
 
-    None when they show nothing (one value everywhere: such a picture is nobody's, and would count towards k), or when
+    None when they show nothing (one value everywhere: such an image is nobody's, and would count towards k), or when
     what they show is too small to be fitted.
     """
     wanted = pixels if len(selection.shape) == 3 else grey(pixels)

@@ -1,11 +1,10 @@
 """The research projects that a site works for: each has its own key, its own records, and an end.
 
-``keys/projects/NAME/key`` is 32 random bytes, from which HKDF-SHA256 (RFC 5869) derives what seals the project's
-records, what its pseudonyms are made with, and what seals its rooms. To end a project is to destroy that key: what it
-sealed is noise then, wherever a copy of it lies (NIST SP 800-88 rev. 1, section 2.6, cryptographic erase). A copy of
-the *key* in a backup undoes that, so ``keys/projects`` belongs in no backup that outlives a project. The key's bytes
-are overwritten before the file goes, which a journalling or copying file system, or a flash disk, may not carry
-through to the medium: for that, the disk below is to be encrypted too.
+``keys/projects/NAME/key`` is 32 random bytes, from which HKDF-SHA256 (RFC 5869) derives the keys of the project's
+records, pseudonyms and spool. Ending a project destroys that key: all copies of its data are then noise (NIST SP
+800-88 rev. 1, section 2.6, cryptographic erase). A copy of the *key* in a backup undoes that, so ``keys/projects``
+belongs in no backup that outlives a project. The key's bytes are overwritten before the file is deleted. A
+journalling or copying file system, or a flash disk, may keep them: for that case, encrypt the disk too.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from typing import Final
 import apsw
 import numpy as np
 
-from agent.deidentify.record import Record, own
-from agent.edges.home import MAIN, BadSite, Home, new_key
-from agent.edges.notes import Notes
-from agent.edges.room import sync_folder
-from agent.edges.sealed import OlderVault, VaultError, derive, faults
-from agent.edges.vault import Vault
-from agent.stages.freeze import place_of
-from protos.keyfile import read_private, write_private
+from agent.deidentify.record import Record, keyed_name
+from agent.errors import SiteConfigError
+from agent.microaggregation.released_clusters import place_of
+from agent.storage.encrypted_sqlite import OlderVaultError, VaultError, derive, faults
+from agent.storage.site_database import SiteDatabase
+from agent.storage.site_directory import MAIN, SiteDirectory, new_key
+from agent.storage.vault import Vault
+from protos.common.durable_files import flush_directory
+from protos.identity.key_files import read_private, write_private
 
 __all__ = [
     "MAIN",
-    "BadProject",
+    "ProjectError",
     "ProjectKeys",
     "create",
     "end",
@@ -47,7 +47,7 @@ __all__ = [
     "opt_in",
     "opt_out",
     "opted_out",
-    "rooms",
+    "project_folders",
     "upgrade",
 ]
 
@@ -57,40 +57,40 @@ _BATCH: Final = 256
 _UNKNOWN: Final = "0" * 32
 
 
-class BadProject(BadSite):
-    """There is no such project, or what is asked of it cannot be; the text says what to do."""
+class ProjectError(SiteConfigError):
+    """There is no such project, or the request cannot be carried out; the text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectKeys:
-    """What a project's key is good for, 32 bytes each. Gone with it."""
+    """The keys derived from a project's key, 32 bytes each. They end with it."""
 
     vault: bytes = field(repr=False)  # seals its records
     pseudonym: bytes = field(repr=False)  # what is written into its files: patient ids, UIDs, shifts of dates
     rooms: bytes = field(repr=False)  # seals what waits for it, and what was refused
 
 
-def _folder(home: Home, name: str) -> Path:
+def _folder(home: SiteDirectory, name: str) -> Path:
     if not _NAME.fullmatch(name):
-        raise BadProject("a project has a short name of a-z, 0-9 and -, which begins with a letter")
+        raise ProjectError("a project has a short name of a-z, 0-9 and -, which begins with a letter")
     return home.project_keys / name
 
 
-def _ended(home: Home, name: str) -> bool:
+def _ended(home: SiteDirectory, name: str) -> bool:
     return (_folder(home, name) / "ended").exists()
 
 
-def _database(home: Home, name: str) -> Path:
+def _database(home: SiteDirectory, name: str) -> Path:
     return home.root / "projects" / f"{name}.db"
 
 
-def rooms(home: Home, name: str) -> tuple[Path, Path]:
+def project_folders(home: SiteDirectory, name: str) -> tuple[Path, Path]:
     """Where a project's arrivals wait, and where its refused files are: first room and quarantine."""
     _folder(home, name)
     return home.root / "inbox" / name, home.root / "quarantine" / name
 
 
-def names(home: Home) -> tuple[str, ...]:
+def names(home: SiteDirectory) -> tuple[str, ...]:
     """All projects that have not ended, sorted."""
     try:
         found = sorted(os.listdir(home.project_keys))
@@ -100,59 +100,59 @@ def names(home: Home) -> tuple[str, ...]:
     return tuple(name for name in named if (_folder(home, name) / "key").exists())
 
 
-def create(home: Home, name: str) -> None:
+def create(home: SiteDirectory, name: str) -> None:
     """A new project with a fresh key, durable when this returns.
 
     Raises:
-        BadProject: an unfit name, one that is taken, or one of a project that has ended: no name is used twice.
+        ProjectError: an unfit name, one that is taken, or one of a project that has ended: no name is used twice.
     """
     if _ended(home, name):
-        raise BadProject(f"the project {name} has ended, and its name is not used again: choose another")
+        raise ProjectError(f"the project {name} has ended, and its name is not used again: choose another")
     if _database(home, name).exists() and not (_folder(home, name) / "key").exists():
-        raise BadProject(f"the key of the project {name} is missing: restore keys/projects/{name}")
+        raise ProjectError(f"the key of the project {name} is missing: restore keys/projects/{name}")
     home.project_keys.mkdir(mode=0o700, exist_ok=True)
     try:
         new_key(_folder(home, name))
     except FileExistsError:
-        raise BadProject(f"there is a project {name} already") from None
+        raise ProjectError(f"there is a project {name} already") from None
 
 
-def keys(home: Home, name: str) -> ProjectKeys:
+def keys(home: SiteDirectory, name: str) -> ProjectKeys:
     """What a project works with.
 
     Raises:
-        BadProject: there is no such project, or it has ended.
-        BadKeyFile: its key is open to others, or cannot be read.
+        ProjectError: there is no such project, or it has ended.
+        KeyFileError: its key is open to others, or cannot be read.
     """
     if _ended(home, name):
-        raise BadProject(f"the project {name} has ended: what it kept is destroyed")
+        raise ProjectError(f"the project {name} has ended, and its data are destroyed")
     if not (_folder(home, name) / "key").exists():
-        raise BadProject(f"there is no project {name}: `lazaret-agent project create {name}` makes it")
+        raise ProjectError(f"there is no project {name}: `lazaret-agent project create {name}` makes it")
     key = read_private(_folder(home, name) / "key")
     if len(key) != _KEY_BYTES:
-        raise BadProject(f"keys/projects/{name}/key is damaged: restore it")
+        raise ProjectError(f"keys/projects/{name}/key is damaged: restore it")
     return ProjectKeys(*(derive(key, f"project/{purpose}") for purpose in ("vault", "pseudonym", "rooms")))
 
 
-def open_vault(home: Home, name: str = MAIN) -> Vault:
+def open_vault(home: SiteDirectory, name: str = MAIN) -> Vault:
     """A project's vault, after whatever an earlier process left undone: endings, deletions.
 
     Raises:
-        BadProject: there is no such project, or it has ended.
-        OlderVault: an older program made it: see :func:`upgrade`.
+        ProjectError: there is no such project, or it has ended.
+        OlderVaultError: an older program made it: see :func:`upgrade`.
         VaultError: a key does not open its file, or the disk failed.
     """
     finish(home)
     with _opened(home) as notes:
         if _older_records(notes):
-            raise OlderVault
+            raise OlderVaultError
         _purge(home, notes)
     if name == MAIN:
         _make_main(home)
     return _open(home, name)
 
 
-def _open(home: Home, name: str, *, upgrading: bool = False) -> Vault:
+def _open(home: SiteDirectory, name: str, *, upgrading: bool = False) -> Vault:
     key = keys(home, name).vault
     _database(home, name).parent.mkdir(mode=0o700, exist_ok=True)
     notes = _notes(home, upgrading=upgrading)
@@ -163,12 +163,12 @@ def _open(home: Home, name: str, *, upgrading: bool = False) -> Vault:
         raise
 
 
-def _notes(home: Home, *, upgrading: bool = False) -> Notes:
-    return Notes(home.root / "vault.db", home.secret("vault"), upgrading=upgrading)
+def _notes(home: SiteDirectory, *, upgrading: bool = False) -> SiteDatabase:
+    return SiteDatabase(home.root / "vault.db", home.secret("vault"), upgrading=upgrading)
 
 
 @contextlib.contextmanager
-def _opened(home: Home) -> Iterator[Notes]:
+def _opened(home: SiteDirectory) -> Iterator[SiteDatabase]:
     notes = _notes(home)
     try:
         yield notes
@@ -176,7 +176,7 @@ def _opened(home: Home) -> Iterator[Notes]:
         notes.close()
 
 
-def upgrade(home: Home) -> None:
+def upgrade(home: SiteDirectory) -> None:
     """Bring the vault of an older program into this one's form; interrupted, it goes on when it is said again.
 
     Raises:
@@ -197,17 +197,17 @@ def upgrade(home: Home) -> None:
         notes.close()
 
 
-def _make_main(home: Home) -> None:
+def _make_main(home: SiteDirectory) -> None:
     """Homes from before there were projects have no key for this one."""
     if not (_ended(home, MAIN) or (_folder(home, MAIN) / "key").exists()):
         create(home, MAIN)
 
 
-def _older_records(notes: Notes) -> bool:
+def _older_records(notes: SiteDatabase) -> bool:
     return bool(notes.rows("SELECT 1 FROM sqlite_schema WHERE name = 'record'"))
 
 
-def _migrate(home: Home, notes: Notes) -> None:
+def _migrate(home: SiteDirectory, notes: SiteDatabase) -> None:
     """Records of format 1 lie in ``vault.db``: they come into the project main, and then leave there at once.
 
     Interrupted, it begins again, and what came already is passed over; until all have come, none is removed.
@@ -250,14 +250,14 @@ def _older(name: str, digest: str, plain: bytes) -> Record:
         rest = rest[4 * count :]
     said = (header["modality"], header["kind"], header["label"])
     person, uids = header["pseudonym"], (_UNKNOWN, _UNKNOWN, name)
-    named, study = own(person, name), own(person, _UNKNOWN)
+    named, study = keyed_name(person, name), keyed_name(person, _UNKNOWN)
     return Record(named, digest, person, study, *said, pixels, rest, header["face"], uids=uids, sent=name)
 
 
 # -- a patient's no
 
 
-def opt_out(home: Home, person: str) -> int:
+def opt_out(home: SiteDirectory, person: str) -> int:
     """A patient wants no part: nothing of it is kept, from now on and in no project, and all that was is deleted.
 
     Budget that was spent stays spent. Interrupted, it goes on with the next :func:`open_vault`.
@@ -277,8 +277,8 @@ def opt_out(home: Home, person: str) -> int:
         return _purge(home, notes)
 
 
-def opt_in(home: Home, person: str) -> None:
-    """A patient changed its mind: what comes from now on may be kept. Nothing that was deleted comes back.
+def opt_in(home: SiteDirectory, person: str) -> None:
+    """Withdraw an opt-out: data that arrives from now on may be kept. Deleted data does not come back.
 
     Raises:
         VaultError: the deletion is not complete yet, and the text says what to do.
@@ -288,14 +288,16 @@ def opt_in(home: Home, person: str) -> None:
         notes.opt_in(person)
 
 
-def opted_out(home: Home) -> frozenset[str]:
+def opted_out(home: SiteDirectory) -> frozenset[str]:
     """The pseudonyms on the list. They stay inside the site."""
     with _opened(home) as notes:
         return notes.opted_out()
 
 
-def kept_of(home: Home, persons: Set[str]) -> int:
-    """How many releases that are made and kept have one of them in: deleted at the next start (agent.recovery)."""
+def kept_of(home: SiteDirectory, persons: Set[str]) -> int:
+    """How many releases that are made and kept have one of them in: deleted at the next start
+    (agent.release.recovery).
+    """
     with _opened(home) as notes:
         kept, record = notes.note("pending") or {}, notes.note("releases") or []
     behind = {name: set(one.get("persons", ())) for name, one in kept.items()}
@@ -305,7 +307,7 @@ def kept_of(home: Home, persons: Set[str]) -> int:
     return sum(not own.isdisjoint(persons) for own in behind.values())
 
 
-def _purge(home: Home, notes: Notes) -> int:
+def _purge(home: SiteDirectory, notes: SiteDatabase) -> int:
     persons = notes.purging()
     if not persons:
         return 0
@@ -323,7 +325,9 @@ def _purge(home: Home, notes: Notes) -> int:
 
 
 def _retire(vault: Vault, persons: Set[str]) -> None:
-    """Forget the pictures of every released cluster that one of them is behind, whole: see ``agent.released``."""
+    """Forget the images of every released cluster that one of them is behind, whole: see
+    ``agent.release.history``.
+    """
     for one in vault.note("releases") or []:
         for index, members in enumerate(one["clusters"]):
             place = place_of(one["release"], index)
@@ -332,7 +336,9 @@ def _retire(vault: Vault, persons: Set[str]) -> None:
 
 
 def _give_up(vault: Vault, persons: Set[str]) -> None:
-    """Forget a training that one of them is in: its grant is closed at the next start, see ``agent.unfinished``."""
+    """Forget a training that one of them is in: its grant is closed at the next start, see
+    ``agent.release.resumable``.
+    """
     told = vault.project_note("unfinished")
     if told is None or persons.isdisjoint(told["persons"]):
         return
@@ -346,22 +352,22 @@ def _give_up(vault: Vault, persons: Set[str]) -> None:
 # -- an end
 
 
-def end(home: Home, name: str) -> None:
+def end(home: SiteDirectory, name: str) -> None:
     """Destroy a project's key and then all that it sealed. For good: the name is not used again.
 
     Released budget, and who was released, stay in the site's books. Interrupted, it goes on with :func:`finish`.
 
     Raises:
-        BadProject: there is no such project, it has ended, or another process works with it; nothing was destroyed.
+        ProjectError: there is no such project, it has ended, or another process works with it; nothing was destroyed.
     """
     keys(home, name)
     _alone(_database(home, name), name)
     write_private(_folder(home, name) / "ended", b"")
-    sync_folder(_folder(home, name))
+    flush_directory(_folder(home, name))
     _destroy(home, name)
 
 
-def finish(home: Home) -> None:
+def finish(home: SiteDirectory) -> None:
     """Destroy what is left of every project whose end an earlier process had begun."""
     for name in os.listdir(home.project_keys) if home.project_keys.exists() else ():
         if _NAME.fullmatch(name) and _ended(home, name):
@@ -377,31 +383,33 @@ def _alone(path: Path, name: str) -> None:
     try:
         database.execute("PRAGMA journal_mode=DELETE").fetchall()
     except apsw.BusyError:
-        raise BadProject(f"another process works with the project {name}: stop it first; nothing was ended") from None
+        raise ProjectError(
+            f"another process uses the project {name}: stop it first; the project was not ended"
+        ) from None
     except apsw.Error:
         pass  # damaged: it goes all the same
     finally:
         database.close()
 
 
-def _destroy(home: Home, name: str) -> None:
+def _destroy(home: SiteDirectory, name: str) -> None:
     """The key first: from there on the rest is noise."""
     for path in (*_folder(home, name).glob("key*.part"), _folder(home, name) / "key"):
         with contextlib.suppress(FileNotFoundError):
             _overwrite(path)
             path.unlink()
-            sync_folder(_folder(home, name))
+            flush_directory(_folder(home, name))
     database = _database(home, name)
     for suffix in ("-wal", "-shm", "-journal", ""):
         database.with_name(database.name + suffix).unlink(missing_ok=True)
-    for room in rooms(home, name):
+    for room in project_folders(home, name):
         if room.is_symlink():
             room.unlink()
         elif room.exists():
             shutil.rmtree(room)
     for place in (database.parent, home.root):
         if place.exists():
-            sync_folder(place)
+            flush_directory(place)
 
 
 def _overwrite(path: Path) -> None:

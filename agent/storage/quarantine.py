@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent.deidentify.reasons import REASONS
-from agent.edges.room import HEAD_BYTES, Arrival, Room, RoomError, checked, new_name, sync_folder
+from agent.deidentify.errors import REASONS
+from agent.storage.spool import HEAD_BYTES, ReceivedFile, Spool, SpoolError, checked, new_name
+from protos.common.durable_files import flush_directory
 
 _REFUSED: Final = re.compile(r"([0-9a-f]{32})\.([a-z_]{1,40})\.([0-9]{1,3})")
 # refused for how it came: the same instance may come whole another time
@@ -33,7 +34,7 @@ _MAY_COME_BETTER: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class QuarantineEntry:
     """One refused file: its name in the quarantine, why, and how often it was tried."""
 
     name: str
@@ -41,26 +42,26 @@ class Entry:
     attempts: int
 
 
-class Quarantine(Room):
+class Quarantine(Spool):
     """The one place for what was refused: one file each, named NAME.CODE.ATTEMPTS. Nothing leaves it by itself."""
 
     def __init__(self, folder: Path, key: bytes, *, attempts: int = 3) -> None:
         """``attempts``: how often one file is read before only a person can have it tried again."""
         super().__init__(folder, key)
         self.most = attempts
-        self._listed: dict[str, Entry] = {}
+        self._listed: dict[str, QuarantineEntry] = {}
         self._changed = -1  # when the folder had last changed as it is listed here
 
-    def _list(self) -> dict[str, Entry]:
+    def _list(self) -> dict[str, QuarantineEntry]:
         """All entries by name; the folder is read again only when somebody else has changed it."""
         changed = self.folder.stat().st_mtime_ns
         if changed != self._changed:
             matches = (_REFUSED.fullmatch(name) for name in sorted(os.listdir(self.folder)))
-            self._listed = {m[1]: Entry(m[1], m[2], int(m[3])) for m in matches if m is not None}
+            self._listed = {m[1]: QuarantineEntry(m[1], m[2], int(m[3])) for m in matches if m is not None}
             self._changed = changed
         return self._listed
 
-    def _note(self, name: str, entry: Entry | None) -> None:
+    def _note(self, name: str, entry: QuarantineEntry | None) -> None:
         """What this process has just changed: a list of many files is not read again for it."""
         self._listed.pop(name, None)
         if entry is not None:
@@ -71,7 +72,7 @@ class Quarantine(Room):
         entry = self.entry(name)
         return self.folder / f"{entry.name}.{entry.code}.{entry.attempts}" if entry else None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[QuarantineEntry]:
         """All that is here, in the order of names."""
         return list(self._list().values())
 
@@ -79,7 +80,7 @@ class Quarantine(Room):
         """Files by reason code, in code order."""
         return dict(sorted(Counter(e.code for e in self._list().values()).items()))
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> QuarantineEntry | None:
         """The entry of that name, or None."""
         return self._list().get(checked(name))
 
@@ -94,8 +95,8 @@ class Quarantine(Room):
     def _mark(self, instance: str, road: str, source: str) -> str:
         return self.named(instance, road, source)[:16]
 
-    def name_of(self, place: str, arrival: Arrival | None, digest: str) -> str:
-        """Under which name a file is refused: by where it lies, else by who sent it as what, and by its bytes."""
+    def name_of(self, place: str, arrival: ReceivedFile | None, digest: str) -> str:
+        """The keyed name of a rejected file: from its path, else from its sender, instance and digest."""
         if place:
             return self._sealer.name_of("place", place)
         mine = self._sealer.name_of("digest", digest)
@@ -103,7 +104,7 @@ class Quarantine(Room):
             return mine
         return self._mark(arrival.instance, arrival.road, arrival.source) + mine[:16]
 
-    def refuse(self, name: str, code: str, arrival: Arrival, digest: str = "") -> None:
+    def refuse(self, name: str, code: str, arrival: ReceivedFile, digest: str = "") -> None:
         """Write down that a file was refused, once more if it was before. Durable when this returns.
 
         Args:
@@ -114,36 +115,36 @@ class Quarantine(Room):
         """
         found = self._find(name)
         if found is not None and self.digest(name) == digest:
-            self.again(name, code)
+            self.record_retry(name, code)
             return
         if found is not None:
             if arrival.body:
-                raise RoomError("two files of one name in quarantine")  # names of what is kept here hold its digest
+                raise SpoolError("two files of one name in quarantine")  # names of what is kept here hold its digest
             found.unlink()  # other bytes came to a place in a folder since
         self._write(name, self._sealer.seal(name, arrival, digest), f"{checked(name)}.{_known(code)}.1")
-        self._note(name, Entry(name, code, 1))
+        self._note(name, QuarantineEntry(name, code, 1))
 
-    def again(self, name: str, code: str) -> None:
+    def record_retry(self, name: str, code: str) -> None:
         """Count one more attempt on a file that is here, with its newest reason."""
         entry, found = self.entry(name), self._find(name)
         if entry is not None and found is not None:
             tried = min(entry.attempts + 1, 999)
             found.rename(self.folder / f"{name}.{_known(code)}.{tried}")
-            sync_folder(self.folder)
-            self._note(name, Entry(name, code, tried))
+            flush_directory(self.folder)
+            self._note(name, QuarantineEntry(name, code, tried))
 
-    def take_over(self, room: Room, name: str, code: str) -> None:
+    def move_from(self, room: Spool, name: str, code: str) -> None:
         """Move what cannot be unsealed here from its room, as it is, in one step and under a new name."""
         here = new_name()
         (room.folder / checked(name)).rename(self.folder / f"{here}.{_known(code)}.1")
-        sync_folder(self.folder)
-        self._note(here, Entry(here, code, 1))
+        flush_directory(self.folder)
+        self._note(here, QuarantineEntry(here, code, 1))
 
-    def open(self, name: str) -> Arrival:
+    def open(self, name: str) -> ReceivedFile:
         """One refused file.
 
         Raises:
-            RoomError: the file was changed, or is another key's.
+            SpoolError: the file was changed, or is another key's.
             FileNotFoundError: there is none of that name.
         """
         return self._sealer.open(name, self._existing(name).read_bytes())
@@ -174,7 +175,7 @@ class Quarantine(Room):
             found.unlink(missing_ok=True)
             self._note(name, None)
 
-    def spent(self, name: str, digest: str) -> Entry | None:
+    def spent(self, name: str, digest: str) -> QuarantineEntry | None:
         """The entry of a file that was tried as often as may be, or None; other bytes at its place may be tried."""
         entry = self.entry(name)
         if entry is None or entry.attempts < self.most or self.digest(name) != digest:

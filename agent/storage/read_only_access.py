@@ -14,19 +14,20 @@ from typing import Any, Final, Protocol
 import apsw
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from agent.edges import projects
-from agent.edges.cohorts import decode
-from agent.edges.home import BadSite, Home
-from agent.edges.notes import Notes
-from agent.edges.sealed import FORMAT, OlderVault, VaultError, derive, faults, form_of
-from policies.merkle import Checkpoint
-from policies.store import Store
+from agent.errors import SiteConfigError
+from agent.storage import projects
+from agent.storage.encrypted_sqlite import FORMAT, OlderVaultError, VaultError, derive, faults, form_of
+from agent.storage.instance_index import decode
+from agent.storage.site_database import SiteDatabase
+from agent.storage.site_directory import SiteDirectory
+from policies.ledger.merkle import Checkpoint
+from policies.ledger.store import Store
 
 HEAD: Final = "ledger_head"  # of the vault: size and root of the site's ledger
 _BUSY_MS: Final = 5_000
 
 
-class Remembers(Protocol):
+class HistorySource(Protocol):
     """The vault, as far as it knows of the ledger."""
 
     def note(self, name: str, /) -> Any:
@@ -35,14 +36,14 @@ class Remembers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What lies under the projects' keys."""
+    """The encrypted records of the projects."""
 
     opened: int  # projects whose key opens their records
     absent: tuple[str, ...]  # those with a key, and no records
     most: int  # patients in one of them: for the site's own checks, never for a message or a log that leaves
 
 
-class Look(Notes):
+class ReadOnlyRecords(SiteDatabase):
     """A sealed file that is only read."""
 
     def __init__(self, path: Path, key: bytes) -> None:  # not super's, which makes what is missing
@@ -52,7 +53,7 @@ class Look(Notes):
             path: of a file that is there.
             key: 32 bytes.
         Raises:
-            OlderVault: an older program made it.
+            OlderVaultError: an older program made it.
             VaultError: the key does not open it, it cannot be read, it is empty, or a newer program made it.
         """
         try:
@@ -68,36 +69,36 @@ class Look(Notes):
             if not version <= FORMAT:
                 raise VaultError("the vault was made by a newer version of this program: use that one")
             if not version:
-                raise VaultError("the vault's file is empty, so it is not whole: restore it from a backup")
+                raise VaultError("the vault's file is empty: restore it from a backup")
             if version < FORMAT:
-                raise OlderVault
+                raise OlderVaultError
             if self.note("opened") is None:  # each one has it since it was made: without it the key opened nothing
-                raise VaultError("the vault's file is not whole: restore it from a backup")
+                raise VaultError("the vault's file is incomplete: restore it from a backup")
         except BaseException:
             self._db.close()
             raise
 
 
 @contextlib.contextmanager
-def notes(home: Home) -> Iterator[Look | None]:
+def notes(home: SiteDirectory) -> Iterator[ReadOnlyRecords | None]:
     """The site's private books; None where there are none yet.
 
     Raises:
-        VaultError, BadKeyFile: they cannot be opened; the text says why.
+        VaultError, KeyFileError: they cannot be opened; the text says why.
     """
     path = home.root / "vault.db"
     if not path.exists():
         yield None
         return
-    with contextlib.closing(Look(path, home.secret("vault"))) as opened:
+    with contextlib.closing(ReadOnlyRecords(path, home.secret("vault"))) as opened:
         yield opened
 
 
-def records(home: Home) -> Records:
+def records(home: SiteDirectory) -> Records:
     """Whether the projects' keys open their records.
 
     Raises:
-        VaultError, BadKeyFile, BadProject: one of them cannot be opened; the text says why.
+        VaultError, KeyFileError, ProjectError: one of them cannot be opened; the text says why.
     """
     names = projects.names(home)
     absent = tuple(name for name in names if not (home.root / "projects" / f"{name}.db").exists())
@@ -105,55 +106,58 @@ def records(home: Home) -> Records:
     for name in sorted(set(names) - set(absent)):
         try:
             path = home.root / "projects" / f"{name}.db"
-            with contextlib.closing(Look(path, projects.keys(home, name).vault)) as one:
+            with contextlib.closing(ReadOnlyRecords(path, projects.keys(home, name).vault)) as one:
                 most = max(most, _patients(one))
         except VaultError as error:
             raise VaultError(f"project {name}: {error}") from None
     return Records(len(names) - len(absent), absent, most)
 
 
-def _patients(one: Look) -> int:
-    """As :meth:`agent.edges.vault.Vault.patients` counts them."""
+def _patients(one: ReadOnlyRecords) -> int:
+    """As :meth:`agent.storage.vault.Vault.patients` counts them."""
     heads = one.stream("SELECT name, head FROM instance")
     return len({decode(one.unseal(f"head:{name}", box)).person for name, box in heads})
 
 
-def check_history(vault: Remembers, store: Store) -> None:
+def check_history(vault: HistorySource, store: Store) -> None:
     """The vault remembers the ledger's length and head: a removed, older or other one would give spent budget back.
 
-    And a vault that knows of no ledger beside one with grants was lost: so is whose pictures were released (P5), and
-    who opted out. It is told of the ledger whenever it is opened for work, which is before the first grant.
+    A vault without a recorded ledger, next to a ledger with grants, was lost or replaced: the patients behind
+    released images (P5) and the opt-outs are lost with it. The ledger is recorded in the vault whenever it is opened
+    for work, which is before the first grant.
 
     Raises:
-        BadSite: it is not the one that the vault knows, grown longer; or the vault is not the ledger's.
+        SiteConfigError: it is not the one that the vault knows, grown longer; or the vault is not the ledger's.
     """
     length = vault.note("ledger")
     size, root = vault.note(HEAD) or [0, ""]  # of a vault of before: the length alone, until it is opened once
     if length is None and not size and store.state.grants:
-        raise BadSite(
+        raise SiteConfigError(
             "vault.db knows of no ledger, and ledger.db has grants: it was lost or emptied, and with it whose "
             "pictures were released and who opted out; bring the site back from its newest backup with `restore`; "
             "nothing is released before"
         )
     if not store.state.size >= max(length or 0, size):
-        raise BadSite("ledger.db is older than this vault, or missing: restore it; nothing is released before")
+        raise SiteConfigError(
+            "ledger.db is older than this vault, or missing: restore it; nothing is released before"
+        )
     if size and not store.holds(Checkpoint(store.origin, size, bytes.fromhex(root))):
-        raise BadSite(
+        raise SiteConfigError(
             "ledger.db is another one than this vault knows, typed or copied into its place: move it away for the "
             "auditor, and restore the site from a backup; nothing is released before"
         )
 
 
-def compare(home: Home, store: Store) -> None:
+def compare(home: SiteDirectory, store: Store) -> None:
     """:func:`check_history` for what writes the ledger without the vault; nothing to compare where there is no vault.
 
     Raises:
-        BadSite: they are not of one time, or the vault cannot be looked at.
-        BadKeyFile: the vault's key cannot be read.
+        SiteConfigError: they are not of one time, or the vault cannot be looked at.
+        KeyFileError: the vault's key cannot be read.
     """
     try:
         with notes(home) as there:
             if there is not None:
                 check_history(there, store)
     except VaultError as error:
-        raise BadSite(str(error)) from None
+        raise SiteConfigError(str(error)) from None

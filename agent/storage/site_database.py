@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable, Set
 from typing import Final
 
-from agent.edges.sealed import SealedFile
+from agent.storage.encrypted_sqlite import EncryptedDatabase
 
 _PSEUDONYM: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class Notes(SealedFile):
+class SiteDatabase(EncryptedDatabase):
     """The private books, one sealed row each."""
 
     def opted_out(self) -> frozenset[str]:
@@ -37,7 +37,7 @@ class Notes(SealedFile):
         self._change({person}, set(), {person}, set())
 
     def opt_in(self, person: str) -> None:
-        """Take a patient off the list. What was deleted stays deleted, what was spent stays spent."""
+        """Remove a patient from the opt-out list. Deleted data stays deleted, spent budget stays spent."""
         self._change(set(), {person}, set(), set())
 
     def purged(self, persons: Set[str]) -> None:

@@ -14,15 +14,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from agent.edges.room import sync_folder
-from policies.keys import is_owned
-from policies.policy import Policy
-from policies.policy import parse as parse_policy
-from policies.statement import HEX, PAYLOAD_TYPE, Amendment, Enrolment, MalformedStatement, encode
-from policies.statement import parse as parse_statement
-from protos.envelope import BadEnvelope, open_sealed, seal
-from protos.identity import SITE_NAME, agent_name, node_public, request
-from protos.keyfile import ec_key, pem, read_private, signing_key, write_private
+from agent.errors import SiteConfigError
+from policies.ledger.ed25519 import is_owned
+from policies.review.policy import Policy
+from policies.review.policy import parse as parse_policy
+from policies.statements import HEX, PAYLOAD_TYPE, Amendment, Enrolment, StatementError, encode
+from policies.statements import parse as parse_statement
+from protos.common.dsse import EnvelopeError, open_sealed, seal
+from protos.common.durable_files import flush_directory
+from protos.identity.certificates import SITE_NAME, agent_name, node_public, request
+from protos.identity.key_files import ec_key, pem, read_private, signing_key, write_private
 from protos.operations.confinement import AVAILABLE, DEMANDS
 
 _KEYS = {
@@ -38,18 +39,15 @@ MAIN = "main"  # the project that every site has from the beginning
 _NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the coordinator's invitation"
 
 
-class BadSite(ValueError):
-    """The site's directory cannot be used; the text says which file and what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``site.toml``, checked."""
 
-    site: str
+    site: str  # short name of the hospital, agreed with the coordinator's operator
     coordinator: str  # host:port of the coordinator's gRPC service, the one port that is dialled
     input: Path  # the folder that `ingest` reads
-    modalities: frozenset[str]
+    modalities: frozenset[str]  # DICOM modalities that may come in
+    # of these, captured screens may come in too: they may show names, so vouch for each
     secondary_capture_modalities: frozenset[str]
     public_components: frozenset[str]  # SHA-256 of bases and models that the site vouches to be public (P6)
     proxy: str = ""  # host:port of an HTTP proxy that CONNECTs to the coordinator; nothing: straight
@@ -59,7 +57,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class SiteDirectory:
     """Paths and keys of one site."""
 
     root: Path
@@ -73,28 +71,28 @@ class Home:
         """Parse ``site.toml``; all problems at once.
 
         Raises:
-            BadSite: missing, not TOML, or with missing, unknown or ill-typed keys.
+            SiteConfigError: missing, not TOML, or with missing, unknown or ill-typed keys.
         """
         try:
             text = (self.root / "site.toml").read_text()
         except FileNotFoundError:
-            raise BadSite("site.toml is missing: run `lazaret-agent --home DIR init` first") from None
+            raise SiteConfigError("site.toml is missing: run `lazaret-agent --home DIR init` first") from None
         except (OSError, UnicodeDecodeError):
-            raise BadSite(_unreadable("site.toml")) from None
+            raise SiteConfigError(_unreadable("site.toml")) from None
         return parse_settings(self.root, text)
 
     def policy_text(self) -> str:
         """The site's own policy, as written.
 
         Raises:
-            BadSite: missing, or no text.
+            SiteConfigError: missing, or no text.
         """
         try:
             return (self.root / "policy.toml").read_text()
         except FileNotFoundError:
-            raise BadSite("policy.toml is missing: without a policy nothing may leave") from None
+            raise SiteConfigError("policy.toml is missing: without a policy nothing may leave") from None
         except (OSError, UnicodeDecodeError):
-            raise BadSite(_unreadable("policy.toml")) from None
+            raise SiteConfigError(_unreadable("policy.toml")) from None
 
     def policy(self) -> Policy:
         """The site's own policy, parsed."""
@@ -117,13 +115,15 @@ class Home:
         """The site's own policy as it was sealed in its request to take part, or amended since.
 
         Raises:
-            BadSite: the envelope was changed.
+            SiteConfigError: the envelope was changed.
         """
         try:
             public = self.sign_key().public_key().public_bytes_raw()
             statement = parse_statement(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
-        except (BadEnvelope, MalformedStatement):
-            raise BadSite("request.json, or the ledger's copy of the policy, was changed: restore it") from None
+        except (EnvelopeError, StatementError):
+            raise SiteConfigError(
+                "request.json, or the ledger's copy of the policy, was changed: restore it"
+            ) from None
         assert isinstance(statement, Enrolment | Amendment)
         return parse_policy(statement.policy, "the signed policy")
 
@@ -132,18 +132,18 @@ class Home:
         try:
             return parse_policy((self.keys / "federation.toml").read_text(), "federation.toml")
         except FileNotFoundError:
-            raise BadSite(_NOT_ENROLLED) from None
+            raise SiteConfigError(_NOT_ENROLLED) from None
         except (OSError, UnicodeDecodeError):
-            raise BadSite(_unreadable("keys/federation.toml")) from None
+            raise SiteConfigError(_unreadable("keys/federation.toml")) from None
 
     def coordinator_key(self) -> bytes:
         """The Ed25519 key that signs the coordinator's ledger, as received at enrolment."""
         try:
             key = base64.b64decode((self.keys / "coordinator.pub").read_text(), validate=True)
         except (OSError, ValueError):
-            raise BadSite(_NOT_ENROLLED) from None
+            raise SiteConfigError(_NOT_ENROLLED) from None
         if not is_owned(key):
-            raise BadSite("keys/coordinator.pub is no key that one coordinator alone can sign with: enrol again")
+            raise SiteConfigError("keys/coordinator.pub is not a safe key (small or mixed order): enrol again")
         return key
 
 
@@ -158,12 +158,12 @@ def parse_settings(root: Path, text: str) -> Settings:
         root: the site's directory, which ``input`` is relative to.
         text: the TOML document.
     Raises:
-        BadSite: not TOML, or with missing, unknown or senseless keys.
+        SiteConfigError: not TOML, or with missing, unknown or senseless keys.
     """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise BadSite(f"site.toml: not TOML: {error}") from None
+        raise SiteConfigError(f"site.toml: not TOML: {error}") from None
     problems = [f"{k}: missing" for k in _KEYS if k not in table]
     problems += [f"{k}: unknown key" for k in table if k not in _KEYS | _OPTIONAL]
     typed = [(k, t) for k, t in (_KEYS | _OPTIONAL).items() if k in table]
@@ -175,9 +175,9 @@ def parse_settings(root: Path, text: str) -> Settings:
         if table.get(key, "") != "" and not _address(table[key]):
             problems.append(f"{key}: must be host:port")
     if table.get("modalities") == []:
-        problems.append('modalities: name what may come in, for example ["CT", "MR"]')
+        problems.append('modalities: name the accepted modalities, for example ["CT", "MR"]')
     if problems:
-        raise BadSite("site.toml: " + "; ".join(problems))
+        raise SiteConfigError("site.toml: " + "; ".join(problems))
     return Settings(
         table["site"],
         table["coordinator"],
@@ -213,7 +213,7 @@ def origin(site: str) -> str:
     return f"lazaret/{site}"
 
 
-def create(root: Path, settings: str, policy: str) -> Home:
+def create(root: Path, settings: str, policy: str) -> SiteDirectory:
     """Make a site's directory, its keys and its sealed request to take part; nothing is overwritten.
 
     Args:
@@ -221,15 +221,15 @@ def create(root: Path, settings: str, policy: str) -> Home:
         settings: text of ``site.toml``.
         policy: text of ``policy.toml``.
     Raises:
-        BadSite: the directory holds something, or a text is not valid.
+        SiteConfigError: the directory holds something, or a text is not valid.
     """
     if root.exists() and any(root.iterdir()):
-        raise BadSite(f"{root.name} is not empty: nothing was written")
+        raise SiteConfigError(f"{root.name} is not empty: nothing was written")
     parse_policy(policy, "policy.toml")
     parse_settings(root, settings)
     root.mkdir(parents=True, exist_ok=True)
     root.chmod(0o700)
-    home = Home(root)
+    home = SiteDirectory(root)
     (root / "site.toml").write_text(settings)
     (root / "policy.toml").write_text(policy)
     home.settings()
@@ -261,10 +261,10 @@ def new_key(folder: Path) -> None:
     finally:
         part.unlink()
     for place in (folder, folder.parent, folder.parent.parent):
-        sync_folder(place)
+        flush_directory(place)
 
 
-def enrolment(home: Home, asking: ec.EllipticCurvePrivateKey | None = None) -> bytes:
+def enrolment(home: SiteDirectory, asking: ec.EllipticCurvePrivateKey | None = None) -> bytes:
     """The sealed request to take part: public keys and the site's own policy.
 
     Args:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from agent.edges.home import BadSite, Home
-from policies.policy import Policy, PolicyError, strictest
-from policies.register import Register
-from policies.statement import PAYLOAD_TYPE, Enrolment, parse
-from policies.store import Store
-from protos.envelope import open_sealed
+from agent.errors import SiteConfigError
+from agent.storage.site_directory import SiteDirectory
+from policies.ledger.store import Store
+from policies.ledger_service import LedgerService
+from policies.review.policy import Policy, PolicyError, strictest
+from policies.statements import PAYLOAD_TYPE, Enrolment, parse
+from protos.common.dsse import open_sealed
 
 
-def site_policy(home: Home, store: Store) -> Policy:
+def site_policy(home: SiteDirectory, store: Store) -> Policy:
     """The strictest of the site's policy today, the one that it signed last, and the federation's.
 
     The auditor reviews under the signed one, so loosening takes ``ledger amend``, which signs (P12).
@@ -23,7 +24,7 @@ def site_policy(home: Home, store: Store) -> Policy:
     return strictest(strictest(home.policy(), home.signed_policy(envelope or b"")), home.federation_policy())
 
 
-def binding(home: Home, store: Store) -> Callable[[str], Policy]:
+def policy_in_force(home: SiteDirectory, store: Store) -> Callable[[str], Policy]:
     """:func:`site_policy` for a process that goes on: read again when the site has signed, or written, another one.
 
     What is written badly meanwhile does not bind; the policy of before goes on.
@@ -33,7 +34,7 @@ def binding(home: Home, store: Store) -> Callable[[str], Policy]:
 
     def of(_site: str) -> Policy:
         nonlocal seen, held
-        with contextlib.suppress(BadSite, PolicyError):
+        with contextlib.suppress(SiteConfigError, PolicyError):
             now = store.state.policies.get(site), home.policy_text()
             if now != seen:
                 held, seen = site_policy(home, store), now
@@ -42,13 +43,13 @@ def binding(home: Home, store: Store) -> Callable[[str], Policy]:
     return of
 
 
-def found(home: Home, store: Store) -> None:
+def initialise_ledger(home: SiteDirectory, store: Store) -> None:
     """Write the first entries, if there are none: the site itself and its accounts, at the stricter of both policies.
 
     They come before any person is appointed, or those persons would have to approve their own hospital to itself.
 
     Raises:
-        BadSite: the site is not enrolled, so nobody knows under which policy its accounts open.
+        SiteConfigError: the site is not enrolled, so nobody knows under which policy its accounts open.
     """
     if store.state.sites:
         return
@@ -57,4 +58,4 @@ def found(home: Home, store: Store) -> None:
     public = home.sign_key().public_key().public_bytes_raw()
     statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"self": public}).payload)
     assert isinstance(statement, Enrolment)
-    Register(store, lambda _site: policy).enrol(statement, envelope, policy)
+    LedgerService(store, lambda _site: policy).enrol(statement, envelope, policy)

@@ -1,11 +1,12 @@
-"""The first room: what a road brought, as it came, sealed until it is read; and what was refused, with its reason.
+"""The spool: received files, unchanged and encrypted until they are parsed; and rejected files with their reason.
 
-Everything identifying stops here. A file of a room is two AES-256-GCM boxes (where it came from; its bytes), so a
-killed process, a backup or a stolen disk holds ciphertext (P15). Names are made here and say nothing: no UID, no
-path, no name of a patient is ever used as one.
+Identifying data goes no further than the spool. A spool file is two AES-256-GCM boxes (its source; its bytes), so a
+killed process, a backup or a stolen disk holds only ciphertext (P15). File names are generated here and reveal
+nothing: no UID, no path, no patient's name is ever used as one.
 
-A receiver that strangers speak to is not given the room's key. It gets a ``Deposit``: a fresh key of its own, and
-that key sealed for the room. It seals what comes to it, and opens neither what waits already nor what others receive.
+A receiver with untrusted peers does not get the spool's key. It gets a ``SpoolWriter``: a fresh key of its own, and
+that key encrypted for the spool. It encrypts what it receives, and can decrypt neither pending files nor those of
+other receivers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from protos.common.durable_files import flush_directory
+from protos.common.errors import Signal, StorageError
+
 Road = Literal["dimse", "pull", "wado", "stow", "folder"]
 ROADS: Final = frozenset(get_args(Road))
 _RECEIVED: Final = ("dimse", "stow")  # by which receivers of our own take in
@@ -44,16 +48,16 @@ _SEALED_KEY: Final = _NONCE + _KEY + _TAG
 HEAD_BYTES: Final = 65536  # a head is shorter: an AE title, a path, a patient id
 
 
-class RoomError(RuntimeError):
+class SpoolError(StorageError, RuntimeError):
     """A file of a room cannot be opened: another key, a changed or a cut file. The text names no patient."""
 
 
-class Taken(Exception):
+class AlreadyClaimed(Signal):
     """Another process works with a waiting file, or has let it in already."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReceivedFile:
     """One file as a road brought it. Everything in it may identify a patient."""
 
     road: Road
@@ -76,8 +80,8 @@ def room_key(vault_key: bytes, purpose: str = "rooms") -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Deposit:
-    """What a receiver may know of a room: enough to put something in, and to open what itself put in."""
+class SpoolWriter:
+    """A receiver's restricted access to a spool: it can add files, and open those that it added."""
 
     key: bytes = field(repr=False)  # 32 bytes, fresh
     sealed: bytes = field(repr=False)  # that key, for the room alone
@@ -88,7 +92,7 @@ class Deposit:
         return [self.key.hex(), self.sealed.hex(), self.names.hex()]
 
     @classmethod
-    def of(cls, words: list[str]) -> Deposit:
+    def of(cls, words: list[str]) -> SpoolWriter:
         """The reverse. Raises: ValueError, they are none."""
         key, sealed, names = map(bytes.fromhex, words)
         return cls(key, sealed, names)
@@ -102,10 +106,10 @@ def new_name() -> str:
 class Sealer:
     """Seals arrivals to bytes and opens them again."""
 
-    def __init__(self, key: bytes | Deposit) -> None:
+    def __init__(self, key: bytes | SpoolWriter) -> None:
         """Take the room's 32-byte key, or what a receiver is given in its place."""
         self._sealed = b""  # a receiver's own key, for the room
-        if isinstance(key, Deposit):
+        if isinstance(key, SpoolWriter):
             self._sealed, self._names, key = key.sealed, key.names, key.key
         else:
             self._names = room_key(key, "names")
@@ -113,19 +117,19 @@ class Sealer:
             raise ValueError("a room's key has 32 bytes")
         self._aead = AESGCM(key)
 
-    def deposit(self) -> Deposit:
+    def deposit(self) -> SpoolWriter:
         """A fresh one, for one receiver while it lives. Raises: ValueError, this is a receiver's sealer."""
         if self._sealed:
             raise ValueError("a receiver has no room to give access to")
         key = secrets.token_bytes(_KEY)
-        return Deposit(key, bytes(self._box("deposit", key)), self._names)
+        return SpoolWriter(key, bytes(self._box("deposit", key)), self._names)
 
     def name_of(self, *what: str) -> str:
         """A name that is always the same for the same: HMAC-SHA256, 32 hex characters, which says nothing of it."""
         told = json.dumps(what).encode()
         return hmac.digest(self._names, told, "sha256")[:16].hex()
 
-    def seal(self, name: str, arrival: Arrival, digest: str = "") -> tuple[bytes, bytearray]:
+    def seal(self, name: str, arrival: ReceivedFile, digest: str = "") -> tuple[bytes, bytearray]:
         """Head and body as they are written, one after the other."""
         told = {f.name: getattr(arrival, f.name) for f in fields(arrival) if f.name != "body"}
         told |= {"received": time.time_ns(), "digest": digest}
@@ -139,14 +143,14 @@ class Sealer:
         """By which a receiver sees that the same bytes wait already, though it cannot open them."""
         return hmac.digest(self._names, b"body" + name.encode() + body, "sha256")
 
-    def same(self, name: str, raw: bytes, arrival: Arrival) -> bool:
+    def same(self, name: str, raw: bytes, arrival: ReceivedFile) -> bool:
         """Does a file of that name hold the arrival's bytes? Of what cannot be told: no."""
         if self._sealed:
             at = _HEAD.size + _SEALED_KEY
             return raw.startswith(_DEPOSITED) and raw[at : at + _MARK] == self._mark(name, arrival.body)
         try:
             return self.open(name, raw).body == arrival.body
-        except RoomError:
+        except SpoolError:
             return False
 
     def _box(self, what: str, plain: bytes) -> bytearray:
@@ -160,26 +164,26 @@ class Sealer:
         try:
             return (aead or self._aead).decrypt(box[:_NONCE], box[_NONCE:], what.encode())
         except (InvalidTag, ValueError):
-            raise RoomError("a waiting file was changed, cut or sealed with another key") from None
+            raise SpoolError("a waiting file was changed, cut or sealed with another key") from None
 
-    def open(self, name: str, raw: bytes) -> Arrival:
+    def open(self, name: str, raw: bytes) -> ReceivedFile:
         """What ``seal`` was given.
 
         Raises:
-            RoomError: it was changed, cut, renamed or sealed with another key.
+            SpoolError: it was changed, cut, renamed or sealed with another key.
         """
         told, end = self.head(name, raw)
         del told["received"], told["digest"]
         key, start = self._key_of(raw)
         body = self._unbox(name + "/body", raw[end:], key)
         if raw.startswith(_DEPOSITED) and raw[start - _MARK : start] != self._mark(name, body):
-            raise RoomError("a waiting file was changed, cut or sealed with another key")
-        return Arrival(body=body, **told)
+            raise SpoolError("a waiting file was changed, cut or sealed with another key")
+        return ReceivedFile(body=body, **told)
 
     def head(self, name: str, raw: bytes) -> tuple[dict[str, Any], int]:
         """The head alone, and where the body's box starts."""
         if len(raw) < _HEAD.size or not raw.startswith((_MAGIC, _DEPOSITED)):
-            raise RoomError("a waiting file has no head: it was cut or is not one of this room's")
+            raise SpoolError("a waiting file has no head: it was cut or is not one of this room's")
         _, length = _HEAD.unpack_from(raw)
         key, start = self._key_of(raw)
         end = start + length
@@ -188,7 +192,7 @@ class Sealer:
         except (ValueError, RecursionError):
             told = None
         if not isinstance(told, dict) or (raw.startswith(_DEPOSITED) and not _may_say(told)):
-            raise RoomError("a waiting file says of itself what no receiver knows")
+            raise SpoolError("a waiting file says of itself what no receiver knows")
         return told, end
 
     def _key_of(self, raw: bytes) -> tuple[AESGCM, int]:
@@ -203,7 +207,7 @@ class Sealer:
 
 def _may_say(told: dict[str, Any]) -> bool:
     """Is this the head of a receiver's file? One that was taken over may write anything, and knows no label or id."""
-    named = {f.name for f in fields(Arrival) if f.name != "body"} | {"digest"}
+    named = {f.name for f in fields(ReceivedFile) if f.name != "body"} | {"digest"}
     if told.keys() != named | {"received"}:
         return False
     texts = {key: told[key] for key in named}
@@ -211,10 +215,10 @@ def _may_say(told: dict[str, Any]) -> bool:
     return all(type(v) is str for v in texts.values()) and texts["road"] in _RECEIVED and not given
 
 
-class Room:
+class Spool:
     """A folder of sealed arrivals, one file each, written whole or not at all."""
 
-    def __init__(self, folder: Path, key: bytes | Deposit, *, durable: bool = True) -> None:
+    def __init__(self, folder: Path, key: bytes | SpoolWriter, *, durable: bool = True) -> None:
         """Make the folder (0700) when it is missing; files that a crash left half-written are removed by ``sweep``.
 
         Args:
@@ -227,15 +231,15 @@ class Room:
         folder.chmod(0o700)
         self.folder, self._sealer, self._durable = folder, Sealer(key), durable
 
-    def deposit(self) -> Deposit:
+    def deposit(self) -> SpoolWriter:
         """What one receiver is given, while it lives, in place of this room's key."""
         return self._sealer.deposit()
 
-    def put(self, arrival: Arrival) -> str:
+    def put(self, arrival: ReceivedFile) -> str:
         """Keep an arrival; its name. It is in the room, whole, when this returns.
 
-        An instance that waits already, from the same sender with the same bytes, is not kept twice; with other bytes,
-        or from somebody else, it is kept beside: nobody can replace or block what another one sends.
+        A pending instance, from the same sender with the same bytes, is not stored twice. With other bytes, or from
+        another sender, it is stored in addition: no sender can replace or block another's file.
 
         Raises:
             OSError: nothing was kept.
@@ -274,7 +278,7 @@ class Room:
         finally:
             part.unlink(missing_ok=True)
         if self._durable:
-            sync_folder(self.folder)
+            flush_directory(self.folder)
 
     def names(self) -> list[str]:
         """What waits, oldest first."""
@@ -286,40 +290,40 @@ class Room:
                         found.append((file.stat(follow_symlinks=False).st_mtime_ns, file.name))
         return [name for _, name in sorted(found)]
 
-    def open(self, name: str) -> Arrival:
+    def open(self, name: str) -> ReceivedFile:
         """One arrival.
 
         Raises:
-            RoomError: the file was changed, or is another key's.
+            SpoolError: the file was changed, or is another key's.
             FileNotFoundError: somebody else took it.
         """
         return self._sealer.open(name, (self.folder / checked(name)).read_bytes())
 
-    def claim(self, name: str) -> tuple[Arrival | None, int]:
+    def claim(self, name: str) -> tuple[ReceivedFile | None, int]:
         """One arrival, and a descriptor that keeps every other process from it until it is closed.
 
         Returns:
             The arrival, None when it cannot be unsealed; the descriptor.
         Raises:
-            Taken: somebody else works with it, or it is gone.
+            AlreadyClaimed: somebody else works with it, or it is gone.
         """
         path = self.folder / checked(name)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise Taken from None
+            raise AlreadyClaimed from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:
-                raise Taken
+                raise AlreadyClaimed
             with os.fdopen(os.dup(descriptor), "rb") as stream:
                 raw = stream.read()
             return self._sealer.open(name, raw), descriptor
-        except RoomError:
+        except SpoolError:
             return None, descriptor
-        except (BlockingIOError, FileNotFoundError, Taken):
+        except (BlockingIOError, FileNotFoundError, AlreadyClaimed):
             os.close(descriptor)
-            raise Taken from None
+            raise AlreadyClaimed from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -352,12 +356,3 @@ def checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError("not a name of this room")
     return name
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,30 +1,30 @@
-"""What of a project is held back: series of two studies, and studies in whose pictures text was read.
+"""Series and studies of a project that are held back: series that belong to two studies, studies with burned-in text.
 
-Both are one patient's own names (:func:`agent.deidentify.record.own`): what one patient's file says holds nothing of
-another patient back. What an older version held back by a UID alone stays so until a person lifts it.
+Both are stored under keyed names of one patient (:func:`agent.deidentify.record.keyed_name`), so one patient's file
+cannot hold back another patient's data. Holds by UID alone, of older versions, last until a person lifts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agent.edges.sealed import SealedFile
+from agent.storage.encrypted_sqlite import EncryptedDatabase
 
 
-class Holds:
+class StudyHolds:
     """Sealed notes of one project's file."""
 
-    def __init__(self, file: SealedFile) -> None:
+    def __init__(self, file: EncryptedDatabase) -> None:
         """``file``: the project's."""
         self._file = file
 
     def hold(self, study: str) -> None:
-        """Hold a study back: text was read in one of its pictures, so that nothing is drawn from any of them."""
+        """Hold a study back: text was read in one of its images, so that nothing is drawn from any of them."""
         with self._file.transaction():
             self._file.write_note("held", sorted(self.held() | {study}))
 
     def looked_at(self, study: str) -> bool:
-        """Has a person looked at the study's pictures?"""
+        """Has a person looked at the study's images?"""
         return study in (self._file.note("looked_at") or ())
 
     def held(self) -> frozenset[str]:

@@ -1,8 +1,9 @@
 """The site's vault: everything that derives from a patient, encrypted at rest.
 
-Two SQLite files (:mod:`agent.edges.sealed`). ``vault.db``, under the site's key, holds the books that outlive every
-project (:mod:`agent.edges.notes`). ``projects/NAME.db``, under the project's key, holds its records; without that
-key it is noise. An instance is three boxes: what it is, its pixels, its file; to select opens the first ones only.
+Two SQLite files (:mod:`agent.storage.encrypted_sqlite`). ``vault.db``, under the site's key, holds the books that
+outlive every project (:mod:`agent.storage.site_database`). ``projects/NAME.db``, under the project's key, holds its
+records; without that key it is noise. An instance is three boxes: what it is, its pixels, its file; to select opens
+the first ones only.
 """
 
 from __future__ import annotations
@@ -15,20 +16,29 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from agent.deidentify.manifest import Instance
-from agent.deidentify.profile import Pixels
-from agent.deidentify.reasons import Refused
-from agent.deidentify.record import NO_SERIES, Record, own
-from agent.deidentify.trace import Step
-from agent.edges.alike import Alike, alike, left_out
-from agent.edges.cohorts import Count, Head, Tally, choose, counts, decode, head_of
-from agent.edges.levels import packed, seen, unpacked
-from agent.edges.notes import Notes
-from agent.edges.sealed import SealedFile, SealedPlace, VaultError, derive
-from agent.edges.withheld import Face, Withheld
-from agent.nouns import Cohort, Image, Patient, Selection
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.manifest import InstanceChange
+from agent.deidentify.ps315.action_trace import AttributeAction
+from agent.deidentify.ps315.options import Pixels
+from agent.deidentify.record import NO_SERIES, Record, keyed_name
+from agent.domain import Cohort, Image, Patient, Selection
+from agent.storage.encrypted_sqlite import EncryptedCheckpointStore, EncryptedDatabase, VaultError, derive
+from agent.storage.equal_patients import EqualPatients, group_equal_patients, left_out
+from agent.storage.instance_index import (
+    FaceInstance,
+    InstanceRecord,
+    SeriesTally,
+    StateCount,
+    choose,
+    counts,
+    decode,
+    head_of,
+)
+from agent.storage.pixel_codec import packed, selection_view, unpacked
+from agent.storage.site_database import SiteDatabase
+from agent.storage.withheld_faces import Withheld
 
-__all__ = ["Face", "Vault", "VaultError"]
+__all__ = ["FaceInstance", "Vault", "VaultError"]
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS instance(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
@@ -45,20 +55,20 @@ _MAX_LABEL: Final = 64
 class Vault(Withheld):
     """The records of one project, and the site's notes."""
 
-    def __init__(self, notes: Notes, path: Path, key: bytes, *, upgrading: bool = False) -> None:
+    def __init__(self, notes: SiteDatabase, path: Path, key: bytes, *, upgrading: bool = False) -> None:
         """Open or create a project's records.
 
         Args:
             notes: the site's; closed with this vault.
             path: of the project's database.
-            key: the project's, 32 bytes: see :func:`agent.edges.projects.keys`.
+            key: the project's, 32 bytes: see :func:`agent.storage.projects.keys`.
             upgrading: take an older program's file, for :meth:`name_by_patient`.
         Raises:
-            OlderVault: an older program made it.
+            OlderVaultError: an older program made it.
             VaultError: the key does not open it, or the disk failed.
         """
         self._notes, self._path = notes, path
-        super().__init__(SealedFile(path, key, _SCHEMA, upgrading=upgrading))
+        super().__init__(EncryptedDatabase(path, key, _SCHEMA, upgrading=upgrading))
         self._split_key = derive(key, "vault/split")
         self._claims: dict[str, str] = {}  # series that were let in and are not kept yet -> their studies
 
@@ -83,13 +93,13 @@ class Vault(Withheld):
         """Store a private note of the project, durable when this returns."""
         self._file.write_note(f"project/{name}", value)
 
-    def place(self, name: str) -> SealedPlace:
+    def place(self, name: str) -> EncryptedCheckpointStore:
         """Where something long is kept until it is done, such as a training; it ends with the project."""
-        return SealedPlace(self._file, f"project/{name}")
+        return EncryptedCheckpointStore(self._file, f"project/{name}")
 
-    def site_place(self, name: str) -> SealedPlace:
+    def site_place(self, name: str) -> EncryptedCheckpointStore:
         """Where something long of the site is kept until it is done, such as a release; it outlives the project."""
-        return SealedPlace(self._notes, f"site/{name}")
+        return EncryptedCheckpointStore(self._notes, f"site/{name}")
 
     def site_places(self, start: str) -> tuple[str, ...]:
         """The names of the places of the site that hold something and begin with ``start``, sorted."""
@@ -137,9 +147,9 @@ class Vault(Withheld):
     def refusal(self, record: Record) -> str | None:
         """Why this record may not be kept: ``opted_out``, ``inconsistent_series`` or None.
 
-        A patient's series belongs to one study. With the first instance that says otherwise the whole series is
-        barred, by note, until a person lifts it. The name of a series holds its patient (:func:`own`), so that no
-        other patient's file can say anything of it.
+        A patient's series belongs to one study. The first instance that contradicts this bars the whole series, by a
+        note, until a person lifts it. The series is stored under a name keyed by its patient (:func:`keyed_name`), so
+        another patient's file cannot affect it.
         """
         if record.pseudonym in self.opted_out():
             return "opted_out"
@@ -171,7 +181,7 @@ class Vault(Withheld):
         """Store instances, all or none, durable when this returns. What is kept already, unchanged, is passed over.
 
         Raises:
-            Refused: ``opted_out``, ``inconsistent_series`` (the series is barred from now on) or
+            FileRejectedError: ``opted_out``, ``inconsistent_series`` (the series is barred from now on) or
                 ``conflicting_instance``; nothing was kept. See :meth:`refusal`, which says so beforehand.
             VaultError: a full or failing disk; nothing was kept.
         """
@@ -182,9 +192,9 @@ class Vault(Withheld):
                 out = self.opted_out()  # read under the lock: who opts out later is deleted after this
                 for record in coming:
                     if record.pseudonym in out:
-                        raise Refused("opted_out")
+                        raise FileRejectedError("opted_out")
                     self._put(record, contradicted)
-        except Refused:
+        except FileRejectedError:
             if contradicted:
                 with self._file.transaction():
                     self.bar(contradicted)
@@ -201,7 +211,7 @@ class Vault(Withheld):
                 self._write_series(record.series, record.pseudonym, record.study)
             elif study != record.study:
                 contradicted.add(record.series)
-                raise Refused("inconsistent_series")
+                raise FileRejectedError("inconsistent_series")
         file, name = self._file, record.name
         raw = None if record.pixels is None else packed(record.pixels)
         picture = "" if raw is None or record.pixels is None else self._picture(raw, record.pixels.shape)
@@ -218,10 +228,10 @@ class Vault(Withheld):
         if before is None and not self.has(record.digest):
             return False
         if before != record.after:
-            raise Refused("conflicting_instance")
+            raise FileRejectedError("conflicting_instance")
         return True
 
-    def _put_trace(self, trace: tuple[Step, ...]) -> str:
+    def _put_trace(self, trace: tuple[AttributeAction, ...]) -> str:
         """The name of a trace, stored once for all the instances that share it."""
         if not trace:
             return ""
@@ -231,17 +241,17 @@ class Vault(Withheld):
             self._file.rows("INSERT INTO trace VALUES(?, ?)", (name, self._file.seal(f"trace:{name}", plain)))
         return name
 
-    def _trace(self, name: str) -> tuple[Step, ...]:
+    def _trace(self, name: str) -> tuple[AttributeAction, ...]:
         for (body,) in self._file.rows("SELECT body FROM trace WHERE name = ?", (name,)):
-            return tuple(Step(*step) for step in json.loads(self._file.unseal(f"trace:{name}", body)))
+            return tuple(AttributeAction(*step) for step in json.loads(self._file.unseal(f"trace:{name}", body)))
         return ()
 
     def name_by_patient(self) -> None:
         """Bring a file of form 2 into this one's: there, studies, series and instances were named by UIDs alone.
 
-        All or nothing; a file of this form is left as it is. Pixels and files stay sealed as they are. What was held
-        back stays so: its UID is no name of a patient's own, and counts for whoever's files say it, until a person
-        lifts it. What came counts as sent by every sender, so that no archive is asked for all of it again.
+        All or nothing; a file of this form stays as it is. Pixels and files stay encrypted as they are. Held-back
+        data stays held back: its UID is not keyed by a patient, and applies to every file with that UID, until a
+        person lifts it. Existing files count as sent by every sender, so no archive has to send all of them again.
         """
         with self._file.transaction():
             if self._file.upgraded():
@@ -266,17 +276,17 @@ class Vault(Withheld):
             self._file.write_note("looked_at", sorted(looked_at))
             self._file.finish_upgrade()
 
-    def _name_by_patient(self, key: int, head: Head) -> None:
-        """One instance: other names in its head, and the digest of its picture, for which its pixels are opened."""
+    def _name_by_patient(self, key: int, head: InstanceRecord) -> None:
+        """One instance: other names in its head, and the digest of its image, for which its pixels are opened."""
         picture = ""
         if head.shape is not None:
             ((box,),) = self._file.rows("SELECT pixels FROM body WHERE id = ?", (key,))
             picture = self._picture(self._file.unseal(f"pixels:{head.name}", box), head.shape)
         new = replace(
             head,
-            name=own(head.person, head.name),
-            study=own(head.person, head.study),
-            series=head.series if head.series == NO_SERIES else own(head.person, head.series),
+            name=keyed_name(head.person, head.name),
+            study=keyed_name(head.person, head.study),
+            series=head.series if head.series == NO_SERIES else keyed_name(head.person, head.series),
             uids=(head.study, head.series, head.name),
             picture=picture,
             box=head.name,
@@ -293,13 +303,13 @@ class Vault(Withheld):
         Nobody who has opted out is among them. Only heads are read to choose, and only chosen pixels are opened.
         """
         excluded = self.opted_out() | set(without)
-        tally = Tally(self.barred() | self.held(), selection.min_instances)
+        tally = SeriesTally(self.barred() | self.held(), selection.min_instances)
         query = "SELECT head, pixels FROM body JOIN instance USING (id) WHERE name = ?"
         for person, name, label in choose(self.heads(), selection, tally, excluded, self._split_key):
             for raw, box in self._file.rows(query, (name,)):  # none, when it was deleted since
                 head = decode(self._file.unseal(f"head:{name}", raw))
                 pixels = unpacked(self._file.unseal(f"pixels:{head.box or name}", box), head.shape or ())
-                picture = seen(pixels, selection)
+                picture = selection_view(pixels, selection)
                 if picture is not None:
                     yield person, Image(picture, label)
 
@@ -308,9 +318,9 @@ class Vault(Withheld):
     ) -> tuple[tuple[str, ...], ...]:
         """The labels of every patient's images that :meth:`images` would try, patient after patient, without a name.
 
-        No picture is opened: whether one can be fitted, its pixels say. ``among`` whom; None: all.
+        No image is opened: whether one can be fitted, its pixels say. ``among`` whom; None: all.
         """
-        tally = Tally(self.barred() | self.held(), selection.min_instances)
+        tally = SeriesTally(self.barred() | self.held(), selection.min_instances)
         excluded = self.opted_out() | set(without)
         labels: dict[str, list[str]] = {}
         for person, _, label in choose(self.heads(), selection, tally, excluded, self._split_key):
@@ -337,9 +347,9 @@ class Vault(Withheld):
             patients.setdefault(person, []).append(image)
         return Cohort(tuple(Patient(p, tuple(images)) for p, images in patients.items()))
 
-    def alike(self) -> tuple[Alike, ...]:
+    def alike(self) -> tuple[EqualPatients, ...]:
         """The patient ids that count as one patient towards k until a person says otherwise, by name."""
-        return alike(self.heads(), self._notes.apart())
+        return group_equal_patients(self.heads(), self._notes.apart())
 
     def alike_ids(self) -> tuple[frozenset[str], ...]:
         """The ids of each of :meth:`alike`: disjoint groups."""
@@ -348,13 +358,13 @@ class Vault(Withheld):
     def second_ids(self, selection: Selection, taken: Set[str], among: Set[str] | None = None) -> frozenset[str]:
         """Who is left out of a k-anonymous release, since another id stands for the same patient there.
 
-        Of ids that count as one (:func:`agent.edges.alike.alike`) the first that the selection finds stands for all;
-        none does where one is taken, in an earlier release. No claim of level A asks this: there, whether a patient
-        takes part is a function of that patient's own files alone.
+        Of ids that count as one (:func:`agent.storage.equal_patients.group_equal_patients`) the first that the
+        selection finds represents all; none does where an earlier release used one. Claims of level A do not use
+        this: there, whether a patient takes part is a function of that patient's own files alone.
 
-        ``among`` whom a making goes on: whoever came since stands for nobody; None: all.
+        ``among``: the patients of a resumed release; newer patients represent nobody. None: all patients.
         """
-        tally = Tally(self.barred() | self.held(), selection.min_instances)
+        tally = SeriesTally(self.barred() | self.held(), selection.min_instances)
         found = {who for who, _, _ in choose(self.heads(), selection, tally, self.opted_out(), self._split_key)}
         return left_out(self.alike_ids(), found if among is None else found & among, taken)
 
@@ -368,31 +378,31 @@ class Vault(Withheld):
             if one.name == name:
                 self._notes.tell_apart(one.persons)
                 return len(one.persons)
-        raise KeyError("no ids of that name count as one patient")
+        raise KeyError("no group of patient ids has that name")
 
     def patients(self) -> int:
         """How many patients there are: for the site's own checks, never for a message or a log that leaves."""
         return len({head.person for head in self.heads()})
 
-    def counts(self, min_instances: int = 1) -> tuple[Count, ...]:
+    def counts(self, min_instances: int = 1) -> tuple[StateCount, ...]:
         """Instances and patients by modality, body part and state: for the site's own console alone (P14)."""
-        return counts(self.heads, Tally(self.barred() | self.held(), min_instances))
+        return counts(self.heads, SeriesTally(self.barred() | self.held(), min_instances))
 
     def studies(self) -> tuple[str, ...]:
         """The pseudonyms of all studies, sorted."""
         return tuple(sorted({head.study for head in self.heads()}))
 
-    def instances(self, study: str) -> tuple[Instance, ...]:
+    def instances(self, study: str) -> tuple[InstanceChange, ...]:
         """What the manifest of a study is made of, by name. ``after`` is keyed: see :meth:`mark`."""
         found = sorted((head for head in self.heads() if head.study == study), key=lambda head: head.name)
         traces = {name: self._trace(name) for name in {head.trace for head in found}}
         return tuple(self._instance(head, traces[head.trace]) for head in found)
 
-    def _instance(self, head: Head, trace: tuple[Step, ...]) -> Instance:
+    def _instance(self, head: InstanceRecord, trace: tuple[AttributeAction, ...]) -> InstanceChange:
         cleaned = any(step.path == "pixels" and step.why == "clean_pixels" for step in trace)
         pixels = Pixels("cleaned" if cleaned else "unknown", "removed" if head.defaced else "unknown")
         after = self._file.mac("after", bytes.fromhex(head.after))
-        return Instance(head.name, head.digest, after, trace, pixels=pixels)
+        return InstanceChange(head.name, head.digest, after, trace, pixels=pixels)
 
     def mark(self, payload: bytes) -> str:
         """The keyed digest that a manifest states of a file: HMAC-SHA256 of its SHA-256, 32 hex characters."""
@@ -452,7 +462,9 @@ class Vault(Withheld):
             self._disown(persons)
         self._claims.clear()
         if not self._file.truncate():
-            raise VaultError("the patient is deleted, but another process still reads: stop it and say it again")
+            raise VaultError(
+                "the patient is deleted, but another process still reads the vault: stop it and run the command again"
+            )
         return len(gone)
 
     def _disown(self, persons: Set[str]) -> None:

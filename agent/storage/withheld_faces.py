@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent.deidentify.record import Record
-from agent.edges.cohorts import Head, decode
-from agent.edges.holds import Holds
-from agent.edges.levels import packed, unpacked
-from agent.nouns import Scan
+from agent.domain import Scan
+from agent.storage.instance_index import DefacedInstance, FaceInstance, InstanceRecord, decode
+from agent.storage.pixel_codec import packed, unpacked
+from agent.storage.study_holds import StudyHolds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Face:
-    """An instance from which a face may be rebuilt, for what takes faces off."""
-
-    name: str
-    kind: Literal["image", "volume"]
-    modality: str
-    person: str
-    study: str
-    series: str
-    label: str
-    payload: bytes = field(repr=False)  # the de-identified DICOM or NIfTI file
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bare:
-    """An instance without its face."""
-
-    name: str
-    payload: bytes = field(repr=False)  # the new DICOM or NIfTI file
-    pixels: NDArray[np.float32] | None = None  # (h, w) or (h, w, 3) in [0, 1] of the new file: of an image alone
-    before: str = ""  # SHA-256 of the file that it was made of; "": whatever is there
-
-
-class Withheld(Holds):
+class Withheld(StudyHolds):
     """Heads and files of one project's records, and the faces among them."""
 
-    def heads(self) -> Iterator[Head]:
+    def heads(self) -> Iterator[InstanceRecord]:
         """What is known of every instance without its pixels, by name. Write nothing before the last one."""
         for name, box in self._file.stream("SELECT name, head FROM instance ORDER BY id"):
             yield decode(self._file.unseal(f"head:{name}", box))
 
-    def _find(self, name: str) -> tuple[int, Head] | None:
+    def _find(self, name: str) -> tuple[int, InstanceRecord] | None:
         for key, box in self._file.rows("SELECT id, head FROM instance WHERE name = ?", (name,)):
             return key, decode(self._file.unseal(f"head:{name}", box))
         return None
@@ -66,7 +41,7 @@ class Withheld(Holds):
             return self._file.unseal(f"payload:{sealed_as}", box)
         raise KeyError("no instance of that name")
 
-    def _write_head(self, key: int, head: Head) -> None:
+    def _write_head(self, key: int, head: InstanceRecord) -> None:
         box = self._file.seal(f"head:{head.name}", head.encode())
         self._file.rows("UPDATE instance SET head = ? WHERE id = ?", (box, key))
 
@@ -82,7 +57,7 @@ class Withheld(Holds):
                 counts[head.study] = counts.get(head.study, 0) + 1
         return sorted(counts.items())
 
-    def faces_of(self, study: str) -> list[Face]:
+    def faces_of(self, study: str) -> list[FaceInstance]:
         """The same of one study, by name."""
         out, barred = self.opted_out(), self.barred() | self.held()
         of_it = (head for head in self.heads() if head.study == study and head.face and head.person not in out)
@@ -91,7 +66,7 @@ class Withheld(Holds):
         if len({head.person for head in found}) > 1:  # a study's name holds its patient: this is no such name
             return []
         kept = ((h.name, h.kind, h.modality, h.person, h.study, h.series, h.label) for h in found)
-        return [Face(*one, self.payload(one[0])) for one in kept]
+        return [FaceInstance(*one, self.payload(one[0])) for one in kept]
 
     def heads_waiting(self, modality: str) -> tuple[int, bool]:
         """How many patients :meth:`scans` would look at, at most; and may one need float32? No file is opened.
@@ -105,7 +80,7 @@ class Withheld(Holds):
 
     def scans(self, modality: str) -> tuple[Scan, ...]:
         """The finest volume of each patient whose face is on, by pseudonym; of several studies the first one's."""
-        from agent.edges.withheld_volumes import finest  # noqa: PLC0415 - the parsers take half a second
+        from agent.storage.withheld_series import finest  # noqa: PLC0415 - the parsers take half a second
 
         found: dict[str, Scan] = {}
         for study, _ in self.faces():
@@ -123,7 +98,7 @@ class Withheld(Holds):
         """Who has opted out, as of now."""
         raise NotImplementedError  # abstract: the site's notes know, and the vault holds them
 
-    def defaced(self, bare: Iterable[Bare]) -> bool:
+    def defaced(self, bare: Iterable[DefacedInstance]) -> bool:
         """Replace files by those without a face and clear their flags, all or none.
 
         Returns:
@@ -160,7 +135,7 @@ class Withheld(Holds):
         self.let_go(name, {head.study for head in self.heads() if name in (head.study, *head.uids[:1])} | {name})
 
     def _picture(self, raw: bytes, shape: tuple[int, ...]) -> str:
-        """The keyed digest of packed pixels, by which equal ones are found; "" of a picture of one value.
+        """The keyed digest of packed pixels, by which equal ones are found; "" of an image of one value.
 
         They are packed once more: an older version packed all of them in 65,536 levels.
         """
@@ -174,7 +149,7 @@ class Withheld(Holds):
         return self._file.truncate()
 
     @staticmethod
-    def _record(head: Head, payload: bytes, pixels: NDArray[np.float32] | None) -> Record:
+    def _record(head: InstanceRecord, payload: bytes, pixels: NDArray[np.float32] | None) -> Record:
         """Checked as what came in was: finite pixels in [0, 1]."""
         kept = (head.name, head.digest, head.person, head.study, head.modality, head.kind, head.label)
         return Record(*kept, pixels, payload, False, head.series, head.body_part)

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import numpy as np
 import pydicom
 
-from agent.edges.volume_series import split
-from agent.edges.volumes import Source, read_bytes
-from agent.edges.withheld import Face
-from agent.heads.grid import spacing
-from agent.heads.reasons import NotDefaced
+from agent.storage.instance_index import FaceInstance
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import spacing
+from agent.volumes.series import split
+from agent.volumes.volume_io import Source, read_bytes
 
 
-def volumes_of(faces: Sequence[Face]) -> tuple[list[Source], list[list[Face]]]:
-    """The series of a study that are volumes, each with its instances; the other pictures stay withheld.
+def volumes_of(faces: Sequence[FaceInstance]) -> tuple[list[Source], list[list[FaceInstance]]]:
+    """The series of a study that are volumes, each with its instances; the other images stay withheld.
 
     Raises:
-        NotDefaced: there is none.
+        NotDefacedError: there is none.
     """
-    groups: list[list[Face]] = [[face] for face in faces if face.kind == "volume"]
-    slices: dict[str, list[Face]] = {}
+    groups: list[list[FaceInstance]] = [[face] for face in faces if face.kind == "volume"]
+    slices: dict[str, list[FaceInstance]] = {}
     for face in faces:
         if face.kind == "image":
             slices.setdefault(face.series, []).append(face)
@@ -39,18 +39,18 @@ def volumes_of(faces: Sequence[Face]) -> tuple[list[Source], list[list[Face]]]:
         try:
             sources.append(read_bytes([face.payload for face in group]))
             whose.append(group)
-        except NotDefaced as error:
+        except NotDefacedError as error:
             refused = refused or error.code
     if not sources:
-        raise NotDefaced(refused or "not_a_volume")
+        raise NotDefacedError(refused or "not_a_volume")
     return sources, whose
 
 
-def finest(faces: Sequence[Face]) -> tuple[Source, list[Face]] | None:
+def finest(faces: Sequence[FaceInstance]) -> tuple[Source, list[FaceInstance]] | None:
     """The volume of a study with the smallest voxels, and its instances; None, it has none."""
     try:
         sources, whose = volumes_of(faces)
-    except NotDefaced:
+    except NotDefacedError:
         return None
     best = min(range(len(sources)), key=lambda i: (float(np.prod(spacing(sources[i].volume.affine))), i))
     return sources[best], whose[best]

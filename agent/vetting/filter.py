@@ -1,15 +1,15 @@
-"""Look at what was made beside the patients' images, before it may leave (P7).
+"""Compare synthetic images with the patients' images before they may leave (P7).
 
-Every made picture is compared with every picture of the reference: exhaustive nearest neighbours by the verifier's
-embedding, the verifier itself on the nearest patients, and copy checks: of the whole, of parts, and of the nearest
-patients' pictures once a crop or a turn is undone. Privacy Distillation (section 3.1) asks the
-verifier about the one real picture of a sample's own prompt, at a threshold of 0.5; both miss what is remembered
-under another prompt. What cannot be judged is dropped.
+Every synthetic image is compared with every image of the reference: exhaustive nearest neighbours by the verifier's
+embedding, the verifier itself on the nearest patients, and copy checks: of the entire image, of parts, and of the
+nearest patients' images after undoing a crop or a turn. Privacy Distillation (section 3.1) compares a sample only
+with the one real image of its own prompt, at a threshold of 0.5; both miss images memorised under another prompt.
+Images that cannot be judged are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,70 +18,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.pictures import to_bytes, to_tensor, to_unit
-from agent.nets.siamese import KnowsNobody, Share
-from agent.nouns import Patient
-from agent.stages.nearest import candidates, exhaustive, searches, verified
-from agent.stages.plant import KINDS, SINGLE
-from agent.stages.reference import (
-    BATCH,
-    Reference,
-    Say,
-    Vetting,
-    look,
-    reference_of,
-)
-from agent.wilson import bounds
+from agent.intervals import Proportion, bounds
+from agent.models.image_tensors import to_bytes, to_tensor, to_unit
+from agent.models.recognition.recogniser import RecogniserError
+from agent.vetting.nearest_neighbours import candidates, exhaustive, searches, verified
+from agent.vetting.planted_copies import KINDS, SINGLE
+from agent.vetting.reference import BATCH, Reference, Say, Vetting, look, reference_of
+from agent.vetting.requirements import CAUGHT, PLANTED
 
 __all__ = [
     "REASONS",
+    "FilterResult",
     "Power",
     "Reference",
-    "RepeatsAnInput",
-    "Vetted",
     "Vetting",
-    "could_show",
     "measured",
     "power",
     "reference_of",
-    "refuse_copies",
     "vet",
 ]
 
 REASONS: Final = ("", "verifier", "copy", "patch", "moved", "not a number")  # "": kept
-PLANTED: Final = 100  # pictures of the reference, at most, whose near-duplicates of each kind are planted
-CAUGHT: Final = 0.9  # of them must be found, by the lower end of the interval
 KNOWN: Final = 0.5  # ... and this share by the verifier alone: the copy check finds some of them without any
-_BLOCK: Final = 512  # made pictures at once
-Pictures = NDArray[np.uint8]  # (n, h, w) or (n, h, w, 3)
-
-
-class RepeatsAnInput(ValueError):
-    """A representative equals a real image. The text does not say which, or how many (P14)."""
-
-    def __init__(self) -> None:
-        """Say only that nothing is released."""
-        super().__init__("a representative equals an input image: nothing is released")
-
-
-def refuse_copies(images: NDArray[np.uint8], patients: Iterable[Patient]) -> None:
-    """Refuse a set in which a representative is, pixel for pixel at 8 bits, a patient's image.
-
-    Args:
-        images: (m, h, w[, 3]).
-        patients: those it was made from, and whoever else is at hand.
-    Raises:
-        RepeatsAnInput: one is.
-    """
-    made = {image.tobytes() for image in images}
-    real = (image.pixels for patient in patients for image in patient.images)
-    if any(np.rint(pixels * 255.0).astype(np.uint8).tobytes() in made for pixels in real):
-        raise RepeatsAnInput
+_BLOCK: Final = 512  # synthetic images at once
+Images = NDArray[np.uint8]  # (n, h, w) or (n, h, w, 3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Vetted:
-    """What became of each picture. Scores and places are functions of patients: they stay inside the site."""
+class FilterResult:
+    """The result for each image. Scores and indices are functions of patients: they stay inside the site."""
 
     scores: NDArray[np.float64]  # (n,) highest log-odds that it shows a patient; NaN: it could not be judged
     nearest: NDArray[np.int64]  # (n,) place in the reference of what it is most like
@@ -95,25 +60,26 @@ class Vetted:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """What the vetting found of near-duplicates of the reference's own pictures, planted on purpose.
+    """What the vetting found of near-duplicates of the reference's own images, planted on purpose.
 
-    One picture of each patient is planted, once for each kind; a patient is one trial of every interval, however many
-    kinds there are. ``caught``, ``verifier`` and ``unseen`` are over the single changes. All of them one on the other
-    (``combined``) are planted too, and stand in ``kinds`` alone: what is left of a small picture under such noise is
-    less than what tells two patients apart, and no threshold that keeps strangers finds it.
+    One image of each patient is planted, once for each kind; a patient is one trial of every interval, however many
+    kinds there are. ``caught``, ``verifier`` and ``unseen`` cover the single changes. All changes applied together
+    (``combined``) are planted too, and appear in ``kinds`` alone: a small image under such noise keeps less than what
+    separates two patients, and no threshold that keeps images of strangers finds it.
     """
 
-    caught: Share  # of all single changes that were planted, by all checks
-    verifier: Share  # ... by the verifier alone
-    unseen: Share  # ... by the unseen verifier, which measures what is left
-    kinds: Mapping[str, Share]  # of :data:`agent.stages.plant.KINDS`, by all checks
-    other_visits: Share | None  # other pictures of a patient, found by the rest of them; None: everybody has one
+    caught: Proportion  # of all single changes that were planted, by all checks
+    verifier: Proportion  # ... by the verifier alone
+    unseen: Proportion  # ... by the unseen verifier, which measures what is left
+    kinds: Mapping[str, Proportion]  # of :data:`agent.vetting.planted_copies.KINDS`, by all checks
+    other_visits: Proportion | None  # other images of a patient, found by the rest of them; None: everybody has one
 
     def demand(self) -> None:
         """Refuse a vetting that misses copies: that it finds nothing in a set would prove nothing.
 
         Raises:
-            KnowsNobody: too few of the planted were found in all, of one kind, or by a verifier alone. The text holds
+            RecogniserError: too few of the planted were found in all, of one kind, or by a verifier alone. The text
+            holds
                 no interval, from which a number of patients would follow.
         """
         worst = min(SINGLE, key=lambda kind: self.kinds[kind].value)
@@ -128,21 +94,15 @@ class Power:
                     ("by the unseen one", self.unseen.value),
                 )
             )
-            raise KnowsNobody(
+            raise RecogniserError(
                 f"of near-duplicates that were planted, {CAUGHT:g} must be found, in all and of every kind, and "
                 f"{KNOWN:g} by each verifier alone, for sure with so many patients. Found were {found}: train the "
                 "verifiers longer, or on pictures more like these"
             )
 
 
-def could_show(patients: int) -> bool:
-    """Whether so many patients suffice for :meth:`Power.demand`, if the vetting finds all that is planted of them."""
-    planted = min(patients, PLANTED)
-    return planted >= 1 and bounds(planted, planted)[0] >= CAUGHT
-
-
-def vet(images: Pictures, reference: Reference, vetting: Vetting, say: Say = lambda _done, _of: None) -> Vetted:
-    """Compare every made picture with every picture of the reference.
+def vet(images: Images, reference: Reference, vetting: Vetting, say: Say = lambda _done, _of: None) -> FilterResult:
+    """Compare every synthetic image with every image of the reference.
 
     Args:
         images: (n, h, w[, 3]) of the reference's shape.
@@ -152,22 +112,22 @@ def vet(images: Pictures, reference: Reference, vetting: Vetting, say: Say = lam
     Returns:
         What is kept, and why the rest is not: ``verifier``, the log-odds reach the threshold for a gallery of that
         size; ``copy``, ``patch`` or ``moved``, a correlation of the whole, of a part, or of the whole once a crop or
-        a turn is undone does; ``not a number``, no judgement, as of a picture of one grey.
+        a turn is undone does; ``not a number``, no judgement, as of an image of one grey.
     Raises:
-        ValueError: pictures of another shape, or a reference of another vetting.
+        ValueError: images of another shape, or a reference of another vetting.
     """
     _fit(images, reference, vetting)
     found = _judged(images, reference, vetting, np.full(len(images), -1, np.int64), say)
-    return Vetted(found.scores, found.nearest, found.reasons(reference.thresholds))
+    return FilterResult(found.scores, found.nearest, found.reasons(reference.thresholds))
 
 
-def measured(images: Pictures, reference: Reference, vetting: Vetting) -> Share:
-    """R_re-id: the share of pictures that the unseen verifier takes for a patient, comparing all with all.
+def measured(images: Images, reference: Reference, vetting: Vetting) -> Proportion:
+    """R_re-id: the share of images that the unseen verifier takes for a patient, comparing all with all.
 
     At its own threshold for a gallery of that size. What it gives no number for counts as a patient found.
 
     Raises:
-        ValueError: no picture, pictures of another shape, or a reference of another vetting.
+        ValueError: no image, images of another shape, or a reference of another vetting.
     """
     _fit(images, reference, vetting)
     if not len(images):
@@ -175,7 +135,7 @@ def measured(images: Pictures, reference: Reference, vetting: Vetting) -> Share:
     return _share(_taken(images, reference, vetting))
 
 
-def _taken(images: Pictures, reference: Reference, vetting: Vetting) -> NDArray[np.bool_]:
+def _taken(images: Images, reference: Reference, vetting: Vetting) -> NDArray[np.bool_]:
     """(n,): which the unseen verifier takes for a patient."""
     made = look(_batches(images), (vetting.unseen,), vetting.device)[0][0]
     scores = exhaustive(vetting.unseen, made, reference.unseen)[0]
@@ -184,9 +144,9 @@ def _taken(images: Pictures, reference: Reference, vetting: Vetting) -> NDArray[
 
 
 def power(reference: Reference, vetting: Vetting, generator: torch.Generator) -> Power:
-    """Plant near-duplicates of the reference's own pictures, and count what the vetting finds.
+    """Plant near-duplicates of the reference's own images, and count what the vetting finds.
 
-    A planted copy's picture stays in the reference, for it is what the copy is of. Other visits are the pictures of
+    A planted copy's image stays in the reference, for it is what the copy is of. Other visits are the images of
     patients who have two or more, looked for among the rest.
 
     Raises:
@@ -210,17 +170,17 @@ def power(reference: Reference, vetting: Vetting, generator: torch.Generator) ->
     return Power(every, alone, unseen, kinds, _other_visits(reference, vetting, generator))
 
 
-def _by_patient(told: Mapping[str, NDArray[np.bool_]]) -> Share:
+def _by_patient(told: Mapping[str, NDArray[np.bool_]]) -> Proportion:
     """The share over the single changes; a patient is one trial, and counts with the mean over the kinds."""
     means = np.mean([told[kind] for kind in SINGLE], axis=0)
     value = float(means.mean())
     low, high = bounds(value * len(means), len(means))
-    return Share(value, min(low, value), max(high, value))
+    return Proportion(value, min(low, value), max(high, value))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Judged:
-    """What every check says of each picture."""
+    """What every check says of each image."""
 
     scores: NDArray[np.float64]  # (n,) log-odds, NaN where there are none
     nearest: NDArray[np.int64]
@@ -240,13 +200,13 @@ class _Judged:
 
 
 def _judged(
-    images: Pictures,
+    images: Images,
     reference: Reference,
     vetting: Vetting,
     left_out: NDArray[np.int64],
     say: Say = lambda _done, _of: None,
 ) -> _Judged:
-    """Every check on every picture; ``left_out`` (n,) is a place that does not count for each, or -1."""
+    """Every check on every image; ``left_out`` (n,) is a place that does not count for each, or -1."""
     by = searches(reference.seen, reference.owners, vetting.top)
     parts = []
     for start in range(0, len(images), _BLOCK):
@@ -254,7 +214,7 @@ def _judged(
         (made,), small = look(_batches(images[block]), (vetting.verifier,), vetting.device)
         places = torch.from_numpy(left_out[block]).to(made.features.device)
         scores, nearest = verified(made, reference.seen, vetting.verifier, by, places)
-        # nothing can be said of a picture of one grey: no correlation, and no verifier ever learned one
+        # nothing can be said of an image of one grey: no correlation, and no verifier ever learned one
         scores = np.where(small.whole.flatten(1).any(dim=1).cpu().numpy(), scores, np.nan)
         alike = reference.copies.alike(small, places)
         moved, moved_at = reference.moved.best(small.fine, candidates(made, by, places))
@@ -274,30 +234,30 @@ def _judged(
     return _Judged(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _other_visits(reference: Reference, vetting: Vetting, generator: torch.Generator) -> Share | None:
-    """Pictures of patients with two or more, without the picture itself in the reference."""
+def _other_visits(reference: Reference, vetting: Vetting, generator: torch.Generator) -> Proportion | None:
+    """Images of patients with two or more, without the image itself in the reference."""
     counts = np.bincount(reference.owners)
     again = np.flatnonzero(counts[reference.owners] >= 2)
     if not len(again):
         return None
     chosen = again[torch.randperm(len(again), generator=generator)[:PLANTED].numpy()]
-    pictures = np.stack([reference.picture(int(place)) for place in chosen])
+    pictures = np.stack([reference.image(int(place)) for place in chosen])
     found = _judged(pictures, reference, vetting, chosen)
     return _share(np.array([reason != "" for reason in found.reasons(reference.thresholds)]))
 
 
-def _batches(images: Pictures) -> Iterator[Tensor]:
+def _batches(images: Images) -> Iterator[Tensor]:
     for start in range(0, len(images), BATCH):
         yield to_tensor(images[start : start + BATCH].astype(np.float32) / np.float32(255))
 
 
-def _fit(images: Pictures, reference: Reference, vetting: Vetting) -> None:
+def _fit(images: Images, reference: Reference, vetting: Vetting) -> None:
     if images.dtype != np.uint8 or tuple(images.shape[1:]) != reference.shape:
         raise ValueError("made pictures are uint8 and of the reference's shape")
     if reference.form != vetting.form:
         raise ValueError("the reference was made for another vetting: its thresholds are not this one's")
 
 
-def _share(found: NDArray[np.bool_]) -> Share:
+def _share(found: NDArray[np.bool_]) -> Proportion:
     hits, of = int(found.sum()), len(found)
-    return Share(hits / of, *bounds(hits, of))
+    return Proportion(hits / of, *bounds(hits, of))

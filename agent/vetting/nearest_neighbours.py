@@ -2,8 +2,8 @@
 
 Two lists of neighbours are asked about, by the retrieval embedding and by the features that the verifier compares:
 the embedding alone misses one in a hundred of the pairs that the verifier would match among all. Neighbours are
-patients and not pictures: a patient with many pictures would fill the list and hide the next. faiss (Douze et al.
-2024) searches large references, torch the others and those on an accelerator; both compare with every picture, and
+patients and not images: a patient with many images would fill the list and hide the next. faiss (Douze et al.
+2024) searches large references, torch the others and those on an accelerator; both compare with every image, and
 answer alike.
 """
 
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from agent.stages.reference import NUMBERS, Judge, Sight, pair_logits
+from agent.vetting.reference import NUMBERS, Judge, VerifierView, pair_logits
 
-FAISS_FROM: Final = 20_000  # pictures of a reference
-_PLACES: Final = 1 << 22  # of pictures, in one list of neighbours or one block of pairs
+FAISS_FROM: Final = 20_000  # images of a reference
+_PLACES: Final = 1 << 22  # of images, in one list of neighbours or one block of pairs
 
 
 class Search:
-    """Neighbours among the pictures of a reference, all of them compared."""
+    """Neighbours among the images of a reference, all of them compared."""
 
     def __init__(self, embeddings: Tensor, owners: NDArray[np.int64], top: int) -> None:
         """Take unit vectors (n, d), whose each is (n,), and how many patients are wanted."""
@@ -39,7 +39,7 @@ class Search:
             self._index.add(np.ascontiguousarray(embeddings.numpy(), np.float32))
 
     def nearest(self, queries: Tensor, left_out: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The pictures in the order of likeness, up to the nearest one of the ``top``-th patient.
+        """The images in the order of likeness, up to the nearest one of the ``top``-th patient.
 
         Args:
             queries: (m, d).
@@ -75,20 +75,20 @@ class Search:
         rising, order = owners.sort(dim=1, stable=True)
         new = rising >= 0
         new[:, 1:] &= rising[:, 1:] != rising[:, :-1]
-        first = torch.zeros_like(new).scatter(1, order, new)  # a patient's nearest picture
+        first = torch.zeros_like(new).scatter(1, order, new)  # a patient's nearest image
         met = first.cumsum(dim=1)
         return torch.where(met - first.long() < self.top, places, -1), met[:, -1] >= self.top
 
 
-def searches(real: Sight, owners: NDArray[np.int64], top: int) -> tuple[Search, Search]:
+def searches(real: VerifierView, owners: NDArray[np.int64], top: int) -> tuple[Search, Search]:
     """By the embeddings, made for it, and by the direction of the features, which the verifier itself reads."""
     return Search(real.embeddings, owners, top), Search(normalize(real.features), owners, top)
 
 
-def candidates(made: Sight, by: tuple[Search, Search], left_out: Tensor) -> Tensor:
-    """(m, k) places of the pictures of the nearest patients by either search, -1 where there is none; any twice.
+def candidates(made: VerifierView, by: tuple[Search, Search], left_out: Tensor) -> Tensor:
+    """(m, k) places of the images of the nearest patients by either search, -1 where there is none; any twice.
 
-    Of m pictures; ``by`` and ``left_out`` are those of :func:`verified`.
+    Of m images; ``by`` and ``left_out`` are those of :func:`verified`.
     """
     finite = made.finite()
     lists = []
@@ -102,12 +102,12 @@ def candidates(made: Sight, by: tuple[Search, Search], left_out: Tensor) -> Tens
 
 
 def verified(
-    made: Sight, real: Sight, judge: Judge, by: tuple[Search, Search], left_out: Tensor
+    made: VerifierView, real: VerifierView, judge: Judge, by: tuple[Search, Search], left_out: Tensor
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The verifier on the pictures of the nearest patients by either search.
+    """The verifier on the images of the nearest patients by either search.
 
     Args:
-        made: of m pictures.
+        made: of m images.
         real: of the reference.
         judge: the verifier that saw both.
         by: of :func:`searches`.
@@ -133,8 +133,8 @@ def verified(
     return scores.double().cpu().numpy(), nearest.clamp_min(0).cpu().numpy()
 
 
-def exhaustive(judge: Judge, made: Sight, real: Sight) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The verifier on all pairs: the highest log-odds (m,) of each picture, and the place (m,) they are of.
+def exhaustive(judge: Judge, made: VerifierView, real: VerifierView) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The verifier on all pairs: the highest log-odds (m,) of each image, and the place (m,) they are of.
 
     NaN where a pair has no number.
     """

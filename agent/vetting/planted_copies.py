@@ -1,4 +1,4 @@
-"""Near-duplicates of pictures, as a generator that remembers a patient would make them: what a vetting must find."""
+"""Near-duplicates of images, as a generator that remembers a patient would make them: what a vetting must find."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOISE: Final = 0.1  # standard deviation in [-1, 1]: 13 levels of 256
 
 
 def exact(images: Tensor, _: torch.Generator) -> Tensor:
-    """The pictures (n, c, h, w) in [-1, 1] themselves."""
+    """The images (n, c, h, w) in [-1, 1] themselves."""
     return images
 
 

@@ -1,12 +1,12 @@
-"""The pictures that made ones are compared with, seen once by both verifiers and by the copy check, with thresholds.
+"""The reference images for comparison, seen once by both verifiers and by the copy check, with thresholds.
 
-A verifier's file brings the law of its false matches among people of its public set (:mod:`agent.nets.tail`). The
-reference brings a second one: the verifier never saw its people either, so that pairs of two *different* patients are
-held-out strangers in the very domain. The lower of the two thresholds counts: a verifier that is lost in this domain
-drops too much and never too little. The copy check knows no public set, and has its thresholds from different
-patients of the reference alone.
+A verifier's file contains the distribution of its false matches among people of its public set
+(:mod:`agent.models.recognition.score_tail`). The reference gives a second one: the verifier has never seen its people
+either, so pairs of two *different* patients are held-out strangers in the very domain. The lower of the two
+thresholds counts: a verifier that fails in this domain drops too much and never too little. The copy check has no
+public set; its thresholds come from different patients of the reference alone.
 
-The probability that a picture of nobody is dropped is a budget, ``false_matches``, and the checks share it as
+The probability that an image of nobody is dropped is a budget, ``false_matches``, and the checks share it as
 ``SHARES`` says: by the union bound all of them together keep it. Half is the verifier's. Parts have the least: a
 part that was copied exactly reaches any threshold, and the other two lose what noise and a movement take.
 """
@@ -24,27 +24,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.pictures import to_bytes, to_tensor
-from agent.nets.siamese import KnowsNobody
-from agent.nets.tail import Tail, TooFewPeople, fit_tail
-from agent.nets.weights import Origin
-from agent.nouns import CohortTooSmall, Image, Patient
-from agent.stages.copies import Copies, Thumbs, thumbs
-from agent.stages.moved import Moved
+from agent.domain import Image, Patient
+from agent.errors import CohortTooSmallError
+from agent.models.image_tensors import to_bytes, to_tensor
+from agent.models.recognition.recogniser import RecogniserError
+from agent.models.recognition.score_tail import Tail, TooFewScoresError, fit_tail
+from agent.models.weights import Origin
+from agent.vetting.copy_detection import Copies, Thumbnails, thumbnail_vectors
+from agent.vetting.shifted_copies import ShiftedCopies
 
 SHARES: Final[Mapping[str, float]] = MappingProxyType({"verifier": 0.5, "copy": 0.25, "patch": 0.05, "moved": 0.2})
-# What shares less than half of its variance with a picture (0.7 squared) is no copy of it. And however alike patients
+# What shares less than half of its variance with an image (0.7 squared) is no copy of it. And however alike patients
 # are, a copy in 8 bits with some noise does not correlate by more than this: a threshold above it would find none.
 FLOOR: Final = 0.7  # also where there are too few patients to settle a threshold by
 CEILING: Final = 0.98
-CALIBRATED: Final = 600  # patients of one picture each, or pictures, at most, whose pairs make a law: 179,700 of them
-BATCH: Final = 64  # pictures that a verifier sees at once
+CALIBRATED: Final = 600  # patients of one image each, or images, at most, whose pairs make a law: 179,700 of them
+BATCH: Final = 64  # images that a verifier sees at once
 NUMBERS: Final = 1 << 22  # of features in memory at once, where pairs are verified
 Say = Callable[[int, int], None]
 
 
-class Looked(Protocol):
-    """What a verifier sees of pictures."""
+class VerifierEmbeddings(Protocol):
+    """A verifier's features of images."""
 
     @property
     def features(self) -> Tensor:
@@ -56,7 +57,7 @@ class Looked(Protocol):
 
 
 class Judge(Protocol):
-    """A verifier with a retrieval embedder; :class:`agent.nets.verifier.Verifier` is one."""
+    """A verifier with a retrieval embedder; :class:`agent.models.recognition.verifier.Verifier` is one."""
 
     @property
     def name(self) -> str:
@@ -70,21 +71,21 @@ class Judge(Protocol):
     def tail(self) -> Tail:
         """Of pairs of two people of its public set whom it never saw."""
 
-    def look(self, images: Tensor) -> Looked:
+    def look(self, images: Tensor) -> VerifierEmbeddings:
         """(n, 1 | 3, h, w) in [-1, 1]."""
 
     def logits(self, a: Tensor, b: Tensor) -> Tensor:
-        """Log-odds (p,) that two pictures are of one person: features (p, f) and (p, f), in either order."""
+        """Log-odds (p,) that two images are of one person: features (p, f) and (p, f), in either order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vetting:
-    """Public configuration: who judges, and how often a picture of nobody may be dropped."""
+    """Public configuration: the verifiers, and the permitted rate of false drops."""
 
     verifier: Judge
     unseen: Judge  # measures what the first has left, and filters nothing
-    top: int = 10  # nearest patients (not pictures) whose pictures are verified
-    false_matches: float = 0.01  # probability that a picture of nobody is dropped, by all checks together
+    top: int = 10  # nearest patients (not images) whose images are verified
+    false_matches: float = 0.01  # probability that an image of nobody is dropped, by all checks together
     device: str = "cpu"  # where both look
 
     def __post_init__(self) -> None:
@@ -102,8 +103,8 @@ class Vetting:
         return self.verifier.origin.sha256, self.unseen.origin.sha256, self.false_matches
 
 
-class Sight(NamedTuple):
-    """Pictures as one verifier sees them."""
+class VerifierView(NamedTuple):
+    """Images as one verifier sees them."""
 
     features: Tensor  # (n, f) float32
     embeddings: Tensor  # (n, d) float32
@@ -115,20 +116,20 @@ class Sight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """Every picture of every patient, in the order of pseudonyms. It never leaves the site."""
+    """Every image of every patient, in the order of pseudonyms. It never leaves the site."""
 
     form: tuple[str, str, float]  # of the vetting
     images: tuple[Image, ...] = field(repr=False)  # n, of one shape
     owners: NDArray[np.int64] = field(repr=False)  # (n,) rising: whose each is, by number
-    seen: Sight = field(repr=False)  # by the verifier
-    unseen: Sight = field(repr=False)  # by the other
+    seen: VerifierView = field(repr=False)  # by the verifier
+    unseen: VerifierView = field(repr=False)  # by the other
     copies: Copies = field(repr=False)
-    moved: Moved = field(repr=False)
+    moved: ShiftedCopies = field(repr=False)
     thresholds: Mapping[str, float]  # "verifier" and "unseen": log-odds; "copy", "patch", "moved": correlations
     intervals: Mapping[str, tuple[float, float]]  # 95 % of the false-match probability at the verifiers' thresholds
 
     def __len__(self) -> int:
-        """Pictures."""
+        """Images."""
         return len(self.images)
 
     @property
@@ -141,35 +142,35 @@ class Reference:
         """Distinct patients."""
         return int(self.owners[-1]) + 1
 
-    def picture(self, place: int) -> NDArray[np.uint8]:
-        """One picture (h, w[, 3]), for the site's reviewer."""
+    def image(self, place: int) -> NDArray[np.uint8]:
+        """One image (h, w[, 3]), for the site's reviewer."""
         return to_bytes(self.images[place].pixels)
 
 
 def reference_of(patients: Sequence[Patient], vetting: Vetting, say: Say = lambda _done, _of: None) -> Reference:
-    """See every picture of every patient once, and settle the thresholds for a gallery of that size.
+    """See every image of every patient once, and settle the thresholds for a gallery of that size.
 
     Args:
         patients: in any order; two values with one pseudonym are one patient.
         vetting: public configuration.
-        say: told how many pictures have been seen, of how many.
+        say: told how many images have been seen, of how many.
     Raises:
-        CohortTooSmall: nobody, or one patient: nothing would say how alike two patients are.
-        KnowsNobody: a verifier gives no numbers for the reference's own pictures.
-        ValueError: pictures of unlike shapes.
+        CohortTooSmallError: nobody, or one patient: nothing would say how alike two patients are.
+        RecogniserError: a verifier gives no numbers for the reference's own images.
+        ValueError: images of unlike shapes.
     """
     ordered = sorted(patients, key=lambda patient: patient.pseudonym)
     number = {name: place for place, name in enumerate(dict.fromkeys(patient.pseudonym for patient in ordered))}
     if not len(number) >= 2:
-        raise CohortTooSmall
+        raise CohortTooSmallError
     images = tuple(image for patient in ordered for image in patient.images)
     if len({image.pixels.shape for image in images}) != 1:
         raise ValueError("the pictures of a reference must have one shape")
     owners = np.array([number[patient.pseudonym] for patient in ordered for _ in patient.images], np.int64)
     (seen, unseen), small = look(_batches(images, say), (vetting.verifier, vetting.unseen), vetting.device)
     if not bool((seen.finite() & unseen.finite()).all()):
-        raise KnowsNobody("a verifier gives no numbers for the reference's own pictures: use another network")
-    copies, moved = Copies.of(small), Moved.of(small.fine)
+        raise RecogniserError("a verifier's output for the reference's own images is not finite: use another network")
+    copies, moved = Copies.of(small), ShiftedCopies.of(small.fine)
     thresholds = _copy_thresholds(moved, small, owners, vetting.false_matches)
     intervals = {}
     for name, judge, sight in (("verifier", vetting.verifier, seen), ("unseen", vetting.unseen, unseen)):
@@ -178,21 +179,21 @@ def reference_of(patients: Sequence[Patient], vetting: Vetting, say: Say = lambd
     return Reference(vetting.form, images, owners, seen, unseen, copies, moved, *told)
 
 
-def look(batches: Iterable[Tensor], judges: Sequence[Judge], device: str) -> tuple[list[Sight], Thumbs]:
-    """Pictures, batch by batch (b, c, h, w) in [-1, 1], as each of the judges and the copy check see them."""
-    parts: list[list[Looked]] = [[] for _ in judges]
-    small: list[Thumbs] = []
+def look(batches: Iterable[Tensor], judges: Sequence[Judge], device: str) -> tuple[list[VerifierView], Thumbnails]:
+    """Images, batch by batch (b, c, h, w) in [-1, 1], as each of the judges and the copy check see them."""
+    parts: list[list[VerifierEmbeddings]] = [[] for _ in judges]
+    small: list[Thumbnails] = []
     with torch.no_grad():
         for batch in batches:
             there = batch.to(device)
-            small.append(thumbs(there))
+            small.append(thumbnail_vectors(there))
             for judge, part in zip(judges, parts, strict=True):
                 part.append(judge.look(there))
     sights = [
-        Sight(torch.cat([p.features.float() for p in part]), torch.cat([p.embeddings.float() for p in part]))
+        VerifierView(torch.cat([p.features.float() for p in part]), torch.cat([p.embeddings.float() for p in part]))
         for part in parts
     ]
-    return sights, Thumbs(*(torch.cat(part) for part in zip(*small, strict=True)))
+    return sights, Thumbnails(*(torch.cat(part) for part in zip(*small, strict=True)))
 
 
 def pair_logits(judge: Judge, a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -213,12 +214,12 @@ def _batches(images: Sequence[Image], say: Say) -> Iterator[Tensor]:
 
 
 def _settling(owners: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places of one picture of each of so many patients: pseudonyms are keyed hashes, so the first are a draw."""
+    """Places of one image of each of so many patients: pseudonyms are keyed hashes, so the first are a draw."""
     return np.unique(owners, return_index=True)[1][:CALIBRATED].astype(np.int64)
 
 
 def _places(owners: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All places, one picture of each patient before the second of any."""
+    """All places, one image of each patient before the second of any."""
     first = np.unique(owners, return_index=True)[1]
     return np.argsort(np.arange(len(owners)) - first[owners], kind="stable").astype(np.int64)
 
@@ -227,25 +228,25 @@ def _law(scores: NDArray[np.float64], owners: NDArray[np.int64]) -> Tail | None:
     """The law of different patients' scores; None where they are too few, or do not differ."""
     try:
         return fit_tail(scores, owners, np.random.Generator(np.random.Philox(0)))
-    except TooFewPeople:
+    except TooFewScoresError:
         return None
 
 
 def _delta(
-    judge: Judge, sight: Sight, owners: NDArray[np.int64], false_matches: float
+    judge: Judge, sight: VerifierView, owners: NDArray[np.int64], false_matches: float
 ) -> tuple[float, tuple[float, float]]:
     """A verifier's threshold for this gallery, the lower of the two laws', and what is known of it by that law.
 
     Raises:
-        KnowsNobody: it gives no number for a pair of the reference's pictures.
+        RecogniserError: it gives no number for a pair of the reference's images.
     """
     features = sight.features[torch.from_numpy(_settling(owners))]
     a, b = torch.triu_indices(len(features), len(features), 1, device=features.device).unbind()
     told = torch.zeros(len(features), len(features), dtype=torch.float64)
     told[a.cpu(), b.cpu()] = pair_logits(judge, features, features, a, b).double().cpu()
     if not bool(torch.isfinite(told).all()):
-        raise KnowsNobody(
-            "a verifier gives no numbers for pairs of the reference's own pictures: use another network"
+        raise RecogniserError(
+            "a verifier's output for pairs of the reference's own images is not finite: use another network"
         )
     own = _law((told + told.T).numpy(), np.arange(len(told)))
     law = min((judge.tail, own or judge.tail), key=lambda tail: tail.threshold(len(owners), false_matches))
@@ -254,18 +255,18 @@ def _delta(
 
 
 def _copy_thresholds(
-    moved: Moved, small: Thumbs, owners: NDArray[np.int64], false_matches: float
+    moved: ShiftedCopies, small: Thumbnails, owners: NDArray[np.int64], false_matches: float
 ) -> dict[str, float]:
     """Of the correlations: the law of different patients' (as Fisher's z), between floor and ceiling."""
-    # All pictures of a patient: of few patients, one of each is too little for a law so far out. Pairs of one patient
-    # are no part of it, and of a large reference the first picture of each is enough.
+    # All images of a patient: of few patients, one of each is too little for a law so far out. Pairs of one patient
+    # are no part of it, and of a large reference the first image of each is enough.
     chosen = np.sort(_places(owners)[:CALIBRATED])
     places = torch.from_numpy(chosen).to(small.whole.device)
     found = [*_as_strangers(small, owners, places), moved.every(small.fine[places], places)]
     out = {}
     for name, values in zip(("copy", "patch", "moved"), found, strict=True):
-        # A made picture is compared in one direction. Pseudonyms are keyed hashes: which of two patients stands for
-        # the made one is a draw; the higher of both directions would be two comparisons.
+        # A synthetic image is compared in one direction. Pseudonyms are keyed hashes: which of two patients is the
+        # synthetic one is random; the higher of both directions would be two comparisons.
         one_way = torch.triu(values.double().clamp(-1 + 1e-6, 1 - 1e-6), 1).cpu().numpy()
         law = _law(np.arctanh(one_way + one_way.T), owners[chosen])
         at = atanh(FLOOR) if law is None else law.threshold(len(owners), false_matches * SHARES[name])
@@ -273,10 +274,10 @@ def _copy_thresholds(
     return out
 
 
-def _as_strangers(small: Thumbs, owners: NDArray[np.int64], places: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, p) each, whole and patch: pictures at some places with each other, as if each row's patient were not in.
+def _as_strangers(small: Thumbnails, owners: NDArray[np.int64], places: Tensor) -> tuple[Tensor, Tensor]:
+    """(p, p) each, whole and patch: images at some places with each other, as if each row's patient were not in.
 
-    A made picture of nobody has no part in the reference's mean, and a patient has: with a few patients that alone
+    A synthetic image of nobody has no part in the reference's mean, and a patient has: with a few patients that alone
     makes two of them less alike than a stranger is like either.
     """
     rows = small.rows()

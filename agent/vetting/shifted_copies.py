@@ -1,15 +1,15 @@
-"""The copy check for pictures that were moved: a window of nine tenths of the side, and turns by up to five degrees.
+"""The copy check for images that were moved: a window of nine tenths of the side, and turns by up to five degrees.
 
-A copy that was cropped or turned lies pixel upon pixel with its original once the movement is undone. So every made
-picture is seen in many *views*, each of which undoes one movement, and each view is correlated with the small
-pictures of the candidates. What a movement has cut off is unknown: a view has a mask, and means, lengths and products
-are over the mask alone (masked normalised cross-correlation, Padfield 2012, IEEE TIP 21(5)). Replicated borders in
-its place would hide the copy. A fifth of a pixel amiss is too much between patients who are much alike: the views of
-the most alike candidates are looked through again, in steps of a tenth of a pixel.
+A cropped or turned copy matches its original pixel by pixel once the movement is undone. So every synthetic image is
+transformed into many *views*, each of which undoes one movement, and each view is correlated with the small images of
+the candidates. Pixels that a movement has cut off are unknown: a view has a mask, and means, lengths and products are
+over the mask alone (masked normalised cross-correlation, Padfield 2012, IEEE TIP 21(5)). Replicated borders in its
+place would hide the copy. An error of a fifth of a pixel is too much between very similar patients: the views of the
+most similar candidates are searched again, in steps of a tenth of a pixel.
 
-All chests look alike at that size. What the mean picture of the reference explains of either side, over the mask and
+All chests look alike at that size. What the mean image of the reference explains of either side, over the mask and
 whatever its contrast, is taken away first: what is correlated is the rest (a partial correlation). The candidates are
-the pictures that the verifier is asked about, for the views are too many for everybody.
+the images that the verifier is asked about, for the views are too many for everybody.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample
 
-from agent.stages.copies import FINE, FLAT, PLAIN, SIDE
+from agent.vetting.copy_detection import FINE, FLAT, PLAIN, SIDE
 
 ZOOM: Final = 0.9  # the side of the window
 TURNS: Final = tuple(pi / 180 * degrees for degrees in (-5.0, -2.5, 0.0, 2.5, 5.0))  # rad
 SHIFTS: Final = (-0.1, -0.05, 0.0, 0.05, 0.1)  # of the window's middle, in half sides: 0.4 small pixels
 CLOSER: Final = (-0.025, -0.0125, 0.0, 0.0125, 0.025)  # ... about the best view: what is left is 0.05 small pixels
-AGAIN: Final = 4  # candidates of a picture that are looked at closer
+AGAIN: Final = 4  # candidates of an image that are looked at closer
 _INSIDE: Final = 1.0 - 1e-4  # a pixel of a view is known where all of it lies inside
 _LEAST: Final = 1e-6
-_BLOCK: Final = 16  # made pictures at once: 260 views of each
+_BLOCK: Final = 16  # synthetic images at once: 260 views of each
 _CANDIDATES: Final = 1 << 14  # of them together
 _PICTURES: Final = 1 << 12  # of the reference at once
 
@@ -63,31 +63,32 @@ def looked_through(every: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moved:
-    """A reference's pictures as the check for moved copies sees them."""
+class ShiftedCopies:
+    """A reference's images as the check for moved copies sees them."""
 
     pictures: Tensor  # (n, SIDE²), each less its own mean
     mean: Tensor  # (SIDE²,): what all have in common
     scales: Tensor  # (n, v): one over the length of what the mean leaves of each over each mask; zero if flat
+    views: tuple[Tensor, Tensor]  # where each of the v views looks, and what it knows: :func:`looked_through`
 
     @classmethod
-    def of(cls, fine: Tensor) -> Moved:
-        """Take what is common to the pictures (n, FINE, FINE) in [-1, 1] of a reference."""
+    def of(cls, fine: Tensor) -> ShiftedCopies:
+        """Take what is common to the images (n, FINE, FINE) in [-1, 1] of a reference."""
         rows = avg_pool2d(fine[:, None], FINE // SIDE)[:, 0].flatten(1)
         rows = rows - rows.mean(dim=1, keepdim=True)
         mean = (rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(_LEAST)).mean(dim=0)
-        known = looked_through(movements().to(fine.device))[1]
-        scales = [_scales(some, known, mean) for some in torch.split(rows, _PICTURES)]
-        return cls(rows, mean, torch.cat(scales))
+        views = looked_through(movements().to(fine.device))
+        scales = [_scales(some, views[1], mean) for some in torch.split(rows, _PICTURES)]
+        return cls(rows, mean, torch.cat(scales), views)
 
     def best(self, fine: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """The highest correlation of each picture with any of its candidates, in any view.
+        """The highest correlation of each image with any of its candidates, in any view.
 
         Args:
-            fine: of m pictures, (m, FINE, FINE) in [-1, 1].
+            fine: of m images, (m, FINE, FINE) in [-1, 1].
             candidates: (m, k) places in the reference; -1: none.
         Returns:
-            (m,) correlations, -1 where there is no candidate, NaN where the picture has a pixel that is no number;
+            (m,) correlations, -1 where there is no candidate, NaN where the image has a pixel that is no number;
             and the places (m,) they are of.
         """
         if not candidates.shape[1]:
@@ -101,16 +102,16 @@ class Moved:
         return torch.cat(values), torch.cat(at)
 
     def every(self, fine: Tensor, places: Tensor) -> Tensor:
-        """(m, k): of each of m pictures (m, FINE, FINE) with each of k places (k,) of the reference."""
+        """(m, k): of each of m images (m, FINE, FINE) with each of k places (k,) of the reference."""
         size = max(1, min(_BLOCK, _CANDIDATES // len(places)))
         return torch.cat([self._correlations(some, places.expand(len(some), -1)) for some in torch.split(fine, size)])
 
     def _correlations(self, fine: Tensor, places: Tensor) -> Tensor:
         """(m, k) with candidates (m, k): the highest of all views; of the most alike, of closer views too."""
         every = movements().to(fine.device)
-        grid, known = looked_through(every)
+        grid, known = self.views
         rows = torch.cat([_undone(side, grid, known, self.mean) for side in (fine, fine.flip(2))], dim=1)
-        # the views are centred and have nothing of the mean picture: the candidates need no more than their scale
+        # the views are centred and have nothing of the mean image: the candidates need no more than their scale
         scales = self.scales[places.clamp_min(0)].transpose(1, 2)
         products = rows @ self.pictures[places.clamp_min(0)].transpose(1, 2)  # (m, 2 v, k)
         found, view = (products * torch.cat([scales, scales], dim=1)).max(dim=1)
@@ -136,13 +137,13 @@ def _finite(fine: Tensor) -> Tensor:
 
 
 def _undone(fine: Tensor, grid: Tensor, known: Tensor, mean: Tensor) -> Tensor:
-    """(m, v, SIDE²): what the mean leaves of pictures (m, FINE, FINE) through views (v, ...), of unit length."""
-    # pictures as channels: the weights of a view are worked out once for all of them
+    """(m, v, SIDE²): what the mean leaves of images (m, FINE, FINE) through views (v, ...), of unit length."""
+    # images as channels: the weights of a view are worked out once for all of them
     return _rest(_sampled(fine[None], grid[None])[0] * known, known, mean)
 
 
 def _sampled(pictures: Tensor, grid: Tensor) -> Tensor:
-    """(n, c, v, SIDE²): pictures (n, c, FINE, FINE) where (n, v, FINE, FINE, 2) looks, averaged."""
+    """(n, c, v, SIDE²): images (n, c, FINE, FINE) where (n, v, FINE, FINE, 2) looks, averaged."""
     n, views = grid.shape[:2]
     rows = grid.reshape(n, views * FINE, FINE, 2)
     seen = grid_sample(pictures, rows, padding_mode="border", align_corners=False)
@@ -155,7 +156,7 @@ def _centred(rows: Tensor, known: Tensor) -> Tensor:
 
 
 def _common(mean: Tensor, known: Tensor) -> Tensor:
-    """The mean picture over masks (..., SIDE²), centred and of unit length."""
+    """The mean image over masks (..., SIDE²), centred and of unit length."""
     centred = _centred(mean * known, known)
     length: Tensor = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
     return centred / length.clamp_min(_LEAST)

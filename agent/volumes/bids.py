@@ -1,9 +1,8 @@
-"""Heads with an age from public collections as they are handed out: BIDS folders, and ADNI's own DICOM folders.
+"""Heads with an age from public collections as they are handed out, in BIDS folders.
 
 BIDS (1.10): ``participants.tsv`` with participant_id and age, ``sub-*/[ses-*/]anat/*T1w.nii[.gz]``. OASIS-3 names a
 session by days since the first (``ses-d0129``), ADNI's BIDS by months (``ses-M012``), and both state the age at the
-first; ``sub-*/sub-*_sessions.tsv`` with an age goes before. ADNI's own: ``subject/description/date/image/*.dcm``, and
-the CSV of the search, which states the age at each image.
+first; ``sub-*/sub-*_sessions.tsv`` with an age goes before.
 
 Nobody's label stands in an error: it names the table, the line and the column.
 """
@@ -20,27 +19,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from agent.deidentify.reasons import Refused
-from agent.edges.files import contents
+from agent.deidentify.errors import FileRejectedError
+from agent.file_access import contents
+from protos.common.errors import ConfigError
 
 _MAX_BYTES: Final = 64 * 2**20  # of a table
 _OLDEST: Final = 120.0
 _SUBJECT: Final = re.compile(r"sub-[A-Za-z0-9]+")
 _SESSION: Final = re.compile(r"ses-[A-Za-z0-9]+")
 _T1: Final = re.compile(r"sub-.*_T1w\.nii(\.gz)?")
-_IMAGE: Final = re.compile(r"[IS]?\d+")
 _NOT_SAID: Final = frozenset({"n/a", ""})
 _AGES: Final = ("age", "age_bl", "AgeatEntry")  # BIDS; ADNI's baseline in Clinica; OASIS-3's demographics
 _DAYS: Final = 365.25
 
 
-class BadTable(ValueError):
+class ParticipantsTableError(ConfigError, ValueError):
     """A collection is not laid out as it should be. All problems at once, without a value of anybody."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadScan:
-    """One scan of one person. ``path`` is a NIfTI file, or the folder of a DICOM series."""
+    """One scan of one person. ``path`` is a NIfTI file."""
 
     person: str = field(repr=False)
     session: str = field(repr=False)
@@ -63,7 +62,7 @@ def bids(folder: Path) -> list[HeadScan]:
     """T1-weighted heads of a BIDS folder, by person and session; the age is the participant's.
 
     Raises:
-        BadTable: no participants.tsv, columns or people missing, twice or unknown, an age that is none.
+        ParticipantsTableError: no participants.tsv, columns or people missing, twice or unknown, an age that is none.
     """
     return _bids(folder, lambda session: 0.0)
 
@@ -78,42 +77,11 @@ def adni(folder: Path) -> list[HeadScan]:
     return _bids(folder, lambda session: _since(session, r"ses-M(\d{1,3})", 12.0))
 
 
-def adni_dicom(folder: Path, table: Path) -> list[HeadScan]:
-    """ADNI as downloaded, one scan for each line of the search's CSV whose images are there.
-
-    Raises:
-        BadTable: a column is missing, an age is none, an image stands on two lines or in two folders, or there is
-            a folder of an image that no line names, or of another subject than the line says.
-    """
-    read = _table(table, ",", ("Image Data ID", "Subject", "Age"))
-    problems: list[str] = []
-    lines = _once(read, "Image Data ID", problems)
-    found: dict[str, Path] = {}
-    for place in sorted(folder.glob("*/*/*/*")):
-        if not place.is_dir() or not any(place.glob("*.dcm")):
-            continue
-        if not _IMAGE.fullmatch(place.name) or place.name in found:
-            problems.append(f"{folder.name}: a folder of images has no image number, or another one's")
-        found[place.name] = place
-    scans = []
-    for name, place in found.items():
-        line = lines.get(name)
-        if line is None:
-            problems.append(f"{read.name}: a folder of images has no line")
-        elif read.rows[line]["Subject"] != place.parents[2].name:
-            problems.append(f"{read.name}: line {line + 2}: Subject: its images lie in another subject's folder")
-        else:
-            age = _age(read, line, "Age", problems)
-            scans.append(HeadScan(place.parents[2].name, place.parent.name, place, age))
-    _raise(problems)
-    return sorted(scans, key=lambda scan: (scan.person, scan.session, str(scan.path)))
-
-
 def _bids(folder: Path, years_after: Callable[[str], float | None]) -> list[HeadScan]:
-    read = _table(folder / "participants.tsv", "\t", ("participant_id",))
+    read = _table(folder / "participants.tsv", ("participant_id",))
     column = next((name for name in _AGES if not read.rows or name in read.rows[0]), None)
     if column is None:
-        raise BadTable(f"{read.name}: no column {', '.join(_AGES)}")
+        raise ParticipantsTableError(f"{read.name}: no column {', '.join(_AGES)}")
     problems: list[str] = []
     lines = _once(read, "participant_id", problems)
     for person, line in lines.items():
@@ -129,7 +97,7 @@ def _bids(folder: Path, years_after: Callable[[str], float | None]) -> list[Head
         if stated is None and age is not None:
             later = years_after(session)
             if later is None:
-                problems.append(f"{folder.name}: a session's name does not say how long after the first it was")
+                problems.append(f"{folder.name}: a session's name does not state the time since the first one")
             stated = None if later is None or not age + later <= _OLDEST else age + later
         scans.append(HeadScan(person, session, path, stated))
     if not scans:
@@ -154,8 +122,8 @@ def _of_session(path: Path, session: str, problems: list[str]) -> float | None:
     if not (session and path.is_file()):
         return None
     try:
-        read = _table(path, "\t", ("session_id",), called="a sessions.tsv")
-    except BadTable as problem:
+        read = _table(path, ("session_id",), called="a sessions.tsv")
+    except ParticipantsTableError as problem:
         problems.append(str(problem))
         return None
     line = _once(read, "session_id", problems).get(session)
@@ -188,34 +156,38 @@ def _once(table: _Table, column: str, problems: list[str]) -> dict[str, int]:
     values = [row[column].strip() for row in table.rows]
     times = Counter(values)
     problems += [
-        f"{table.name}: line {n + 2}: {column}: {'empty' if not value else 'stands there twice'}"
+        f"{table.name}: line {n + 2}: {column}: {'empty' if not value else 'appears twice'}"
         for n, value in enumerate(values)
         if not value or times[value] > 1
     ]
     return {value: n for n, value in enumerate(values)}
 
 
-def _table(path: Path, delimiter: str, columns: tuple[str, ...], called: str = "") -> _Table:
+def _table(path: Path, columns: tuple[str, ...], called: str = "") -> _Table:
     name = called or path.name
     try:
         body = contents(path.resolve(), _MAX_BYTES).decode("utf-8-sig")
-    except Refused as refusal:
-        raise BadTable(f"{name}: {'too large' if refusal.code == 'too_large' else 'cannot be read'}") from None
+    except FileRejectedError as refusal:
+        raise ParticipantsTableError(
+            f"{name}: {'too large' if refusal.code == 'too_large' else 'cannot be read'}"
+        ) from None
     except UnicodeDecodeError:
-        raise BadTable(f"{name}: not UTF-8") from None
-    reader = csv.DictReader(io.StringIO(body), delimiter=delimiter, strict=True)
+        raise ParticipantsTableError(f"{name}: not UTF-8") from None
+    reader = csv.DictReader(io.StringIO(body), delimiter="\t", strict=True)
     try:
         rows = list(reader)
     except csv.Error:
-        raise BadTable(f"{name}: line {reader.line_num}: not a table") from None
+        raise ParticipantsTableError(f"{name}: line {reader.line_num}: not a table") from None
     head = list(reader.fieldnames or [])
     missing = [column for column in columns if head.count(column) != 1]
     if missing:
-        raise BadTable(f"{name}: no column, or two, {', '.join(missing)}")
+        raise ParticipantsTableError(f"{name}: no column, or two, {', '.join(missing)}")
     # a line with too few or too many cells: csv says so with a missing value, or with a key None
     uneven = [n for n, row in enumerate(rows) if None in row or None in row.values()]
     if uneven:
-        raise BadTable("; ".join(f"{name}: line {n + 2}: another number of columns" for n in uneven[:10]))
+        raise ParticipantsTableError(
+            "; ".join(f"{name}: line {n + 2}: another number of columns" for n in uneven[:10])
+        )
     return _Table(name, tuple(rows))
 
 
@@ -223,4 +195,4 @@ def _raise(problems: list[str]) -> None:
     if problems:
         each = list(dict.fromkeys(problems))
         more = f"; and {len(each) - 20} more" if len(each) > 20 else ""
-        raise BadTable("; ".join(each[:20]) + more)
+        raise ParticipantsTableError("; ".join(each[:20]) + more)

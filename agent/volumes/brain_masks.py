@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.grid import is_grid, oriented, spacing
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import is_grid, oriented, spacing
 
 _PLACE_MM: Final = 0.01  # two grids are one if no corner of theirs lies further apart
 _BORDER_MM: Final = 1.0  # SynthStrip's own: the brain is where its distance map is below
@@ -38,24 +38,24 @@ def mask_from(path: Path, volume: Volume) -> NDArray[np.bool_]:
     or not.
 
     Raises:
-        NotDefaced: ``mask_does_not_fit``, whatever is wrong with it.
+        NotDefacedError: ``mask_does_not_fit``, whatever is wrong with it.
     """
     try:
         image = nibabel.load(path)
         if not isinstance(image, nibabel.Nifti1Image):
-            raise NotDefaced("mask_does_not_fit")
+            raise NotDefacedError("mask_does_not_fit")
         if sorted(n for n in image.shape if n != 1) != sorted(volume.values.shape):
-            raise NotDefaced("mask_does_not_fit")  # before a number of it is decoded
+            raise NotDefacedError("mask_does_not_fit")  # before a number of it is decoded
         values = np.asarray(image.dataobj).reshape(image.shape[:3])
         mask = oriented(Volume(values, np.asarray(image.affine, np.float64)))
     except (OSError, ValueError, EOFError, TypeError, nibabel.filebasedimages.ImageFileError):
-        raise NotDefaced("mask_does_not_fit") from None
+        raise NotDefacedError("mask_does_not_fit") from None
     upright = oriented(volume)
     if not is_grid(mask.affine) or not _same_grid(mask, upright):
-        raise NotDefaced("mask_does_not_fit")
+        raise NotDefacedError("mask_does_not_fit")
     found = _brain(mask.values, upright)
     if not bool(found.any()) or bool(found.all()):
-        raise NotDefaced("mask_does_not_fit")
+        raise NotDefacedError("mask_does_not_fit")
     return found
 
 
@@ -68,7 +68,7 @@ def _same_grid(a: Volume, b: Volume) -> bool:
 
 def _brain(values: NDArray[Any], volume: Volume) -> NDArray[np.bool_]:
     if not bool(np.isfinite(values).all()):
-        raise NotDefaced("mask_does_not_fit")
+        raise NotDefacedError("mask_does_not_fit")
     low, high = float(values.min()), float(values.max())
     if low == 0 < high and bool(((values == 0) | (values == high)).all()):
         return np.asarray(values == high, bool)
@@ -93,11 +93,11 @@ def _stripped(values: NDArray[Any], volume: NDArray[Any], mm: NDArray[np.float64
     kept = np.asarray(values != background, bool)
     x, y = values[kept].astype(np.float64), volume[kept].astype(np.float64)
     if x.size < _TWO or not (x.std() > 0 and y.std() > 0):
-        raise NotDefaced("mask_does_not_fit")
+        raise NotDefacedError("mask_does_not_fit")
     slope = float(((x - x.mean()) * (y - y.mean())).mean() / x.var())
     left = np.abs(y - y.mean() - slope * (x - x.mean())).max()
     if not left <= 1e-3 * y.std():
-        raise NotDefaced("mask_does_not_fit")
+        raise NotDefacedError("mask_does_not_fit")
     times = max(1, round(_CLOSE_MM / float(mm.max())))
     grid = np.pad(kept, times + 1)
     closed = ndimage.binary_closing(grid, iterations=times)
@@ -105,5 +105,5 @@ def _stripped(values: NDArray[Any], volume: NDArray[Any], mm: NDArray[np.float64
     found = np.asarray(ndimage.binary_fill_holes(closed | grid)[inner], bool)
     outside = volume[~found]
     if not (outside.size and np.percentile(outside, 99) > np.median(y) / 2):
-        raise NotDefaced("mask_does_not_fit")  # nothing was stripped from it
+        raise NotDefacedError("mask_does_not_fit")  # nothing was stripped from it
     return found

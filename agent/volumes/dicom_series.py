@@ -7,11 +7,11 @@ it was, byte for byte, but for those of :data:`CHANGED` and :func:`_shows_more`:
 - Recognizable Visual Features (0028,0302) is NO; where the identity was removed (0012,0062), the Clean Recognizable
   Visual Features Option 113102 is added to what was done (PS3.15 E.3).
 - Image Type, and Frame Type of enhanced objects, begin with DERIVED (PS3.3 C.7.6.1.1.2), and Derivation Description
-  says why. The picture it came from is not named: it is the one with the face.
-- What shows the old picture is gone: overlays, curves, icons, pixels inside sequences, smallest and largest values,
+  says why. The image it came from is not named: it is the one with the face.
+- What shows the old image is gone: overlays, curves, icons, pixels inside sequences, smallest and largest values,
   histograms, signatures, private elements of 4 KB and more, the preamble.
-- UIDs: :func:`kept` where the new file takes the old one's place, as in the vault, so that what refers to it still
-  does. :func:`derived`, where both live on: two pictures must not have one name (PS3.3 C.12.1.1, PS3.4 B.4.1.4).
+- UIDs: :func:`keep_uid` where the new file replaces the old one, as in the vault, so that references stay valid.
+  :func:`derive_uid` where both remain: two images must not share a UID (PS3.3 C.12.1.1, PS3.4 B.4.1.4).
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from pydicom.sequence import Sequence as Items
 from pydicom.tag import BaseTag
 from pydicom.uid import UID
 
-from agent.deidentify import pixels
+from agent.deidentify.admission_rules import NOT_IMAGES
 from agent.deidentify.attributes import frames, numbers, text
-from agent.deidentify.interpretation import Interpreted, NotAVolume, Plane, interpret, stack
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.pixels import interpretation, pixel_data
 from agent.deidentify.prescan import DEFLATED_LE, EXPLICIT_BE, EXPLICIT_LE, IMPLICIT_LE, read_meta, scan, undeflate
-from agent.deidentify.profile import CODES
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import NOT_IMAGES
-from agent.heads.grid import is_grid
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.deidentify.ps315.options import CODES
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import is_grid
 
 MAX_VOXELS: Final = 2**28
 MAX_BYTES: Final = 2**30  # of one file, inflated
@@ -57,7 +56,7 @@ _DROPPED: Final = frozenset(
     {
         *(0x00280106, 0x00280107, 0x00280108, 0x00280109, 0x00280110, 0x00280111),  # smallest and largest values
         *(0x00880200, 0x00603000, 0x00420011, 0x54000100, 0x56000020),  # icon, histogram, document, waveform, spectra
-        *(0x4FFE0001, 0xFFFAFFFA, 0xFFFCFFFC),  # signed hashes of the old picture, padding at the end
+        *(0x4FFE0001, 0xFFFAFFFA, 0xFFFCFFFC),  # signed hashes of the old image, padding at the end
     }
 )
 _FRAME_TYPES: Final = ("MRImageFrameTypeSequence", "CTImageFrameTypeSequence", "PETFrameTypeSequence")
@@ -72,12 +71,12 @@ _GREY: Final = frozenset({"MONOCHROME1", "MONOCHROME2"})
 _UNREADABLE: Final = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
 
 
-def kept(uid: str) -> str:
+def keep_uid(uid: str) -> str:
     """The same UID: the new file takes the place of the old."""
     return uid
 
 
-def derived(uid: str) -> str:
+def derive_uid(uid: str) -> str:
     """Another UID below 2.25 (PS3.5 B.2), the same for the same: the old file lives on.
 
     There is no key in it: who has the file with the face finds the one without. Both still name the patient.
@@ -87,7 +86,7 @@ def derived(uid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Whose and what a series is. For the site alone."""
+    """The patient and description of a series. For the site alone."""
 
     modality: str
     study: str
@@ -126,7 +125,7 @@ def opened(files: Sequence[bytes]) -> tuple[Volume, Labels, DicomForm]:
     """Check the files of a series and stack their slices by where they lie.
 
     Raises:
-        NotDefaced: ``unreadable``, ``too_large``, ``not_a_volume``, ``four_dimensional``, ``mixed_series``,
+        NotDefacedError: ``unreadable``, ``too_large``, ``not_a_volume``, ``four_dimensional``, ``mixed_series``,
             ``missing_slices``, ``bad_affine``.
     """
     with pydicom_config.disable_value_validation():  # its warnings quote values
@@ -136,7 +135,7 @@ def opened(files: Sequence[bytes]) -> tuple[Volume, Labels, DicomForm]:
         first, scale = read[0][0], np.array([_rescale(read[file][0], frame) for file, frame in order])
         padding = _padding(first, each[0])
     if len({stored.dtype for stored in each}) != 1:
-        raise NotDefaced("mixed_series")
+        raise NotDefacedError("mixed_series")
     values = np.stack([each[file][frame].T for file, frame in order], axis=-1)
     bits, signed = int(first.BitsStored), int(values.dtype.kind == "i")
     fits = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
@@ -147,25 +146,25 @@ def parsed(data: bytes, *, pixels_too: bool = True) -> tuple[Dataset, str]:
     """A data set whose bytes were scanned first, and its transfer syntax.
 
     Raises:
-        NotDefaced: ``unreadable``, ``too_large``; ``not_a_volume``, not an image.
+        NotDefacedError: ``unreadable``, ``too_large``; ``not_a_volume``, not an image.
     """
     try:
         if len(data) > MAX_BYTES:
-            raise Refused("too_large")
+            raise FileRejectedError("too_large")
         meta = read_meta(data)
         if meta.transfer_syntax == DEFLATED_LE:
             data, meta = undeflate(data, meta, MAX_BYTES)
         scan(data, meta.offset, meta.transfer_syntax)
         dataset = pydicom.dcmread(io.BytesIO(data), stop_before_pixels=not pixels_too)
         no_image = text(dataset, "SOPClassUID").startswith(NOT_IMAGES)
-    except Refused as refusal:
-        raise NotDefaced("too_large" if refusal.code == "too_large" else "unreadable") from None
+    except FileRejectedError as refusal:
+        raise NotDefacedError("too_large" if refusal.code == "too_large" else "unreadable") from None
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - a parser may raise anything, and its text may quote the file
-        raise NotDefaced("unreadable") from None
+        raise NotDefacedError("unreadable") from None
     if no_image or (pixels_too and "PixelData" not in dataset):
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     return dataset, meta.transfer_syntax
 
 
@@ -175,29 +174,29 @@ def arranged(datasets: Sequence[Dataset]) -> tuple[Labels, list[tuple[int, int]]
     Returns:
         Its labels; file and frame of each slice, in order; the (4, 4) affine of the volume.
     Raises:
-        NotDefaced: see :func:`opened`.
+        NotDefacedError: see :func:`opened`.
     """
     if not datasets:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     try:
         for dataset in datasets:
             _grey(dataset)
         if len({tuple(text(dataset, keyword) for keyword in _SAME) for dataset in datasets}) != 1:
-            raise NotDefaced("mixed_series")
+            raise NotDefacedError("mixed_series")
         if sum(frames(d) * int(d.Rows) * int(d.Columns) for d in datasets) > MAX_VOXELS:
-            raise NotDefaced("too_large")
+            raise NotDefacedError("too_large")
         if len({text(d, "SOPInstanceUID") for d in datasets}) != len(datasets):
-            raise NotDefaced("missing_slices")  # the same instance twice
+            raise NotDefacedError("missing_slices")  # the same instance twice
         pictures = placed(datasets)
     except _UNREADABLE as error:
-        raise error if isinstance(error, NotDefaced) else NotDefaced("unreadable") from None
+        raise error if isinstance(error, NotDefacedError) else NotDefacedError("unreadable") from None
     _stackable(pictures)
     try:
-        index, affine = stack(pictures)
-    except NotAVolume:
-        raise NotDefaced("missing_slices") from None
+        index, affine = interpretation.stack(pictures)
+    except interpretation.NotAVolumeError:
+        raise NotDefacedError("missing_slices") from None
     if not is_grid(affine):
-        raise NotDefaced("bad_affine")  # a tilted gantry
+        raise NotDefacedError("bad_affine")  # a tilted gantry
     where = [(file, frame) for file, dataset in enumerate(datasets) for frame in range(frames(dataset))]
     first = datasets[0]
     return Labels(*(text(first, keyword) for keyword in NAMES)), [where[int(n)] for n in index[0, 0]], affine
@@ -205,94 +204,81 @@ def arranged(datasets: Sequence[Dataset]) -> tuple[Labels, list[tuple[int, int]]
 
 def _grey(dataset: Dataset) -> None:
     if text(dataset, "PhotometricInterpretation") not in _GREY or int(dataset.get("SamplesPerPixel", 1)) != 1:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     if int(dataset.BitsAllocated) not in (8, 16, 32) or "ModalityLUTSequence" in dataset:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     if min(int(dataset.Rows), int(dataset.Columns)) < 2:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     if "MOSAIC" in text(dataset, "ImageType").split("\\"):
-        raise NotDefaced("four_dimensional")  # one file shows all slices of a moment, side by side
+        raise NotDefacedError("four_dimensional")  # one file shows all slices of a moment, side by side
 
 
-def placed(datasets: Sequence[Dataset]) -> list[Interpreted]:
-    """Every file as a picture of one pixel a frame: the frame's number, so that ``stack`` says how it sorts."""
+def placed(datasets: Sequence[Dataset]) -> list[interpretation.Interpreted]:
+    """Every file as an image of one pixel a frame: the frame's number, so that ``stack`` says how it sorts."""
     found, number = [], 0
     for dataset in datasets:
         count = frames(dataset)
-        spacings = {tuple(numbers(_macro(dataset, i, "PixelMeasuresSequence"), "PixelSpacing")) for i in range(count)}
+        spacings = {
+            tuple(numbers(interpretation.macro(dataset, i, "PixelMeasuresSequence"), "PixelSpacing"))
+            for i in range(count)
+        }
         if len(spacings) != 1:
-            raise NotDefaced("mixed_series")
+            raise NotDefacedError("mixed_series")
         index = np.arange(number, number + count, dtype=np.float32).reshape(-1, 1, 1)
         shape = np.zeros((count, 1, 1) if count > 1 else (1, 1), np.int16)
         try:
-            picture = interpret(dataset, shape, "none")
-        except Refused:
-            raise NotDefaced("unreadable") from None
+            picture = interpretation.interpret(dataset, shape, "none")
+        except FileRejectedError:
+            raise NotDefacedError("unreadable") from None
         found.append(replace(picture, values=index if count > 1 else index[0]))
         number += count
     return found
 
 
-def _stackable(pictures: Sequence[Interpreted]) -> None:
+def _stackable(pictures: Sequence[interpretation.Interpreted]) -> None:
     """What ``stack`` asks too, said so that the operator knows what is wrong."""
-    planes: list[Plane] = []
+    planes: list[interpretation.Plane] = []
     for picture in pictures:
         if picture.planes is None or picture.spacing is None:
-            raise NotDefaced("not_a_volume")
+            raise NotDefacedError("not_a_volume")
         planes += picture.planes
     if len(planes) < 2:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     turns = np.array([(*plane.along_row, *plane.along_column) for plane in planes])
     if len({picture.spacing for picture in pictures}) != 1 or not float(np.ptp(turns, axis=0).max()) < 1e-3:
-        raise NotDefaced("mixed_series")
+        raise NotDefacedError("mixed_series")
     origins = np.round([plane.origin for plane in planes], 3)
     _, times = np.unique(origins, axis=0, return_counts=True)
     if int(times.min()) > 1:
-        raise NotDefaced("four_dimensional")
+        raise NotDefacedError("four_dimensional")
     if int(times.max()) > 1:
-        raise NotDefaced("missing_slices")
-
-
-def _macro(dataset: Dataset, frame: int, sequence: str) -> Dataset:
-    """What holds a macro's attributes: the frame's group, the shared one, or the image itself (PS3.3 C.7.6.16)."""
-    for keyword, index in (("PerFrameFunctionalGroupsSequence", frame), ("SharedFunctionalGroupsSequence", 0)):
-        groups = dataset.get(keyword) or []
-        if index < len(groups) and groups[index].get(sequence):
-            found: Dataset = groups[index][sequence].value[0]
-            return found
-    return dataset
+        raise NotDefacedError("missing_slices")
 
 
 def _rescale(dataset: Dataset, frame: int) -> tuple[float, float]:
-    group = _macro(dataset, frame, "PixelValueTransformationSequence")
+    group = interpretation.macro(dataset, frame, "PixelValueTransformationSequence")
     try:
         slopes, intercepts = numbers(group, "RescaleSlope"), numbers(group, "RescaleIntercept")
     except _UNREADABLE:
-        raise NotDefaced("unreadable") from None
+        raise NotDefacedError("unreadable") from None
     return (slopes[0] if slopes else 1.0) or 1.0, intercepts[0] if slopes and intercepts else 0.0
 
 
 def _padding(dataset: Dataset, stored: NDArray[Any]) -> tuple[int, int] | None:
-    """PS3.3 C.7.5.1.1.2: one value, or all between two."""
     try:
-        ends = [*numbers(dataset, "PixelPaddingValue"), *numbers(dataset, "PixelPaddingRangeLimit")]
+        return interpretation.padding_range(dataset, stored.dtype)
     except _UNREADABLE:
-        raise NotDefaced("unreadable") from None
-    if not ends or "PixelPaddingValue" not in dataset:
-        return None
-    kind = np.iinfo(stored.dtype)
-    whole = [int(v) - 2**kind.bits if v > kind.max and kind.min < 0 else int(v) for v in ends]
-    return min(whole), max(whole)
+        raise NotDefacedError("unreadable") from None
 
 
 def _decoded(dataset: Dataset, syntax: str) -> NDArray[Any]:
     """(frames, rows, columns) in native byte order."""
     try:
-        stored = pixels.decode(dataset, syntax)
+        stored = pixel_data.decode(dataset, syntax)
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - decoders raise errors of their own on broken data
-        raise NotDefaced("unreadable") from None
+        raise NotDefacedError("unreadable") from None
     native = stored.astype(stored.dtype.newbyteorder("="), copy=False)
     return native if frames(dataset) > 1 else native.reshape(1, *native.shape[-2:])
 
@@ -356,7 +342,7 @@ def _as_derived(place: Dataset, keyword: str) -> None:
 
 
 def _stripped(dataset: Dataset, *, top: bool) -> None:
-    """Take away whatever may show the old picture, at any depth."""
+    """Take away whatever may show the old image, at any depth."""
     for tag in list(dataset.keys()):
         if _shows_more(tag, dataset.get_item(tag), top=top):
             del dataset[tag]

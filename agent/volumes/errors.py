@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from protos.common.errors import RefusedError
+
 REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "unreadable": "The file is broken, cut short or written in a way this agent does not decode. Export it again,"
@@ -18,17 +20,17 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "not_a_volume": "Not one three-dimensional grid of numbers. Give a NIfTI file or the DICOM slices of one"
         " series.",
         "four_dimensional": "A time series or several volumes in one file. Split it, and give one volume at a time.",
-        "bad_affine": "Its grid has no place in space: a singular, sheared or missing affine, or orientation codes"
+        "bad_affine": "Its grid has no valid position: a singular, sheared or missing affine, or orientation codes"
         " that make no sense. Export it again.",
-        "not_finite": "It holds values that are not numbers. Export it again.",
-        "too_coarse": "Its slices are too thick or too far apart to find a face by. De-face it together with a"
+        "not_finite": "It contains values that are not numbers. Export it again.",
+        "too_coarse": "Its slices are too thick or too far apart to find a face. Deface it together with a"
         " three-dimensional series of the same study.",
         "missing_slices": "Slices are missing, doubled or not evenly spaced. Copy the whole series again.",
         "mixed_series": "Its slices do not belong to one volume: other sizes, orientations or spacings.",
         "no_head": "No head was found in it: a phantom, another part of the body, or nothing.",
-        "part_of_head": "Only a part of the head lies in the picture, so that where the face is cannot be told.",
-        "brain_extracted": "The skull was taken off before. There is no face to take off; nothing was changed.",
-        "no_face": "The face lies outside the picture. Nothing was changed.",
+        "part_of_head": "Only a part of the head is in the image, so the position of the face is unknown.",
+        "brain_extracted": "The skull was removed before, so there is no face. Nothing was changed.",
+        "no_face": "The face is outside the image. Nothing was changed.",
         "brain_volume": "The brain that was found is smaller or larger than any brain. Give a mask of your own.",
         "brain_disagreement": "The two ways to find the brain do not agree. Give a mask of your own.",
         "brain_asymmetric": "The brain that was found is not symmetric. Give a mask of your own.",
@@ -40,14 +42,15 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         " it.",
         "other_frame": "A series of the study has another frame of reference, and could not be aligned.",
         "nothing_changed": "The method changed nothing, so the face may still be there.",
-        "fault": "The program failed on it. Report it, with the kind of scanner; the face stays on.",
-        "brain_changed": "The method would have changed the brain. This is a fault of the program: report it.",
-        "seen_in_training": "The network learned from this person. Use one that did not.",
+        "fault": "The program failed on it, and the face was not removed. Report this, with the kind of scanner.",
+        "brain_changed": "The method would have changed the brain. This is a bug: report it.",
+        "seen_in_training": "Nobody vouches that this network saw no patient of yours. Name its SHA-256 in "
+        "public_components of site.toml.",
     }
 )
 
 
-class NotDefaced(ValueError):
+class NotDefacedError(RefusedError, ValueError):
     """A volume keeps its face. ``code`` is a key of ``REASONS``; nothing of the volume is in the exception."""
 
     def __init__(self, code: str) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
 
 SHEAR: Final = 0.01  # largest cosine between two axes: 0.6 degrees; the tilt of a CT gantry is many times that
 COARSE_MM: Final = 3.0  # a nose is about three of these; thicker slices cannot say where a face is
@@ -26,7 +26,7 @@ HEAD_MM: Final = 120.0  # no adult head is shorter than this along any axis
 ROOM_MM: Final = 2500.0  # no scanner's table is longer: units other than millimetres
 CENTRE_MM: Final = (0.0, 0.0, -20.0)  # of the cube, in the template's space: chin, crown, nose and occiput fit
 _RAS: Final = np.array([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
-_FEWEST: Final = 2  # voxels along an axis, or it is a picture
+_FEWEST: Final = 2  # voxels along an axis, or it is an image
 
 
 def oriented(volume: Volume) -> Volume:
@@ -56,7 +56,7 @@ def reoriented(values: NDArray[Any], like: Volume) -> NDArray[Any]:
 def _turn(volume: Volume) -> NDArray[np.float64]:
     turn: NDArray[np.float64] = nibabel.orientations.io_orientation(volume.affine)
     if not bool(np.isfinite(turn).all()):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     return turn
 
 
@@ -83,23 +83,23 @@ def check(volume: Volume) -> None:
     """What a head needs for its face to be found, before anything is computed.
 
     Raises:
-        NotDefaced: ``bad_affine`` (singular, sheared, or not in millimetres), ``not_a_volume`` (one voxel thin),
+        NotDefacedError: ``bad_affine`` (singular, sheared, or not in millimetres), ``not_a_volume`` (one voxel thin),
             ``too_coarse``, ``part_of_head`` (shorter than a head), ``not_finite``.
     """
     if not is_grid(volume.affine):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     if min(volume.values.shape) < _FEWEST:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     edges = spacing(volume.affine)
     extent = edges * volume.values.shape
     if not extent.max() <= ROOM_MM:
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     if not (edges.max() <= COARSE_MM + SHEAR and edges.max() <= (UNEVEN + SHEAR) * edges.min()):
-        raise NotDefaced("too_coarse")
+        raise NotDefacedError("too_coarse")
     if not extent.min() >= HEAD_MM:
-        raise NotDefaced("part_of_head")
+        raise NotDefacedError("part_of_head")
     if volume.values.dtype.kind == "f" and not bool(np.isfinite(volume.values).all()):
-        raise NotDefaced("not_finite")
+        raise NotDefacedError("not_finite")
 
 
 def resample(
@@ -204,12 +204,12 @@ def cube_at(to_template: NDArray[np.float64], side: int, extent_mm: float = 256.
         extent_mm: length of each edge; a voxel measures ``extent_mm / side``.
 
     Raises:
-        NotDefaced: ``bad_affine``, ``to_template`` is singular or mirrors.
+        NotDefacedError: ``bad_affine``, ``to_template`` is singular or mirrors.
     """
     if to_template.shape != (4, 4) or not bool(np.isfinite(to_template).all()):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     if not float(np.linalg.det(to_template[:3, :3])) > 1e-6:
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     u, _, vt = np.linalg.svd(to_template[:3, :3])
     turn = (u @ vt).T  # template axes in the scanner's space
     centre = np.linalg.solve(to_template, np.array([*CENTRE_MM, 1.0]))[:3]

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.deidentify import nifti
-from agent.deidentify.reasons import Refused
-from agent.heads.grid import is_grid, spacing
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.deidentify.errors import FileRejectedError
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import is_grid, spacing
 
 MAX_VOXELS: Final = 2**28  # 0.4 mm in all directions, of a head
 _HEADERS: Final = {348: nibabel.Nifti1Header, 540: nibabel.Nifti2Header}
@@ -64,7 +64,7 @@ def opened(data: bytes) -> tuple[Volume, NiftiForm]:
     """Check a NIfTI file and take it apart. Nothing is allocated before its header was believed.
 
     Raises:
-        NotDefaced: ``unreadable``, ``too_large``, ``not_a_volume``, ``four_dimensional``, ``bad_affine``,
+        NotDefacedError: ``unreadable``, ``too_large``, ``not_a_volume``, ``four_dimensional``, ``bad_affine``,
             ``not_finite``.
     """
     zipped = data.startswith(nifti.GZIP_MAGIC)
@@ -72,19 +72,19 @@ def opened(data: bytes) -> tuple[Volume, NiftiForm]:
     shape, dtype, affine = judged(header)
     voxels, stated = math.prod(shape), float(header["vox_offset"])
     if not header.sizeof_hdr + 4 <= stated <= _FARTHEST:
-        raise NotDefaced("unreadable")
+        raise NotDefacedError("unreadable")
     offset = int(stated)
     need = offset + voxels * dtype.itemsize
     try:
         plain = nifti.inflate(data, need + _SLACK)
-    except Refused as refusal:
-        raise NotDefaced("too_large" if refusal.code == "too_large" else "unreadable") from None
+    except FileRejectedError as refusal:
+        raise NotDefacedError("too_large" if refusal.code == "too_large" else "unreadable") from None
     if len(plain) < need:
-        raise NotDefaced("unreadable")
+        raise NotDefacedError("unreadable")
     stored = np.frombuffer(plain, dtype, voxels, offset).reshape(shape[:3], order="F")
     values = stored.astype(dtype.newbyteorder("="), copy=False)
     if dtype.kind == "f" and not bool(np.isfinite(values).all()):
-        raise NotDefaced("not_finite")
+        raise NotDefacedError("not_finite")
     head = plain[: header.sizeof_hdr] + b"\0" * (offset - header.sizeof_hdr)
     return Volume(values, affine), NiftiForm(head, dtype, shape, zipped, _scale(header))
 
@@ -93,49 +93,49 @@ def header_of(start: bytes) -> nibabel.Nifti1Header:
     """The header of a file by its first bytes, plain or gzipped.
 
     Raises:
-        NotDefaced: ``unreadable``; ``not_a_volume``, neither NIfTI-1 nor NIfTI-2 in one file.
+        NotDefacedError: ``unreadable``; ``not_a_volume``, neither NIfTI-1 nor NIfTI-2 in one file.
     """
     if start.startswith(nifti.GZIP_MAGIC):
         try:
             start = zlib.decompressobj(wbits=31).decompress(start, _PEEK)
         except zlib.error:
-            raise NotDefaced("unreadable") from None
+            raise NotDefacedError("unreadable") from None
     sizes = struct.unpack_from("<i", start) + struct.unpack_from(">i", start) if len(start) >= 4 else ()
     for size, kind in _HEADERS.items():
         place, magic = _MAGIC[size]
         if size not in sizes or start[place : place + len(magic)] != magic:
             continue
         if len(start) < size:
-            raise NotDefaced("unreadable")
+            raise NotDefacedError("unreadable")
         try:
             header: nibabel.Nifti1Header = kind.from_fileobj(io.BytesIO(start[:size]), check=False)
         except Exception:  # noqa: BLE001 - a parser may raise anything, and its text may quote the file
-            raise NotDefaced("unreadable") from None
+            raise NotDefacedError("unreadable") from None
         return header
-    raise NotDefaced("not_a_volume")
+    raise NotDefacedError("not_a_volume")
 
 
 def judged(header: nibabel.Nifti1Header) -> tuple[tuple[int, ...], np.dtype[Any], NDArray[np.float64]]:
     """Shape as stated, type as stored and affine of a header that makes sense.
 
     Raises:
-        NotDefaced: see :func:`opened`.
+        NotDefacedError: see :func:`opened`.
     """
     try:
         shape = tuple(int(n) for n in header.get_data_shape())
         dtype = header.get_data_dtype()
     except Exception:  # noqa: BLE001 - as above
-        raise NotDefaced("unreadable") from None
+        raise NotDefacedError("unreadable") from None
     if not 1 <= int(header["dim"][0]) <= 7 or any(n < 1 for n in shape):
-        raise NotDefaced("unreadable")
+        raise NotDefacedError("unreadable")
     if dtype.kind not in "iuf" or dtype.itemsize > 8:
-        raise NotDefaced("not_a_volume")  # colours, complex numbers
+        raise NotDefacedError("not_a_volume")  # colours, complex numbers
     if any(n > 1 for n in shape[3:]):
-        raise NotDefaced("four_dimensional")
+        raise NotDefacedError("four_dimensional")
     if len(shape) < 3 or min(shape[:3]) < 2:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     if math.prod(shape) > MAX_VOXELS:
-        raise NotDefaced("too_large")
+        raise NotDefacedError("too_large")
     return shape, dtype, _affine(header, shape[:3])
 
 
@@ -143,14 +143,14 @@ def _affine(header: nibabel.Nifti1Header, shape: tuple[int, ...]) -> NDArray[np.
     codes = (int(header["sform_code"]), int(header["qform_code"]))
     units = int(header["xyzt_units"]) & 7
     if not (_FORMS.issuperset(codes) and any(codes) and units in _MILLIMETRES):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     stated = [read(header) for read, code in zip((_sform, _qform), codes, strict=True) if code]
     if not all(is_grid(affine) for affine in stated):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     if len(stated) == 1:
         return stated[0]
     if not _agree(stated[0], stated[1], shape, same_space=codes[0] == codes[1]):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     return stated[1] if _SCANNER == codes[1] != codes[0] else stated[0]
 
 
@@ -161,7 +161,7 @@ def _sform(header: nibabel.Nifti1Header) -> NDArray[np.float64]:
 def _qform(header: nibabel.Nifti1Header) -> NDArray[np.float64]:
     sides, b, c, d = (np.asarray(v, np.float64) for v in (header["pixdim"][1:4], *_quaternion(header)))
     if not (bool(np.isfinite(sides).all()) and bool((sides > 0).all()) and float(b * b + c * c + d * d) <= 1.001):
-        raise NotDefaced("bad_affine")
+        raise NotDefacedError("bad_affine")
     return np.asarray(header.get_qform(), np.float64)
 
 
@@ -184,5 +184,5 @@ def _scale(header: nibabel.Nifti1Header) -> tuple[float, float]:
     try:
         slope, intercept = header.get_slope_inter()
     except Exception:  # noqa: BLE001 - as above
-        raise NotDefaced("unreadable") from None
+        raise NotDefacedError("unreadable") from None
     return (1.0, 0.0) if slope is None else (float(slope), float(intercept))

@@ -1,8 +1,8 @@
 """Which files of a folder make up which volume, by their headers alone.
 
 DICOM files are grouped by series, and inside a series by orientation, size and spacing, and by echo and image type
-where several pictures lie at one place. A group that is no volume says why, because whoever takes faces off a study
-must know of every picture in it. Study: the Study Instance UID; of NIfTI the session of a BIDS folder, or the file.
+where several images lie at one place. A group that is not a volume gives the reason, because defacing must account
+for every image of a study. A study is a Study Instance UID, or for NIfTI the session of a BIDS folder, or the file.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pydicom import Dataset
 from pydicom import config as pydicom_config
 
 from agent.deidentify import nifti
+from agent.deidentify.admission_rules import MEDIA_DIRECTORY
 from agent.deidentify.attributes import frames, text
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import read_meta
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import MEDIA_DIRECTORY
-from agent.edges.files import contents, walk
-from agent.edges.volume_dicom import MAX_BYTES, NAMES, arranged, parsed, placed
-from agent.edges.volume_nifti import header_of, judged
-from agent.heads.reasons import NotDefaced
+from agent.file_access import contents, walk
+from agent.volumes.dicom_series import MAX_BYTES, NAMES, arranged, parsed, placed
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.nifti import header_of, judged
 
 _BESIDE: Final = (".json", ".tsv", ".csv", ".xml", ".txt", ".md", ".bval", ".bvec")
-# structured reports, presentation states, the index of a medium: no picture, and no outline of one
+# structured reports, presentation states, the index of a medium: no image, and no outline of one
 _WORDS: Final = ("1.2.840.10008.5.1.4.1.1.88.", "1.2.840.10008.5.1.4.1.1.11.", MEDIA_DIRECTORY)
 _VOLUMES: Final = (".nii", ".nii.gz")
 _ONE_SERIES: Final = ("PatientID", "StudyInstanceUID", "SeriesInstanceUID")
@@ -44,7 +44,7 @@ class Group:
 
     kind: Literal["nifti", "dicom"]
     paths: tuple[Path, ...]
-    why: str = ""  # a code of agent.heads.reasons: why it is no volume; "" when it is one
+    why: str = ""  # a code of agent.volumes.errors: why it is no volume; "" when it is one
     modality: str = ""
     study: str = field(default="", repr=False)
     series: str = field(default="", repr=False)
@@ -53,7 +53,7 @@ class Group:
 
 
 def is_beside(name: str) -> bool:
-    """A table or text beside pictures, a hidden file, or something not finished."""
+    """A table or text beside images, a hidden file, or something not finished."""
     parts = name.split(os.sep)
     return name.lower().endswith(_BESIDE) or any(part.startswith(".") for part in parts)
 
@@ -135,7 +135,7 @@ def _parts(series: Sequence[Dataset], indices: list[int]) -> list[tuple[tuple[in
 def _why(datasets: list[Dataset]) -> str:
     try:
         arranged(datasets)
-    except NotDefaced as refusal:
+    except NotDefacedError as refusal:
         return refusal.code
     return ""
 
@@ -145,7 +145,7 @@ def _geometry(dataset: Dataset, index: int) -> tuple[Any, ...]:
     try:
         picture = placed([dataset])[0]
         size = (int(dataset.Rows), int(dataset.Columns))
-    except (NotDefaced, ValueError, TypeError, AttributeError):
+    except (NotDefacedError, ValueError, TypeError, AttributeError):
         return (index,)
     if frames(dataset) > 1 or picture.planes is None:
         return (index,)
@@ -166,9 +166,9 @@ def _header(data: bytes) -> tuple[Dataset | None, str]:
             if read_meta(data).media_class.startswith(_WORDS):
                 return None, ""
             dataset, _ = parsed(data, pixels_too=False)
-        except NotDefaced as refusal:
+        except NotDefacedError as refusal:
             return None, refusal.code
-        except Refused:
+        except FileRejectedError:
             return None, "unreadable"
         return (dataset, "") if "Rows" in dataset else (None, "")
 
@@ -180,7 +180,7 @@ def _is_nifti(path: Path) -> bool:
 def _nifti(data: bytes) -> str:
     try:
         judged(header_of(data[: 1 << 16]))
-    except NotDefaced as refusal:
+    except NotDefacedError as refusal:
         return refusal.code
     return ""
 
@@ -188,7 +188,7 @@ def _nifti(data: bytes) -> str:
 def _body(path: Path) -> bytes | str:
     try:
         return contents(path, MAX_BYTES)
-    except Refused as refusal:
+    except FileRejectedError as refusal:
         return "too_large" if refusal.code == "too_large" else "unreadable"
 
 

@@ -1,8 +1,8 @@
 """Volumes in and out: a NIfTI file, or the DICOM files of one series, read as one grid of stored numbers.
 
-What is written again has the same grid, type, byte order and header family, and is the same bit for bit wherever the
-numbers are: see :mod:`agent.edges.volume_nifti` and :mod:`agent.edges.volume_dicom` for what changes in a header.
-Files appear whole or not at all, and none is overwritten.
+A written volume has the same grid, type, byte order and header family, and is bit-identical wherever the numbers are:
+see :mod:`agent.volumes.nifti` and :mod:`agent.volumes.dicom_series` for what changes in a header. Files appear
+completely or not at all, and no file is overwritten.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.deidentify import nifti
-from agent.deidentify.reasons import Refused
-from agent.edges import volume_dicom, volume_nifti
-from agent.edges.files import contents, walk
-from agent.edges.volume_dicom import DicomForm, derived, kept
-from agent.edges.volume_nifti import NiftiForm
-from agent.edges.volume_series import Group, grouped, is_beside, series_of, studies
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.deidentify.errors import FileRejectedError
+from agent.domain import Volume
+from agent.file_access import contents, walk
+from agent.volumes import dicom_series
+from agent.volumes import nifti as volume_nifti
+from agent.volumes.dicom_series import DicomForm, derive_uid, keep_uid
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.nifti import NiftiForm
+from agent.volumes.series import Group, grouped, is_beside, series_of, studies
+from protos.common.durable_files import flush_directory, write_new
 
-__all__ = ["Group", "Source", "derived", "grouped", "kept", "read", "read_bytes", "series_of", "studies"]
+__all__ = ["Group", "Source", "derive_uid", "grouped", "keep_uid", "read", "read_bytes", "series_of", "studies"]
 
 MAX_BYTES: Final = 2**32  # of all the files of one volume
 
@@ -87,13 +89,13 @@ class Source:
             back = np.clip(np.rint(back), *self._fits())
         return np.where(real == self.real().values, self.volume.values, back.astype(kind))
 
-    def encoded(self, values: NDArray[Any], uid: Callable[[str], str] = kept) -> list[bytes]:
+    def encoded(self, values: NDArray[Any], uid: Callable[[str], str] = keep_uid) -> list[bytes]:
         """The files with other numbers, in the order in which they were given.
 
         Args:
             values: (i, j, k), of the volume's shape and type.
-            uid: what becomes of the names of DICOM instances and series: ``kept`` where the new file takes the
-                place of the old one (the vault), ``derived`` where both live on.
+            uid: what becomes of the names of DICOM instances and series: ``keep_uid`` where the new file takes the
+                place of the old one (the vault), ``derive_uid`` where both live on.
 
         Raises:
             ValueError: another shape or type, or a value that does not fit into the stored bits.
@@ -104,7 +106,7 @@ class Source:
             return [self.form.encoded(values)]
         return list(self.form.encoded(values, uid))
 
-    def write(self, values: NDArray[Any], out: Path, uid: Callable[[str], str] = derived) -> list[Path]:
+    def write(self, values: NDArray[Any], out: Path, uid: Callable[[str], str] = derive_uid) -> list[Path]:
         """Write the files, durable when this returns.
 
         A new folder appears as a whole. In a folder that is there each file does; killed between two of them,
@@ -126,7 +128,7 @@ class Source:
         names = self.names or tuple(f"{n:06d}" for n in range(len(files)))
         targets = [out / name for name in names] if len(files) > 1 or out.is_dir() else [out]
         if isinstance(self.form, NiftiForm) and (targets[0].suffix == ".gz") != self.form.zipped:
-            raise ValueError("a file that is gzipped stays so, and is named so")
+            raise ValueError("the output of a gzipped file must be named .nii.gz")
         if len(files) > 1 and not out.exists():
             _folder(out, [t.relative_to(out) for t in targets], files)
         else:
@@ -150,20 +152,20 @@ def read(paths: Sequence[Path] | Path) -> Source:
     """A NIfTI file, or the DICOM files of one series, in any order; a folder stands for all files in it.
 
     Raises:
-        NotDefaced: see :func:`read_bytes`; ``unreadable``, a file cannot be opened.
+        NotDefacedError: see :func:`read_bytes`; ``unreadable``, a file cannot be opened.
     """
     given = [paths] if isinstance(paths, Path) else list(paths)
     if len(given) == 1 and given[0].is_dir():
         folder = given[0]
         given = [folder / name for name in sorted(walk(folder, ())) if not is_beside(name)]
     if not given:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     left, bodies = MAX_BYTES, []
     for path in given:
         try:
             body = contents(path.resolve(), left)
-        except Refused as refusal:
-            raise NotDefaced("too_large" if refusal.code == "too_large" else "unreadable") from None
+        except FileRejectedError as refusal:
+            raise NotDefacedError("too_large" if refusal.code == "too_large" else "unreadable") from None
         left -= len(body)
         bodies.append(body)
     return read_bytes(bodies, _names(given))
@@ -173,19 +175,19 @@ def read_bytes(files: Sequence[bytes], names: Sequence[str] = ()) -> Source:
     """The same of files in hand, as the vault has them.
 
     Raises:
-        NotDefaced: ``not_a_volume``, ``four_dimensional``, ``bad_affine``, ``not_finite``, ``missing_slices``,
+        NotDefacedError: ``not_a_volume``, ``four_dimensional``, ``bad_affine``, ``not_finite``, ``missing_slices``,
             ``mixed_series``, ``too_large``, ``unreadable``.
     """
     if not files:
-        raise NotDefaced("not_a_volume")
+        raise NotDefacedError("not_a_volume")
     if any(nifti.looks_like_nifti(data) for data in files):
         if len(files) > 1:
-            raise NotDefaced("mixed_series")
+            raise NotDefacedError("mixed_series")
         volume, form = volume_nifti.opened(files[0])
         return Source(volume, "nifti", "", "", "", "", "", form, tuple(names))
     if any(data[128:132] != b"DICM" for data in files):
-        raise NotDefaced("not_a_volume")
-    stack, labels, rest = volume_dicom.opened(files)
+        raise NotDefacedError("not_a_volume")
+    stack, labels, rest = dicom_series.opened(files)
     who = (labels.study, labels.series, labels.frame_of_reference, labels.patient)
     return Source(stack, "dicom", labels.modality, *who, rest, tuple(names))
 
@@ -196,14 +198,14 @@ def _names(paths: Sequence[Path]) -> list[str]:
     common = os.path.commonpath([path.absolute().parent for path in paths])
     names = [os.path.relpath(path.absolute(), common) for path in paths]
     if len(set(names)) != len(names):
-        raise NotDefaced("missing_slices")  # the same file twice
+        raise NotDefacedError("missing_slices")  # the same file twice
     return names
 
 
 def _files(targets: Sequence[Path], bodies: Iterable[bytes]) -> None:
     """Every file beside its place first, and then all of them into their places."""
     if any(target.exists() or target.is_symlink() for target in targets):
-        raise FileExistsError("the output is there already")
+        raise FileExistsError("the output already exists")
     waiting: list[Path] = []
     placed: list[Path] = []
     try:
@@ -216,7 +218,7 @@ def _files(targets: Sequence[Path], bodies: Iterable[bytes]) -> None:
             os.replace(part, target)
             placed.append(target)
         for folder in {target.parent for target in targets}:
-            _sync(folder)
+            flush_directory(folder)
     except BaseException:
         for target in placed:
             target.unlink(missing_ok=True)
@@ -235,25 +237,14 @@ def _folder(out: Path, names: Sequence[Path], bodies: Iterable[bytes]) -> None:
         for name, body in zip(names, bodies, strict=True):
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             _durable(part / name, body)
-        _sync(part)
+        flush_directory(part)
         part.rename(out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    _sync(out.parent)
+    flush_directory(out.parent)
 
 
 def _durable(path: Path, body: bytes) -> None:
     path.unlink(missing_ok=True)  # a killed run's; or a link, which is not followed
-    with path.open("xb") as stream:
-        stream.write(body)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_new(path, body)

@@ -196,7 +196,7 @@ class Scale(nn.Module):
         return out
 
 
-def remembered(block: Callable[[Tensor, Tensor], Tensor], x: Tensor, gamma: Tensor, sparing: bool) -> Tensor:
+def checkpointed(block: Callable[[Tensor, Tensor], Tensor], x: Tensor, gamma: Tensor, sparing: bool) -> Tensor:
     """A scale's output; ``sparing`` forgets what lies between and computes it again for the gradient.
 
     Chen et al. 2016 (arXiv 1604.06174). The same numbers, bit for bit: nothing in a block is drawn.

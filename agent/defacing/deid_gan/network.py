@@ -1,4 +1,4 @@
-"""C-DeID-GAN: a head around a brain, drawn at every scale from 4^3 up, told at every scale what it may know.
+"""C-DeID-GAN: a head around a brain, drawn at every scale from 4^3 up, conditioned at every scale.
 
 "Adversarial privacy preservation in MRI scans of the brain", section 3.2, Eq. 6 and 7, after MSG-GAN (Karnewar &
 Wang 2019, arXiv 1903.06048). Its appendix was never published: widths, activations and the residual form of a scale
@@ -11,8 +11,7 @@ Scales are listed from the coarsest to the finest everywhere; the discriminator 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from hashlib import sha256
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -20,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.heads.gamma import Coarse, Gamma, Population
-from agent.heads.reasons import NotDefaced
-from agent.nets.folds import MARK, MOST_FOLDS, code_of, fold_of, goes_by, mark_of
-from agent.nets.volume_blocks import CONDITION, Scale, doubled, pooled, pyramid, remembered
-from agent.nets.weights import BadWeights, Origin, Packed, Provenance, built, pack, unpack
+from agent.defacing.deid_gan.layers import CONDITION, Scale, checkpointed, doubled, pooled, pyramid
+from agent.defacing.privacy_transform import Coarse, Gamma, Population
+from agent.models.weights import NetworkFile, Origin, Provenance, WeightsError, built, pack, unpack
+from agent.volumes.errors import NotDefacedError
 
 KIND: Final = "remodeller"
+_NET: Final = "0.net."  # a file's names begin with the number of the network, and there is one
 COARSEST: Final = 4  # s: voxels a side of g_1
 MOST: Final = 1024  # of any number of a configuration
 FINEST: Final = 256
@@ -77,7 +76,7 @@ class VolumeGanConfig:
 
 
 PRESETS: Final[Mapping[str, VolumeGanConfig]] = {
-    "tiny16": VolumeGanConfig(16, (8, 8, 8), expand=2),  # for tests of the program, not of the picture
+    "tiny16": VolumeGanConfig(16, (8, 8, 8), expand=2),  # for tests of the program, not of the image
     "small32": VolumeGanConfig(32, (64, 48, 24, 8), expand=2, blocks=(3, 3, 2, 1)),  # a processor, minutes
     "base64": VolumeGanConfig(64, (64, 64, 48, 32, 16)),
     "full128": VolumeGanConfig(128, (128, 128, 96, 64, 32, 16)),  # the paper's size, for an accelerator
@@ -111,7 +110,7 @@ class Generator(nn.Module):
         for k, (scale, gamma) in enumerate(zip(self.scales, gammas, strict=True)):
             # Eq. 6: g_k = G_k(g_{k-1}, gamma_k); noise says nothing of intensities, and is not added to them
             up = doubled(g)
-            added = remembered(scale, up, gamma, self.sparing)
+            added = checkpointed(scale, up, gamma, self.sparing)
             g = added if k == 0 else up + added
             made.append(g[:, :1])
         return made
@@ -149,10 +148,10 @@ class Discriminator(nn.Module):
         for scale, v, gamma in zip(reversed(self.scales), reversed(volumes), reversed(gammas), strict=True):
             # Eq. 7: d_1 = D_1(v_1, gamma_1), d_k = D_k(d_{k-1}, v_k, gamma_k), from the finest to the coarsest
             if d is None:
-                d = remembered(scale, v, gamma, self.sparing)
+                d = checkpointed(scale, v, gamma, self.sparing)
             else:
                 down = pooled(d, v.shape[-1])
-                d = down + remembered(scale, torch.cat([down, v], dim=1), gamma, self.sparing)
+                d = down + checkpointed(scale, torch.cat([down, v], dim=1), gamma, self.sparing)
         if d is None:
             raise AssertionError("a configuration has a scale")
         out: Tensor = self.summary(d.flatten(1))[:, 0]
@@ -180,38 +179,27 @@ def _fits(given: Sequence[Tensor], config: VolumeGanConfig, channels: int) -> No
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """One generator, and the population that its hulls were made with: of the heads that it learned from."""
+class Remodeller:
+    """One generator of public heads, frozen, and the population that its hulls were made with.
+
+    A network that the site's configuration does not vouch for as public might have learned from the person before
+    it, and draws for nobody.
+    """
 
     net: Generator
-    population: Population
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Remodeller:
-    """One generator, or one for each fold, frozen; and what says for whom each may be used."""
-
-    parts: tuple[Part, ...]
+    people: Population
     coarse: Coarse  # of the hulls that it learned with
     origin: Origin
-    content: str  # SHA-256 of networks, populations and list
-    code: str = ""  # of the content, under the key of folds and list; "": there are none
-    seen: frozenset[bytes] = frozenset()  # digests of those it learned from
-    chosen: bool = False  # for one person, who was not among them
 
     def __post_init__(self) -> None:
-        """Networks of one shape."""
-        if not 1 <= len(self.parts) <= MOST_FOLDS or len({part.net.config for part in self.parts}) != 1:
-            raise ValueError(f"a remodeller has 1 to {MOST_FOLDS} networks of one shape")
-        if any(part.population.skin.shape[0] != self.side for part in self.parts):
-            raise ValueError("a population lies on the networks' cube")
-        if len(self.parts) > 1 and not self.code:
-            raise ValueError("folds go by a key")
+        """A population on the network's cube."""
+        if self.people.skin.shape[0] != self.side:
+            raise ValueError("a population lies on the network's cube")
 
     @property
     def config(self) -> VolumeGanConfig:
-        """The shape of the networks."""
-        return self.parts[0].net.config
+        """The shape of the network."""
+        return self.net.config
 
     @property
     def side(self) -> int:
@@ -223,28 +211,10 @@ class Remodeller:
         """To make gamma with.
 
         Raises:
-            NotDefaced: ``seen_in_training``, no network was chosen yet.
+            NotDefacedError: ``seen_in_training``, nobody vouches for the network as public.
         """
-        return self._only.population
-
-    def for_person(self, person: str, key: bytes = b"") -> Remodeller:
-        """The same with the one network that did not learn from this person.
-
-        Args:
-            person: the pseudonym.
-            key: the site's; not needed where the network is public.
-        Raises:
-            NotDefaced: ``seen_in_training``: it did, or nobody can tell.
-        """
-        if len(self.parts) == 1 and self.origin.component == "public":
-            return self
-        if not (self.code and goes_by(self.code, self.content, key)):
-            raise NotDefaced("seen_in_training")
-        if len(self.parts) > 1:
-            return replace(self, parts=(self.parts[fold_of(person, key, len(self.parts))],), chosen=True)
-        if mark_of(person, key) in self.seen:
-            raise NotDefaced("seen_in_training")
-        return replace(self, chosen=True)
+        self._demand_public()
+        return self.people
 
     def draw(self, gamma: Gamma, rng: np.random.Generator) -> NDArray[np.float32]:
         """A head around this brain: G(gamma), in which the brain is the network's own and to be replaced.
@@ -255,27 +225,24 @@ class Remodeller:
         Returns:
             (S, S, S) float32 in [0, 1], normalised as ``Gamma.intensities``.
         Raises:
-            NotDefaced: ``seen_in_training``, no network was chosen for a person.
+            NotDefacedError: ``seen_in_training``, nobody vouches for the network as public.
             ValueError: gamma on another cube.
         """
-        net, edge = self._only.net, gamma.cube.mm * gamma.cube.side
+        self._demand_public()
+        edge = gamma.cube.mm * gamma.cube.side
         if gamma.cube.side != self.side or not abs(edge - self.config.extent_mm) <= 1e-3 * edge:
             raise ValueError(f"gamma lies on another cube than {self.side} voxels over {self.config.extent_mm:g} mm")
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
-        return drawn(net, torch.from_numpy(gamma.stack())[None], generator)[0, 0].numpy()
+        return drawn(self.net, torch.from_numpy(gamma.stack())[None], generator)[0, 0].numpy()
 
     def to(self, device: str) -> Remodeller:
         """The same on a device; moved in place."""
-        for part in self.parts:
-            part.net.to(device)
+        self.net.to(device)
         return self
 
-    @property
-    def _only(self) -> Part:
-        free = len(self.parts) == 1 and self.origin.component == "public"
-        if not (free or self.chosen):
-            raise NotDefaced("seen_in_training")
-        return self.parts[0]
+    def _demand_public(self) -> None:
+        if self.origin.component != "public":
+            raise NotDefacedError("seen_in_training")
 
 
 def variance(remodeller: Remodeller, gamma: Gamma, seeds: Sequence[int]) -> NDArray[np.float32]:
@@ -290,40 +257,20 @@ def variance(remodeller: Remodeller, gamma: Gamma, seeds: Sequence[int]) -> NDAr
     return np.asarray(made.var(axis=0, ddof=1), np.float32)
 
 
-def remodeller_bytes(
-    parts: Sequence[Part],
-    coarse: Coarse,
-    notes: Mapping[str, Any],
-    key: bytes | None = None,
-    seen: Sequence[str] = (),
-) -> bytes:
+def remodeller_bytes(net: Generator, population: Population, coarse: Coarse, notes: Mapping[str, Any]) -> bytes:
     """A remodeller as one file.
 
     Args:
-        parts: one, or one for each fold, in order.
+        net: trained on public heads.
+        population: that gamma was made with.
         coarse: how gamma is made.
         notes: how it was trained.
-        key: of folds, or of the list; None for a network of public heads, which has neither.
-        seen: persons that the one network learned from; of folds none is named.
-    Raises:
-        ValueError: folds or a list without a key, or a key without either.
     """
-    if (key is None) is not (len(parts) == 1 and not seen) or (seen and len(parts) > 1):
-        raise ValueError("a key goes with folds or with a list of persons, and one of the two with a key")
-    state = {f"{i}.net.{n}": t for i, part in enumerate(parts) for n, t in part.net.state_dict().items()}
-    for i, part in enumerate(parts):
-        state[f"{i}.support"] = torch.from_numpy(part.population.support)
-        state[f"{i}.skin"] = torch.from_numpy(part.population.skin)
-    if key is not None and seen:
-        marks = b"".join(sorted({mark_of(person, key) for person in seen}))
-        state["seen"] = torch.from_numpy(np.frombuffer(marks, np.uint8).reshape(-1, MARK).copy())
-    config = {
-        "gan": asdict(parts[0].net.config),
-        "coarse": asdict(coarse),
-        "counts": [part.population.count for part in parts],
-    }
-    code = "" if key is None else code_of(_content(config, state), key)
-    return pack(KIND, config | {"code": code}, notes, state)
+    state = {f"{_NET}{name}": tensor for name, tensor in net.state_dict().items()}
+    state["0.support"] = torch.from_numpy(population.support)
+    state["0.skin"] = torch.from_numpy(population.skin)
+    config = {"gan": asdict(net.config), "coarse": asdict(coarse), "counts": [population.count], "code": ""}
+    return pack(KIND, config, notes, state)
 
 
 def remodeller_from(raw: bytes, provenance: Provenance = "file") -> Remodeller:
@@ -333,57 +280,37 @@ def remodeller_from(raw: bytes, provenance: Provenance = "file") -> Remodeller:
         raw: what :func:`remodeller_bytes` wrote.
         provenance: ``public`` only where the site's configuration vouches for the file's digest.
     Raises:
-        BadWeights: not such a file, or its configuration describes no remodeller.
+        WeightsError: not such a file, or its configuration describes no remodeller of public heads.
     """
     packed = unpack(raw, KIND)
     try:
-        gan, coarse, counts, code = _told(packed)
-        if code and provenance == "public":
-            raise ValueError("what was trained on patients is public by nobody's word")
+        gan, coarse, count = _told(packed)
         state = dict(packed.state)
-        content = _content({k: v for k, v in packed.config.items() if k != "code"}, state)
-        marks = state.pop("seen", torch.zeros((0, MARK), dtype=torch.uint8))
-        if marks.dtype != torch.uint8 or marks.shape != (len(marks), MARK) or bool(len(marks)) > bool(code):
-            raise ValueError("a list of persons goes by a key")
-        populations = [
-            Population(state.pop(f"{i}.support").numpy(), state.pop(f"{i}.skin").numpy(), count)
-            for i, count in enumerate(counts)
-        ]
-        if any(p.support.dtype != np.float32 or p.skin.dtype != np.float32 for p in populations):
+        population = Population(state.pop("0.support").numpy(), state.pop("0.skin").numpy(), count)
+        if population.support.dtype != np.float32 or population.skin.dtype != np.float32:
             raise ValueError("a population is float32")
     except (KeyError, TypeError, ValueError) as fault:
-        raise BadWeights("the file's configuration describes no remodeller") from fault
-    parts = tuple(Part(_net(gan, state, i), population) for i, population in enumerate(populations))
-    if len(state) != sum(len(part.net.state_dict()) for part in parts):
-        raise BadWeights("the file holds tensors of no network")
-    seen = frozenset(bytes(mark.tolist()) for mark in marks)
+        raise WeightsError("the file's configuration is not one of a remodeller") from fault
+    net = built(lambda: Generator(gan), {n.removeprefix(_NET): t for n, t in state.items() if n.startswith(_NET)})
+    if len(state) != len(net.state_dict()):
+        raise WeightsError("the file holds tensors of no network")
     try:
-        return Remodeller(parts, coarse, Origin(provenance, packed.sha256), content, code, seen)
+        return Remodeller(net, population, coarse, Origin(provenance, packed.sha256))
     except ValueError as fault:
-        raise BadWeights("the file's configuration describes no remodeller") from fault
+        raise WeightsError("the file's configuration is not one of a remodeller") from fault
 
 
-def _told(packed: Packed) -> tuple[VolumeGanConfig, Coarse, list[int], str]:
+def _told(packed: NetworkFile) -> tuple[VolumeGanConfig, Coarse, int]:
     if packed.config.keys() != {"gan", "coarse", "counts", "code"}:
         raise ValueError("unknown or missing keys of a remodeller")
     gan, coarse = dict(packed.config["gan"]), dict(packed.config["coarse"])
     for told, kind in ((gan, VolumeGanConfig), (coarse, Coarse)):
         if told.keys() != {f.name for f in fields(kind)}:
             raise ValueError("unknown or missing keys")
-    counts, code = packed.config["counts"], packed.config["code"]
-    if type(counts) is not list or not all(type(n) is int for n in counts) or not 1 <= len(counts) <= MOST_FOLDS:
-        raise ValueError("every network has a count of the heads of its population")
-    if type(code) is not str:
-        raise ValueError("a code is text")
+    counts = packed.config["counts"]
+    if type(counts) is not list or len(counts) != 1 or type(counts[0]) is not int:
+        raise ValueError("one network, with a count of the heads of its population")
+    if packed.config["code"] != "":  # of files with networks of patients, which are not read any more
+        raise ValueError("what was trained on patients is no remodeller of public heads")
     gan |= {name: tuple(gan[name]) for name in ("widths", "blocks")}
-    return VolumeGanConfig(**gan), Coarse(**coarse), counts, code
-
-
-def _net(config: VolumeGanConfig, state: Mapping[str, Tensor], index: int) -> Generator:
-    start = f"{index}.net."
-    own = {name.removeprefix(start): t for name, t in state.items() if name.startswith(start)}
-    return built(lambda: Generator(config), own)
-
-
-def _content(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
-    return sha256(pack(KIND, config, {}, state)).hexdigest()
+    return VolumeGanConfig(**gan), Coarse(**coarse), counts[0]

@@ -8,11 +8,12 @@ mirrored and slightly turned heads, and a weight for the mean absolute error, 0 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -20,31 +21,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from agent.heads.gamma import Gamma
-from agent.nets.volume_blocks import pooled, pyramid
-from agent.nets.volume_gan import Discriminator, Generator, VolumeGanConfig, drawn
-from agent.training.diffusion import Average
-from agent.training.grids import write_grid
-from agent.training.loop import (
-    Place,
-    Plan,
-    Progress,
-    optimizer_state,
-    own_generator,
-    restore_optimizer,
-    seeded,
-    train,
-)
-from agent.training.views import run_digest
+from agent.defacing.deid_gan.adamp import AdamP
+from agent.defacing.deid_gan.layers import pooled, pyramid
+from agent.defacing.deid_gan.network import Discriminator, Generator, VolumeGanConfig, drawn
+from agent.defacing.privacy_transform import Gamma
+from agent.domain import CheckpointStore
+from agent.models.augmentations import run_digest
+from agent.models.diffusion.edm_training import Average
+from agent.models.grids import write_grid
+from agent.models.training_loop import NetworkTrainer, Plan, Progress, seeded, torch_generator, train
 
 BETAS: Final = (0.0, 0.99)
-SHOWN: Final = 4  # heads of a picture of samples
+SHOWN: Final = 4  # heads of an image of samples
 Say = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """One head as the network is to draw it, and what it is told."""
+    """One training head, and its condition."""
 
     volume: NDArray[
         np.float32
@@ -115,7 +109,7 @@ class VolumeGanTraining:
 def train_volume_gan(
     examples: Sequence[Example],
     config: VolumeGanTraining,
-    place: Path | Place,
+    place: Path | CheckpointStore,
     say: Say = lambda _: None,
 ) -> Generator:
     """Train, from the checkpoint if there is one.
@@ -124,13 +118,13 @@ def train_volume_gan(
         examples: of public heads, or of all folds but one. Any sequence will do, one that reads its heads from a disk
             too: a step takes ``batch`` of them.
         config: of the run.
-        place: of the checkpoint; a folder is also given a picture of samples at each checkpoint.
+        place: of the checkpoint; a folder is also given an image of samples at each checkpoint.
         say: told of the progress: generator, discriminator and absolute.
     Returns:
         The moving average of the generator, in evaluation, on the CPU.
     Raises:
         ValueError: no two heads, or heads on another cube.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     if len(examples) < 2:
         raise ValueError("a network learns from two heads or more")
@@ -147,25 +141,25 @@ def train_volume_gan(
     return trainer.averaged()
 
 
-class VolumeGanTrainer:
-    """Both networks with their optimisers; :meth:`state` is all that the next step depends on, but the generator."""
+class VolumeGanTrainer(NetworkTrainer):
+    """Both networks with their optimisers."""
+
+    average: Average
 
     def __init__(self, examples: Sequence[Example], config: VolumeGanTraining) -> None:
         """Draw the initial weights from ``config.seed``."""
-        # it brings a hundred optimisers along, and every process of an agent would pay for them
-        from pytorch_optimizer import AdamP  # noqa: PLC0415
-
         self.examples, self.config = examples, config
         with seeded(config.seed):
             self.generator, self.discriminator = Generator(config.gan), Discriminator(config.gan)
         self.place(*config.devices)
         self.generator.sparing = self.discriminator.sparing = config.sparing
-        self.average = Average(self.generator, config.ema)
-        self.optimizers: dict[str, Any] = {
-            "generator": AdamP(self.generator.parameters(), lr=config.lr, betas=BETAS),
-            "discriminator": AdamP(self.discriminator.parameters(), lr=config.lr, betas=BETAS),
-        }
-        self.done = 0
+        each = {"generator": self.generator, "discriminator": self.discriminator}
+        adam = functools.partial(AdamP, lr=config.lr, betas=BETAS)
+        super().__init__(
+            each,
+            {f"{name}_optimizer": adam(net.parameters()) for name, net in each.items()},
+            Average(self.generator, config.ema),
+        )
 
     def place(self, generator: str, discriminator: str) -> None:
         """Lay each network on a device; what passes between them follows. Before the first step only."""
@@ -173,26 +167,14 @@ class VolumeGanTrainer:
         self.discriminator.to(discriminator)
         self.devices = (torch.device(generator), torch.device(discriminator))
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on."""
-        out = {**self.average.state(), "done": torch.tensor(self.done)}
-        for name, optimizer in self.optimizers.items():
-            out |= {f"{name}.{n}": t for n, t in getattr(self, name).state_dict().items()}
-            out |= optimizer_state(optimizer, f"{name}_optimizer")
-        return out
-
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take a state of :meth:`state`.
 
         Raises:
             KeyError, RuntimeError: it is not of this configuration.
         """
-        self.average.restore(state)
-        self.done = int(state["done"])
-        for name, optimizer in self.optimizers.items():
-            own = {n.removeprefix(f"{name}."): t for n, t in state.items() if n.startswith(f"{name}.")}
-            getattr(self, name).load_state_dict(own)
-            restore_optimizer(optimizer, f"{name}_optimizer", state)
+        super().restore(state)
+        for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:  # AdamP counts its steps there, and not in its state
                 group["step"] = self.done
 
@@ -221,7 +203,7 @@ class VolumeGanTrainer:
     def shown(self) -> NDArray[np.uint8]:
         """(3 SHOWN, S, S): what is drawn for the first heads, cut three ways; the same noise every time."""
         gammas = torch.from_numpy(np.stack([e.gamma.stack() for e in self.examples[:SHOWN]]))
-        made = drawn(self.averaged().to(self.devices[0]), gammas, own_generator(self.config.seed))[:, 0].numpy()
+        made = drawn(self.averaged().to(self.devices[0]), gammas, torch_generator(self.config.seed))[:, 0].numpy()
         return np.concatenate([cuts(volume) for volume in made])
 
     def _judge(self, x: Tensor, gamma: Tensor, draw: torch.Generator) -> float:
@@ -231,7 +213,7 @@ class VolumeGanTrainer:
             loss = discriminator_loss(
                 self.discriminator(real, gammas).float(), self.discriminator(made, gammas).float()
             )
-        self._descend("discriminator", loss)
+        self.descend("discriminator_optimizer", loss)
         return loss.item()
 
     def _learn(self, x: Tensor, gamma: Tensor, draw: torch.Generator) -> dict[str, float]:
@@ -244,7 +226,9 @@ class VolumeGanTrainer:
         told = {"generator": loss.item()}
         apart = torch.stack([(a.float() - b).abs().mean() for a, b in zip(made, real, strict=True)]).mean()
         told["absolute"] = apart.item()
-        self._descend("generator", loss + self.config.absolute * apart if self.config.absolute > 0.0 else loss)
+        self.descend(
+            "generator_optimizer", loss + self.config.absolute * apart if self.config.absolute > 0.0 else loss
+        )
         self.discriminator.requires_grad_(requires_grad=True)
         return told
 
@@ -264,12 +248,6 @@ class VolumeGanTrainer:
     def _mixed(self, device: torch.device) -> torch.autocast:
         kind = "cpu" if device.type == "meta" else device.type
         return torch.autocast(kind, torch.bfloat16, enabled=self.config.precision == "bfloat16")
-
-    def _descend(self, name: str, loss: Tensor) -> None:
-        optimizer = self.optimizers[name]
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        optimizer.step()
 
 
 def embedded(real: Sequence[Tensor], made: Sequence[Tensor], gammas: Sequence[Tensor]) -> list[Tensor]:

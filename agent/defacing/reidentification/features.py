@@ -1,4 +1,4 @@
-"""What an attacker makes of a scan before anybody is compared: depth maps, pictures and points of the surface.
+"""The attacker's features of a scan, before any comparison: depth maps, images and points of the surface.
 
 The attacker stands every head in the same frame, by the registration of its brain: defacing leaves the brain as it
 was, so that nothing keeps an attacker from it.
@@ -6,34 +6,19 @@ was, so that nothing keeps an attacker from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
 
-from agent.measures.rendering import (
-    FRONT,
-    VIEWS,
-    Camera,
-    Surface,
-    axes_of,
-    blurred,
-    camera_at,
-    render,
-    renderings,
-)
+from agent.defacing.reidentification.rendering import FRONT, Camera, Surface, camera_at, render, renderings
 
 Values = NDArray[np.float64]
-Zone = NDArray[np.bool_]
 
 FACE_VIEWS: Final = (FRONT, "left 30", "right 30", "left 60", "right 60", "left 90", "right 90")
-PHOTOGRAPHS: Final = "photographs"
-_CROWN: Final = (0.2, 0.5)  # rows of a picture in which a head's width is measured: above the ears
-_WIDTH_MM: Final = 155.0
 BEHIND: Final = -70.0  # mm: the depth of a pixel that shows nothing, a little behind the deepest that is seen
 # Parts of the surface by the head's frame, whose origin is 20 mm below the template's: (low, high) of |x|, y and z.
 ZONES: Final[Mapping[str, tuple[tuple[float, float], ...]]] = MappingProxyType(
@@ -67,7 +52,7 @@ class Cloud:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class ScanFeatures:
     """One scan, as the attacker sees it: numbers to compare by name, and points to lay onto others."""
 
     channels: Mapping[str, NDArray[np.float32]]  # each (d,), of one length in all looks
@@ -100,11 +85,11 @@ class Eye:
         return camera_at(to_template, self.side, self.extent_mm)
 
 
-def looked(seen: Surface, to_template: Values, eye: Eye) -> Look:
+def extract_features(seen: Surface, to_template: Values, eye: Eye) -> ScanFeatures:
     """A head as the attacker sees it.
 
     Args:
-        seen: the surface (:func:`agent.measures.rendering.surface`), de-faced or not.
+        seen: the surface (:func:`agent.defacing.reidentification.rendering.surface`), de-faced or not.
         to_template: (4, 4), RAS+ mm of the scanner to mm of the template, found by the brain.
         eye: how.
     """
@@ -123,48 +108,7 @@ def looked(seen: Surface, to_template: Values, eye: Eye) -> Look:
         "face": _thinned(Cloud(front[here], facing[here]), eye.points),
         "head": _thinned(Cloud(points, normals), eye.points),
     }
-    return Look({"depth": np.maximum(depth, np.float32(BEHIND)).ravel(), "shade": shade.ravel()}, clouds)
-
-
-def photographed(seen: Surface, to_template: Values, eye: Eye) -> Look:
-    """A head as on photographs: light and shade, and every head as wide as all others, since a picture has no mm.
-
-    The size of a brain tells that of its head, and no method may change the brain; so who measures in millimetres
-    gains a little from any head. Args: as of :func:`looked`.
-    """
-    camera = eye.camera(to_template)
-    front = np.isfinite(render(seen, camera).depth)
-    middle = slice(round(eye.side * _CROWN[0]), round(eye.side * _CROWN[1]))
-    widths = front[middle].sum(axis=1) * camera.pitch_mm
-    wide = float(np.quantile(widths, 0.9)) if widths.any() else _WIDTH_MM
-    zoom = float(np.clip(wide / _WIDTH_MM, 0.5, 1.5))
-    fitted = replace(camera, extent_mm=camera.extent_mm * zoom)
-    taken = renderings(seen, fitted, eye.views)
-    return Look({PHOTOGRAPHS: np.stack([one.shade for one in taken.values()]).ravel()}, {})
-
-
-def out_of_focus(look: Look, eye: Eye, blur_mm: float) -> Look:
-    """The control BLURRED of Fig. 3: who has blurred pictures only has neither depth nor points."""
-    pitch, side = eye.extent_mm / eye.side, eye.side
-    pictures = look.channels["shade"].reshape(-1, side, side)
-    return Look({"shade": np.stack([blurred(one, pitch, blur_mm) for one in pictures]).ravel()}, {})
-
-
-def hull_look(hull: NDArray[np.bool_]) -> Look:
-    """What gamma gives away by itself: the coarsened hull in the common cube, as distances to its surface.
-
-    Args:
-        hull: (S, S, S) of :class:`agent.heads.gamma.Gamma`.
-    """
-    far = ndimage.distance_transform_edt(hull) - ndimage.distance_transform_edt(~hull)
-    return Look({"hull": np.clip(far, -8.0, 8.0).astype(np.float32).ravel()}, {})
-
-
-def brain_look(brain: NDArray[np.bool_], intensities: NDArray[np.float32]) -> Look:
-    """What every method leaves: the brain, its shape and its values in the common cube, both (S, S, S)."""
-    far = ndimage.distance_transform_edt(brain) - ndimage.distance_transform_edt(~brain)
-    shape = np.clip(far, -3.0, 3.0).astype(np.float32).ravel()
-    return Look({"brain": np.where(brain, intensities, 0.0).astype(np.float32).ravel(), "brain shape": shape}, {})
+    return ScanFeatures({"depth": np.maximum(depth, np.float32(BEHIND)).ravel(), "shade": shade.ravel()}, clouds)
 
 
 def in_zone(points: Values, zone: str) -> NDArray[np.bool_]:
@@ -177,38 +121,6 @@ def in_zone(points: Values, zone: str) -> NDArray[np.bool_]:
     x, (y, z) = np.abs(points[:, 0]), points[:, 1:].T
     inside: NDArray[np.bool_] = (x >= x0) & (x < x1) & (y >= y0) & (y < y1) & (z >= z0) & (z < z1)
     return inside
-
-
-def pixels_of(looks: Sequence[Look], eye: Eye, zone: str) -> Zone:
-    """(views, side, side): the pixels that show a part of the surface, on the mean of some heads.
-
-    Raises:
-        KeyError: not one of ``ZONES``.
-    """
-    mean = np.mean([one.channels["depth"] for one in looks], axis=0).reshape(-1, eye.side, eye.side)
-    pitch, half = eye.extent_mm / eye.side, (eye.side - 1) / 2
-    rows, columns = np.indices((eye.side, eye.side))
-    shown = []
-    for name, depth in zip(eye.views, mean, strict=True):
-        view = np.stack([(columns - half) * pitch, (half - rows) * pitch, depth], axis=-1).reshape(-1, 3)
-        there = in_zone(view @ axes_of(VIEWS[name]).T, zone).reshape(depth.shape)
-        shown.append(there & (depth > BEHIND + 1.0))
-    return np.stack(shown)
-
-
-def only(look: Look, pixels: Zone, points: str = "") -> Look:
-    """A look at one part of the surface.
-
-    Args:
-        look: at the whole.
-        pixels: (views, side, side) of :func:`pixels_of`.
-        points: the name of the zone, to keep its points of the clouds as well; "": no cloud.
-    """
-    clouds = {}
-    for name, cloud in look.clouds.items() if points else ():
-        here = in_zone(cloud.points, points)
-        clouds[name] = Cloud(cloud.points[here], cloud.normals[here])
-    return Look({name: channel[pixels.ravel()] for name, channel in look.channels.items()}, clouds)
 
 
 def _thinned(cloud: Cloud, most: int) -> Cloud:

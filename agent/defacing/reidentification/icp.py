@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
-from agent.attacks.face_looks import Cloud, Values
+from agent.defacing.reidentification.features import Cloud, Values
 
 _FEWEST = 12  # points that a rigid motion is fitted to
 

@@ -1,9 +1,8 @@
-"""Matchers of heads that learn what a de-facing leaves, on other people, before they are asked about anybody.
+"""Matchers of heads, trained on other people to recognise what a defacing method leaves.
 
-Each learns from people whom the attacker has unaltered and de-faced by the same method, and gives one number for a
-pair of an unaltered and a de-faced head: higher is more alike. Which of them the attacker relies on is chosen on
-those other people as well (:func:`chosen`), never on the tested ones: the best of several on the test would beat
-chance by choice alone.
+Each matcher is trained on people of whom the attacker has unaltered and defaced heads of the same method, and scores
+a pair of an unaltered and a defaced head: higher is more alike. The attacker also chooses the matcher on those people
+(:func:`chosen`), never on the tested ones: the best of several on the test set would beat chance by selection alone.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import numpy as np
 from scipy.special import comb
 from scipy.stats import rankdata
 
-from agent.attacks.face_icp import Fit, distances
-from agent.attacks.face_looks import Look, Values
+from agent.defacing.reidentification.features import ScanFeatures, Values
+from agent.defacing.reidentification.icp import Fit, distances
 
 CHOICES: Final = 5  # of Fig. 3: one right, four others
 _FOLDS: Final = 5
@@ -28,8 +27,8 @@ _CLIP: Final = 4.0  # standard deviations: a pixel on an edge jumps, and would o
 class People:
     """Some people in one order: unaltered, as the attacker knows them, and de-faced."""
 
-    known: tuple[Look, ...]
-    made: tuple[Look, ...]
+    known: tuple[ScanFeatures, ...]
+    made: tuple[ScanFeatures, ...]
 
     def __post_init__(self) -> None:
         """One of each for everybody, and enough people to choose among."""
@@ -108,7 +107,7 @@ def surface_distance(cloud: str, fit: Fit) -> Learn:
 
 
 def surviving(channel: str) -> Learn:
-    """Matcher (a): correlation of pictures, each pixel weighted by how well it survived in other people."""
+    """Matcher (a): correlation of images, each pixel weighted by how well it survived in other people."""
 
     def learn(public: People) -> Matcher:
         scales = _Scales.of(public, channel)
@@ -128,7 +127,7 @@ def surviving(channel: str) -> Learn:
 
 
 def discriminant(channel: str, kept: int) -> Learn:
-    """Matcher (a): eigenfaces and linear discriminants (Belhumeur et al. 1997); a de-faced head is one more picture.
+    """Matcher (a): eigenfaces and linear discriminants (Belhumeur et al. 1997); a de-faced head is one more image.
 
     Whatever the method changes counts as variation within a person, so that the directions it leaves alone decide.
     """
@@ -141,7 +140,7 @@ def discriminant(channel: str, kept: int) -> Learn:
         apart = (a - b) / np.sqrt(2.0)
         within = apart.T @ apart / len(a)
         within += np.eye(len(within)) * 0.1 * np.trace(within) / len(within) + 1e-9 * np.eye(len(within))
-        together = (a.T @ b + b.T @ a) / (2 * len(a))  # between people: what both pictures share
+        together = (a.T @ b + b.T @ a) / (2 * len(a))  # between people: what both images share
         root = np.linalg.inv(np.linalg.cholesky(within))
         values, vectors = np.linalg.eigh(root @ together @ root.T)
         down = root.T @ (vectors * np.sqrt(np.clip(values, 0.0, None) / (1.0 + np.clip(values, 0.0, None))))
@@ -192,7 +191,7 @@ def all_of(parts: Sequence[Learn]) -> Learn:
     return learn
 
 
-def matchers(example: Look, people: int, fit: Fit | None = None) -> dict[str, Learn]:
+def matchers(example: ScanFeatures, people: int, fit: Fit | None = None) -> dict[str, Learn]:
     """Every matcher that a look's channels and clouds allow, by name.
 
     Args:
@@ -273,12 +272,12 @@ class _Scales:
     def made(self, people: People) -> Values:
         return self._scaled(people.made, self.means[1])
 
-    def _scaled(self, looks: Sequence[Look], mean: Values) -> Values:
+    def _scaled(self, looks: Sequence[ScanFeatures], mean: Values) -> Values:
         raw = np.stack([one.channels[self.channel] for one in looks]).astype(np.float64)
         return np.clip((raw - mean) / self.deviation, -_CLIP, _CLIP)
 
 
-def _sides(people: People) -> tuple[tuple[Look, ...], tuple[Look, ...]]:
+def _sides(people: People) -> tuple[tuple[ScanFeatures, ...], tuple[ScanFeatures, ...]]:
     return people.known, people.made
 
 

@@ -1,8 +1,8 @@
-"""What anybody sees of a head who has its scan: the surface, ray-cast from several sides, as depth maps and pictures.
+"""Renderings of a head scan: the surface, ray-cast from several sides, as depth maps and images.
 
 Parallel rays run through the smoothed volume; the first place where it rises above the level of the skin is found
 between two samples of the ray, and its gradient there is the normal of the surface (Levoy 1988). The camera stands in
-the template's axes, so that every head looks the same way. Pictures of an unaltered head show a person's face: they
+the template's axes, so that every head looks the same way. Images of an unaltered head show a person's face: they
 are as private as the scan is.
 """
 
@@ -20,8 +20,8 @@ from PIL import Image as Pillow
 from PIL import ImageDraw
 from scipy import ndimage
 
-from agent.heads.grid import cube_at, spacing
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.grid import cube_at, spacing
 
 FRONT, PROFILE = "front", "left 90"
 VIEWS: Final[Mapping[str, float]] = MappingProxyType(  # name -> degrees the camera goes round towards the head's left
@@ -39,7 +39,7 @@ VIEWS: Final[Mapping[str, float]] = MappingProxyType(  # name -> degrees the cam
 SHOWN: Final = (FRONT, "left 30", "left 60", PROFILE)
 _LAMP: Final = (0.0, 0.35, 1.0)  # right, up, towards the camera
 _AMBIENT: Final = 0.12
-_SMALL: Final = 0.01  # of the largest piece: what is smaller is no head; a nose cut loose stays in the picture
+_SMALL: Final = 0.01  # of the largest piece: what is smaller is no head; a nose cut loose stays in the image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +61,12 @@ class Camera:
     """Where rays start and how dense they are."""
 
     frame: NDArray[np.float64]  # (4, 4), millimetres of the head's frame (right, front, up) to RAS+ mm of the scanner
-    side: int = 128  # pixels along each edge of a picture
-    extent_mm: float = 256.0  # what a picture shows, and how far a ray goes
+    side: int = 128  # pixels along each edge of an image
+    extent_mm: float = 256.0  # what an image shows, and how far a ray goes
     step_mm: float = 2.0  # between two samples of a ray
 
     def __post_init__(self) -> None:
-        """A rigid frame: lengths in the picture are lengths of the head."""
+        """A rigid frame: lengths in the image are lengths of the head."""
         turn = self.frame[:3, :3]
         if self.frame.shape != (4, 4) or not float(np.abs(turn.T @ turn - np.eye(3)).max()) <= 1e-6:
             raise ValueError("a camera's frame is rigid")
@@ -94,7 +94,7 @@ def surface(volume: Volume, level: float, smooth_mm: float = 1.0) -> Surface:
 
     Args:
         volume: a head, whatever its axes.
-        level: of the skin, in the numbers of the volume (:func:`agent.heads.skin.threshold`).
+        level: of the skin, in the numbers of the volume (:func:`agent.defacing.head_mask.threshold`).
         smooth_mm: standard deviation; 0 leaves the values as they are.
     """
     values = np.array(volume.values, np.float32)
@@ -111,21 +111,21 @@ def surface(volume: Volume, level: float, smooth_mm: float = 1.0) -> Surface:
 
 
 def camera_at(to_template: NDArray[np.float64], side: int = 128, extent_mm: float = 256.0) -> Camera:
-    """The camera of a head: turned as the template is, around the centre of :func:`agent.heads.grid.cube_at`.
+    """The camera of a head: turned as the template is, around the centre of :func:`agent.volumes.grid.cube_at`.
 
     Args:
         to_template: (4, 4), RAS+ mm of the scanner to mm of the template.
         side: pixels along each edge.
-        extent_mm: of the picture.
+        extent_mm: of the image.
 
     Raises:
-        NotDefaced: ``bad_affine``, ``to_template`` is singular or mirrors.
+        NotDefacedError: ``bad_affine``, ``to_template`` is singular or mirrors.
     """
     return Camera(cube_at(to_template, 1, 1.0).affine, side, extent_mm, max(1.0, extent_mm / side))
 
 
 def render(seen: Surface, camera: Camera, yaw: float = 0.0, pitch: float = 0.0) -> Rendering:
-    """One picture.
+    """One image.
 
     Args:
         seen: the head.
@@ -173,23 +173,12 @@ def render(seen: Surface, camera: Camera, yaw: float = 0.0, pitch: float = 0.0) 
 
 
 def renderings(seen: Surface, camera: Camera, views: Sequence[str] = tuple(VIEWS)) -> dict[str, Rendering]:
-    """Pictures of one head from several sides.
+    """Images of one head from several sides.
 
     Raises:
         KeyError: a view is not one of ``VIEWS``.
     """
     return {name: render(seen, camera, VIEWS[name]) for name in views}
-
-
-def blurred(shade: NDArray[np.float32], pitch_mm: float, blur_mm: float) -> NDArray[np.float32]:
-    """A picture out of focus: the control BLURRED of Fig. 3.
-
-    Args:
-        shade: (h, w), or a depth map without NaN.
-        pitch_mm: from one pixel to the next.
-        blur_mm: standard deviation of the Gaussian.
-    """
-    return np.asarray(ndimage.gaussian_filter(shade, blur_mm / pitch_mm, mode="nearest"), np.float32)
 
 
 def png(picture: NDArray[np.float32]) -> bytes:
@@ -200,7 +189,7 @@ def png(picture: NDArray[np.float32]) -> bytes:
 def before_after(before: Surface, after: Surface, camera: Camera, views: Sequence[str] = SHOWN) -> bytes:
     """A PNG: the unaltered head above, the de-faced one below, one column for each view.
 
-    The upper row shows the person's face. It is for those who may see the scan, and for nobody else.
+    The upper row shows the person's face, so only users who may see the scan may see it.
     """
     rows = [np.hstack([render(one, camera, VIEWS[name]).shade for name in views]) for one in (before, after)]
     sheet = Pillow.fromarray(_grey(np.vstack(rows)))
@@ -211,7 +200,7 @@ def before_after(before: Surface, after: Surface, camera: Camera, views: Sequenc
 
 
 def axes_of(yaw: float, pitch: float = 0.0) -> NDArray[np.float64]:
-    """(3, 3): columns are right, up and towards the camera of a picture, in the head's frame (right, front, up)."""
+    """(3, 3): columns are right, up and towards the camera of an image, in the head's frame (right, front, up)."""
     turn, rise = np.deg2rad([yaw, pitch])
     towards = np.array([-np.sin(turn) * np.cos(rise), np.cos(turn) * np.cos(rise), np.sin(rise)])
     right = np.array([-np.cos(turn), -np.sin(turn), 0.0])  # who faces us has their left on our right

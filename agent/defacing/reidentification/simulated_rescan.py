@@ -1,8 +1,8 @@
 """A scan as it might have been on another day: how an attack is shown to work where each patient was scanned once.
 
-Another pose (the grid lies elsewhere in the head), the coil's field and the noise of magnitude images (Gudbjartsson &
-Patz 1995) are drawn anew. It is easier than a true second visit, months later: what an attacker finds here says that
-the attack works, and not how well it would in a year.
+The pose (the grid lies elsewhere in the head), the coil's field and the noise of magnitude images (Gudbjartsson &
+Patz 1995) are drawn again. This is easier than a true second visit, months later: it shows that the attack works, not
+how well it would work after a year.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.heads.grid import resample
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.grid import resample
 
 _FIELD: Final = 3  # cosines along each axis
 

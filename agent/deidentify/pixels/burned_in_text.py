@@ -1,18 +1,18 @@
-"""Finds burned-in text by its geometry, in every picture: letters are drawn with one ink and stand in a row.
+"""Finds burned-in text by its geometry, in every image: letters are drawn with one ink and stand in a row.
 
-A device or a viewer that writes into a picture uses one stored value, perhaps with soft rims, perhaps on a solid
+A device or a viewer that writes into an image uses one stored value, perhaps with soft rims, perhaps on a solid
 box. Whatever is nearer to such a value than to its surroundings is cut into connected parts; parts of a letter's
 size and thickness which stand on one line, reach the same one or two heights, follow each other closely and have
 nothing between them and around them are text. Anatomy, noise, metal, air and test patterns seldom do all of this.
 
-It says that there is text, never what it says; one to three signs (a side marker, a ruler's digit) are not text.
-It is an alarm and no guarantee: which pictures may come in at all is decided by the rules. Of 502 texts in nine
-fonts, drawn into ten slices (six real, four of a head template), it found 66 of 78 with a font size of 10 pixels,
-71 of 81 of 12, 51 of 56 of 14, 63 of 70 of 16, 188 of 189 of 20 to 48, and 24 of 28 of 60. It fired on 6 of 3151
-clean pictures: a palette's indices, a skull-stripped slice, 2 of 24 head slices padded with zeros, and 2 of 24 of
-Poisson noise. 512 x 512 values take 3 to 25 ms on one core.
-Rejected: tesseract on every picture (some 0.3 s each, and it misses much; ``agent/edges/ocr.py`` samples with it);
-OpenCV's MSER and EAST (a large dependency, and a network trained on street scenes).
+It reports that there is text, not what it says; one to three signs (a side marker, a ruler's digit) are not text. It
+is an alarm, not a guarantee: the admission rules decide which images may come in. Of 502 texts in nine fonts, drawn
+into ten slices (six real, four of a head template), it found 66 of 78 with a font size of 10 pixels, 71 of 81 of 12,
+51 of 56 of 14, 63 of 70 of 16, 188 of 189 of 20 to 48, and 24 of 28 of 60. It fired on 6 of 3151 clean images: a
+palette's indices, a skull-stripped slice, 2 of 24 head slices padded with zeros, and 2 of 24 of Poisson noise. 512 x
+512 values take 3 to 25 ms on one core. Rejected: tesseract on every image (some 0.3 s each, and it misses much;
+``agent/ingest/ocr.py`` samples with it); OpenCV's MSER and EAST (a large dependency, and a network trained on street
+scenes).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Levels = NDArray[np.uint16]
 
 _SIDE: Final = 6  # pixels: nothing is written into less
 _BLOCK: Final = 16  # pixels: surroundings are means over three by three such blocks
-_CONTRAST: Final = 0.12  # of the picture's range, between ink and surroundings
+_CONTRAST: Final = 0.12  # of the image's range, between ink and surroundings
 _NEAR: Final = 0.03  # of the range: values that are one ink
 _EXACT: Final = 0.005  # of the range: values that are the same
 # how near to the ink (1 is the surroundings), and how much of the letters must then be of the very same value:
@@ -65,7 +65,7 @@ _JOINED: Final = (1.35, 2.9)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TextFindings:
     """What looks like text."""
 
     lines: int
@@ -96,12 +96,12 @@ class _Parts:
         return _Parts(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
-def shows_text(values: Stored) -> bool:
+def has_burned_in_text(values: Stored) -> bool:
     """Is there a line of four letters or more? Arguments and errors as for ``text_lines``."""
     return text_lines(values).lines > 0
 
 
-def text_lines(values: Stored) -> Found:
+def text_lines(values: Stored) -> TextFindings:
     """Lines of text in the first frame and ink that show any, none when no frame does.
 
     The answer depends on nothing but the values. The work is linear in the pixels, but for letter-like parts: those
@@ -117,7 +117,7 @@ def text_lines(values: Stored) -> Found:
         raise ValueError("stored values of two to four dimensions are needed")
     planes = _planes(values) if values.size else ()
     found = (found for plane in planes for levels, spread in _tiles(plane) for found in _in_tile(levels, spread))
-    return next((some for some in found if some.lines), Found(0, 0))
+    return next((some for some in found if some.lines), TextFindings(0, 0))
 
 
 def _planes(values: Stored) -> Iterator[Stored]:
@@ -136,7 +136,7 @@ def _planes(values: Stored) -> Iterator[Stored]:
 
 
 def _tiles(plane: Stored) -> Iterator[tuple[Levels, float]]:
-    """Parts of a picture that are looked at together, and the range of its values, both in levels."""
+    """Parts of an image that are looked at together, and the range of its values, both in levels."""
     low, high = int(plane.min()), int(plane.max())
     if min(plane.shape) < _SIDE or low == high:
         return
@@ -150,14 +150,14 @@ def _tiles(plane: Stored) -> Iterator[tuple[Levels, float]]:
 
 
 def _levels(tile: Stored, low: int, step: int) -> Levels:
-    """Stored values counted from the lowest one of the picture, in steps."""
+    """Stored values counted from the lowest one of the image, in steps."""
     if tile.dtype.itemsize <= 2:
         return (tile.astype(np.int32) - np.int32(low)).astype(np.uint16)
     above = tile.astype(np.uint64) - np.uint64(low % (1 << 64))  # modulo 2**64, which no difference reaches
     return (above // np.uint64(step)).astype(np.uint16)
 
 
-def _in_tile(levels: Levels, spread: float) -> Iterator[Found]:
+def _in_tile(levels: Levels, spread: float) -> Iterator[TextFindings]:
     """What each ink and each cut shows."""
     total = _blocks(levels, np.uint32)
     for ink in _inks(levels, spread):
@@ -274,7 +274,7 @@ def _window(where: NDArray[np.bool_]) -> tuple[slice, ...]:
     return tuple(slice(max(0, int(n[0]) * _BLOCK - _MARGIN), (int(n[-1]) + 1) * _BLOCK + _MARGIN) for n in used)
 
 
-def _in_mask(mask: NDArray[np.bool_], same: NDArray[np.bool_], least_same: float) -> Found:
+def _in_mask(mask: NDArray[np.bool_], same: NDArray[np.bool_], least_same: float) -> TextFindings:
     """Lines of text among the parts of a mask; ``same`` of their pixels are of the ink's very value."""
     labels, count = ndimage.label(mask, _EIGHT)
     where = np.flatnonzero(mask)
@@ -297,7 +297,7 @@ def _in_mask(mask: NDArray[np.bool_], same: NDArray[np.bool_], least_same: float
                 lines, glyphs = lines + 1, glyphs + int(units.sum())
         if lines:
             break  # the next band shares rows with this one
-    return Found(lines, glyphs)
+    return TextFindings(lines, glyphs)
 
 
 def _parts(mask: NDArray[np.bool_], where: Ints, name: Ints, area: Ints) -> _Parts:

@@ -1,4 +1,4 @@
-"""What a compressed frame says about itself, read before any decoder sees it.
+"""Read the headers of a compressed frame before any decoder does.
 
 A decoder believes the stream's own header and allocates by it; the rules judged the DICOM header. Here the
 two must agree. Only headers are read: JPEG and JPEG-LS frame headers (ITU-T T.81 B.2.2, T.87 C.2.2), the
@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from agent.deidentify.reasons import Refused
+from agent.deidentify.errors import FileRejectedError
 
 RLE: Final = "1.2.840.10008.1.2.5"
 _JPEG: Final = "1.2.840.10008.1.2.4."
@@ -50,7 +50,8 @@ def check(frame: bytes, transfer_syntax: str, expected: Shape) -> None:
     """Compare one compressed frame with the DICOM header.
 
     Raises:
-        Refused: ``undecodable``, the frame is not of its transfer syntax, or of another size than the header says.
+        FileRejectedError: ``undecodable``, the frame is not of its transfer syntax, or of another size than the
+        header says.
     """
     try:
         if transfer_syntax == RLE:
@@ -62,7 +63,7 @@ def check(frame: bytes, transfer_syntax: str, expected: Shape) -> None:
     except (struct.error, IndexError, KeyError):
         sound = False
     if not sound:
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
 
 
 def _agree(found: Shape | None, expected: Shape) -> bool:
@@ -114,7 +115,7 @@ def _siz(frame: bytes) -> Shape | None:
 
 
 def _rle_fits(frame: bytes, expected: Shape) -> bool:
-    """One segment for each byte of a sample, in order, and enough bytes to expand to the picture."""
+    """One segment for each byte of a sample, in order, and enough bytes to expand to the image."""
     (segments,) = struct.unpack_from("<I", frame, 0)
     wanted = expected.samples * expected.bits // 8
     if segments != wanted or not 0 < segments <= _RLE_SEGMENTS:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from pydicom import Dataset
 
 from agent.deidentify.attributes import frames, numbers, text
-from agent.deidentify.reasons import Refused
+from agent.deidentify.errors import FileRejectedError
+from protos.common.errors import RefusedError
 
 Window = Literal["none", "first_window", "first_lut", "full_range"]
 FULL_RANGE: Final = "full_range"
@@ -41,7 +42,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interpreted:
-    """One picture or several frames as numbers."""
+    """One image or several frames as numbers."""
 
     values: Real  # ([frames,] rows, columns[, 3])
     units: str  # "HU", "OD", "BQML" and the like; "display" in [0, 1]; "unspecified"
@@ -50,8 +51,8 @@ class Interpreted:
     bits: int  # stored bits of one sample
 
 
-class NotAVolume(ValueError):
-    """Slices do not make up a volume. The text says in what way, and holds nothing of the files."""
+class NotAVolumeError(RefusedError, ValueError):
+    """Slices do not form a volume. The text says why, and contains nothing of the files."""
 
 
 def interpret(dataset: Dataset, stored: NDArray[np.integer[Any]], window: Window) -> Interpreted:
@@ -67,7 +68,7 @@ def interpret(dataset: Dataset, stored: NDArray[np.integer[Any]], window: Window
     Returns:
         float32 throughout: stored values beyond 24 bits are rounded.
     Raises:
-        Refused: ``undecodable``, an attribute that makes no sense, or a value that is not finite.
+        FileRejectedError: ``undecodable``, an attribute that makes no sense, or a value that is not finite.
     """
     if window not in get_args(Window):
         raise ValueError("no such window policy")
@@ -75,15 +76,15 @@ def interpret(dataset: Dataset, stored: NDArray[np.integer[Any]], window: Window
         count = frames(dataset)
         colour = stored.ndim - (count > 1) == 3
         if not stored.size or stored.ndim != 2 + (count > 1) + colour or (colour and stored.shape[-1] != 3):
-            raise Refused("undecodable")
+            raise FileRejectedError("undecodable")
         values = _colours(stored, window) if colour else _grey(dataset, stored, window, count)
-        spacing = _spacing(_group(dataset, 0, "PixelMeasuresSequence"))
+        spacing = _spacing(macro(dataset, 0, "PixelMeasuresSequence"))
         units = UNSPECIFIED if colour else _units(dataset)
         bits = int(dataset.get("BitsStored") or 8 * stored.dtype.itemsize)
     except _UNREADABLE:
-        raise Refused("undecodable") from None
+        raise FileRejectedError("undecodable") from None
     if not bool(np.isfinite(values).all()):
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     return Interpreted(values, units if window == "none" else DISPLAY, spacing, _planes(dataset, count), bits)
 
 
@@ -95,7 +96,7 @@ def _colours(stored: NDArray[np.integer[Any]], window: Window) -> Real:
 def _grey(dataset: Dataset, stored: NDArray[np.integer[Any]], window: Window, count: int) -> Real:
     inverse = text(dataset, "PhotometricInterpretation") == "MONOCHROME1"
     each = stored if count > 1 else stored[np.newaxis]
-    transforms = [_group(dataset, i, "PixelValueTransformationSequence") for i in range(count)]
+    transforms = [macro(dataset, i, "PixelValueTransformationSequence") for i in range(count)]
     real = np.empty(each.shape, dtype=np.float32)
     for i in range(count):
         _modality(transforms[i], each[i], real[i])
@@ -107,14 +108,14 @@ def _grey(dataset: Dataset, stored: NDArray[np.integer[Any]], window: Window, co
         plain = each.dtype == np.uint8 and not any(_transforms(t) for t in transforms)
         full = (0.0, 255.0) if plain else ends
         for i in range(count):
-            _show(_group(dataset, i, "FrameVOILUTSequence"), real[i], window, full)
+            _show(macro(dataset, i, "FrameVOILUTSequence"), real[i], window, full)
         if inverse:
             np.subtract(np.float32(1), real, out=real)
     return real if count > 1 else real[0]
 
 
-def _group(dataset: Dataset, frame: int, sequence: str) -> Dataset:
-    """The data set that holds a macro's attributes: of the frame, of all frames, or the image itself."""
+def macro(dataset: Dataset, frame: int, sequence: str) -> Dataset:
+    """The data set with a macro's attributes (PS3.3 C.7.6.16): the frame's, the shared one, or the image itself."""
     per_frame, shared = (dataset.get(f"{which}FunctionalGroupsSequence") or [] for which in ("PerFrame", "Shared"))
     for items, index in ((per_frame, frame), (shared, 0)):
         if index < len(items) and items[index].get(sequence):
@@ -156,15 +157,22 @@ def _table(item: Dataset, values: NDArray[Any]) -> tuple[NDArray[np.uint16], int
     return found, bits
 
 
-def _padding(dataset: Dataset, stored: NDArray[np.integer[Any]]) -> NDArray[np.bool_] | None:
-    """Where the scanner saw nothing: one value, or all up to a limit."""
+def padding_range(dataset: Dataset, dtype: np.dtype[Any]) -> tuple[int, int] | None:
+    """The least and the greatest stored value that stand for "nothing was seen here" (PS3.3 C.7.5.1.1.2), or None."""
     ends = [*numbers(dataset, "PixelPaddingValue"), *numbers(dataset, "PixelPaddingRangeLimit")]
     if not ends or "PixelPaddingValue" not in dataset:
         return None
-    kind = np.iinfo(stored.dtype)
+    kind = np.iinfo(dtype)
     whole = [int(v) - 2**kind.bits if v > kind.max and kind.min < 0 else int(v) for v in ends]
-    low, high = min(whole), max(whole)
-    found: NDArray[np.bool_] = (stored >= low) & (stored <= high) if low != high else stored == low
+    return min(whole), max(whole)
+
+
+def _padding(dataset: Dataset, stored: NDArray[np.integer[Any]]) -> NDArray[np.bool_] | None:
+    """Where the scanner saw nothing."""
+    ends = padding_range(dataset, stored.dtype)
+    if ends is None:
+        return None
+    found: NDArray[np.bool_] = (stored >= ends[0]) & (stored <= ends[1])
     return found if bool(found.any()) and not bool(found.all()) else None
 
 
@@ -214,7 +222,7 @@ def _ramp(real: Real, low: float, high: float) -> None:
 
 def _units(dataset: Dataset) -> str:
     """What the modality's values are measured in."""
-    group = _group(dataset, 0, "PixelValueTransformationSequence")
+    group = macro(dataset, 0, "PixelValueTransformationSequence")
     modality = text(dataset, "Modality")
     if group.get("ModalityLUTSequence"):
         stated = text(group["ModalityLUTSequence"].value[0], "ModalityLUTType")
@@ -245,8 +253,8 @@ def _planes(dataset: Dataset, count: int) -> tuple[Plane, ...] | None:
 
 
 def _plane(dataset: Dataset, frame: int) -> Plane | None:
-    origin = numbers(_group(dataset, frame, "PlanePositionSequence"), "ImagePositionPatient")
-    cosines = numbers(_group(dataset, frame, "PlaneOrientationSequence"), "ImageOrientationPatient")
+    origin = numbers(macro(dataset, frame, "PlanePositionSequence"), "ImagePositionPatient")
+    cosines = numbers(macro(dataset, frame, "PlaneOrientationSequence"), "ImageOrientationPatient")
     if len(origin) != 3 or len(cosines) != 6:
         return None
     row, column = np.array(cosines[:3]), np.array(cosines[3:])
@@ -266,21 +274,21 @@ def stack(pictures: Sequence[Interpreted]) -> tuple[Real, NDArray[np.float64]]:
     Returns:
         (columns, rows, slices) float32, and the (4, 4) affine from indices to RAS+ millimetres, NIfTI's way.
     Raises:
-        NotAVolume: fewer than two slices, a missing plane or spacing, different sizes, spacings or
+        NotAVolumeError: fewer than two slices, a missing plane or spacing, different sizes, spacings or
             orientations, or slices that are not evenly spaced on one line (a tilted gantry's shear is kept).
     """
     slices = [(v, plane) for p in pictures for v, plane in _frames(p)]
     spacings = {p.spacing for p in pictures}
     spacing = next(iter(spacings), None)
     if len(slices) < 2 or len(spacings) != 1 or spacing is None:
-        raise NotAVolume("a volume needs two slices or more of one spacing")
+        raise NotAVolumeError("a volume needs two slices or more of one spacing")
     if len({v.shape for v, _ in slices}) != 1:
-        raise NotAVolume("slices of different sizes")
+        raise NotAVolumeError("slices of different sizes")
     row, column = np.array(slices[0][1].along_row), np.array(slices[0][1].along_column)
     for _, plane in slices:
         off = (np.abs(row - plane.along_row).max(), np.abs(column - plane.along_column).max())
         if not max(off) < _STRAIGHT:
-            raise NotAVolume("slices of different orientations")
+            raise NotAVolumeError("slices of different orientations")
     normal = np.cross(row, column)
     slices.sort(key=lambda s: float(normal @ np.array(s[1].origin)))
     step = _step(np.array([plane.origin for _, plane in slices]), normal)
@@ -293,10 +301,10 @@ def stack(pictures: Sequence[Interpreted]) -> tuple[Real, NDArray[np.float64]]:
 def _frames(picture: Interpreted) -> list[tuple[Real, Plane]]:
     planes = picture.planes
     if planes is None:
-        raise NotAVolume("a slice without position or orientation")
+        raise NotAVolumeError("a slice without position or orientation")
     each = picture.values if len(planes) > 1 else picture.values[np.newaxis]
     if each.ndim != 3 or len(each) != len(planes):
-        raise NotAVolume("a slice that is not grey")
+        raise NotAVolumeError("a slice that is not grey")
     return list(zip(each, planes, strict=True))
 
 
@@ -306,5 +314,5 @@ def _step(origins: NDArray[np.float64], normal: NDArray[np.float64]) -> NDArray[
     gap = float(step @ normal)
     places = origins[0] + step * np.arange(len(origins))[:, np.newaxis]
     if not gap > 0 or not float(np.abs(origins - places).max()) <= _APART * gap:
-        raise NotAVolume("slices that are not evenly spaced on one line")
+        raise NotAVolumeError("slices that are not evenly spaced on one line")
     return step

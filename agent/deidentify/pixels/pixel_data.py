@@ -15,12 +15,12 @@ from pydicom.pixels.processing import apply_color_lut, convert_color_space
 from pydicom.pixels.utils import pixel_array
 from pydicom.uid import UID
 
-from agent.deidentify import codestream
+from agent.deidentify.admission_rules import DECODERS, IMAGECODECS
 from agent.deidentify.attributes import frames, text
-from agent.deidentify.interpretation import FULL_RANGE, interpret
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.pixels import codestream
+from agent.deidentify.pixels.interpretation import FULL_RANGE, interpret
 from agent.deidentify.prescan import EXPLICIT_LE
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import DECODERS, IMAGECODECS
 
 Stored = NDArray[np.integer[Any]]
 _PALETTE: Final = "PALETTE COLOR"
@@ -34,10 +34,11 @@ def decode(dataset: Dataset, transfer_syntax: str) -> Stored:
     Bits above BitsStored are cleared (an old-style overlay, a drawing or a name, can hide there).
 
     Raises:
-        Refused: ``unsupported_encoding``, ``undecodable``; decoders raise errors of their own on broken data.
+        FileRejectedError: ``unsupported_encoding``, ``undecodable``; decoders raise errors of their own on broken
+        data.
     """
     if transfer_syntax not in DECODERS:
-        raise Refused("unsupported_encoding")
+        raise FileRejectedError("unsupported_encoding")
     decoder = DECODERS[transfer_syntax]
     streams = list(_streams(dataset, transfer_syntax)) if decoder else []
     if decoder == IMAGECODECS:
@@ -58,7 +59,7 @@ def _streams(dataset: Dataset, transfer_syntax: str) -> Iterator[bytes]:
         found += 1
         yield frame
     if found != count:
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
 
 
 def _jpeg(dataset: Dataset, streams: list[bytes], transfer_syntax: str) -> Stored:
@@ -82,7 +83,7 @@ def _cleared(dataset: Dataset, values: Stored) -> Stored:
     allocated, stored = int(dataset.BitsAllocated), int(dataset.BitsStored)
     sound = values.shape == shape and values.dtype.kind in "iu" and values.dtype.itemsize * 8 == allocated
     if not (sound and 0 < stored <= allocated and dataset.get("HighBit", stored - 1) == stored - 1):
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     # pydicom 3.0.2 clears the bits of native pixel data too; the guarantee must not hang on its version
     if stored == allocated:
         return values
@@ -95,7 +96,7 @@ def _coloured(dataset: Dataset, values: Stored) -> Stored:
     """Indices into a palette (PS3.3 C.7.6.3.1.5) as 8- or 16-bit RGB; 16 bits that say no more than 8 become 8."""
     colours: Stored = apply_color_lut(values, dataset)
     if colours.shape != (*values.shape, 3):
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     return (colours >> 8).astype(np.uint8) if colours.dtype == np.uint16 and _eight_bits(dataset) else colours
 
 
@@ -116,7 +117,7 @@ def _high(entries: NDArray[np.uint16]) -> NDArray[np.uint16]:
 def native(dataset: Dataset, values: Stored) -> Dataset:
     """The data set with its pixel data replaced by decoded values, uncompressed.
 
-    What a compressed stream carries beside the picture (comments, EXIF, bytes after the end) is gone.
+    What a compressed stream carries beside the image (comments, EXIF, bytes after the end) is gone.
     """
     copy = Dataset(dataset)
     copy.file_meta = FileMetaDataset()
@@ -136,14 +137,14 @@ def native(dataset: Dataset, values: Stored) -> Dataset:
 
 
 def unit_range(dataset: Dataset, values: Stored) -> NDArray[np.float32]:
-    """One frame as (h, w) or (h, w, 3) float32 in [0, 1], bright is high: the way in shows every picture like this.
+    """One frame as (h, w) or (h, w, 3) float32 in [0, 1], bright is high: the way in shows every image like this.
 
     The modality LUT, then the first window, without one the full range; colour stays RGB.
 
     Raises:
-        Refused: ``undecodable``, not finite or not one frame.
+        FileRejectedError: ``undecodable``, not finite or not one frame.
     """
     frame = values.ndim == 2 or (values.ndim == 3 and values.shape[-1] == 3 and frames(dataset) == 1)
     if not frame or not values.size:
-        raise Refused("undecodable")
+        raise FileRejectedError("undecodable")
     return interpret(dataset, values, FULL_RANGE if values.ndim == 3 else "first_window").values

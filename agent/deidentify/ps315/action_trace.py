@@ -49,7 +49,7 @@ _PATH: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AttributeAction:
     """One attribute's fate."""
 
     path: str  # "0010,0010", or of an item "0040,A730[0]", below it "0040,A730[0]/0010,0010"
@@ -63,15 +63,15 @@ class Step:
 
 
 # a series has the same few hundred steps in each of its instances
-step = lru_cache(maxsize=1 << 15)(Step)
+step = lru_cache(maxsize=1 << 15)(AttributeAction)
 
 
-def dumps(trace: Iterable[Step]) -> bytes:
+def dumps(trace: Iterable[AttributeAction]) -> bytes:
     """A trace as bytes, for a pipe: JSON rows of path, action and why."""
     return json.dumps([(s.path, s.action, s.why) for s in trace], separators=(",", ":")).encode()
 
 
-def loads(data: bytes) -> tuple[Step, ...]:
+def loads(data: bytes) -> tuple[AttributeAction, ...]:
     """The trace in ``dumps``'s bytes, each step checked.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a profile does with each attribute: one decision per tag, made once and looked up afterwards.
+"""The actions of a profile: one decision per tag, computed once and looked up afterwards.
 
 The order is the guarantee: what PS3.15 Table E.1-1 lists is decided by the table and the profile's options,
 never by the lists of ``keep``; what neither knows is removed.
@@ -12,9 +12,9 @@ from typing import Final, Literal
 
 from pydicom._dicom_dict import DicomDictionary
 
-from agent.deidentify import keep, structured, table
-from agent.deidentify.profile import Profile
-from agent.deidentify.trace import Action
+from agent.deidentify.ps315 import retained_attributes, structured_content, table
+from agent.deidentify.ps315.action_trace import Action
+from agent.deidentify.ps315.options import Profile
 
 Kind = Literal[
     "removed", "emptied", "dummy", "keyed_id", "uid", "class_uid", "number", "term", "date", "clock",
@@ -31,12 +31,12 @@ DUMMIES: Final = {
 }
 # identities that must stay consistent, written as keyed values (16 hex characters fit SH)
 _IDENTITIES: Final = ("ID", "Number", "Identifier", "ImagingServiceRequest")
-STAMPED: Final = keep.tags(
+STAMPED: Final = retained_attributes.tags(
     *("PatientName", "PatientID", "PatientBirthDate", "PatientIdentityRemoved", "DeidentificationMethod"),
     *("DeidentificationMethodCodeSequence", "LongitudinalTemporalInformationModified", "BurnedInAnnotation"),
     "RecognizableVisualFeatures",
 )
-_STAMPED_ANYWHERE: Final = keep.tags("BurnedInAnnotation", "RecognizableVisualFeatures")
+_STAMPED_ANYWHERE: Final = retained_attributes.tags("BurnedInAnnotation", "RecognizableVisualFeatures")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +81,25 @@ def decide(profile: Profile, tag: int) -> Decision:
 
 def _unlisted(profile: Profile, tag: int, vr: str) -> Decision:
     """What the table does not list: admitted by ``keep``, or removed."""
-    if tag == keep.PIXELS:
+    if tag == retained_attributes.PIXELS:
         return Decision("pixels", "OW", "kept", "listed")
-    if tag in keep.CODE_TAGS:
+    if tag in retained_attributes.CODE_TAGS:
         return Decision("code", vr, "kept", "listed")
-    if profile.clean_structured_content and tag in structured.SEQUENCES | structured.TERMS | structured.WORDS:
+    if (
+        profile.clean_structured_content
+        and tag in structured_content.SEQUENCES | structured_content.TERMS | structured_content.WORDS
+    ):
         return structured_decision(tag, vr)
     families: tuple[tuple[frozenset[int], Kind], ...] = (
-        (keep.CLASS_UIDS, "class_uid"),
-        (keep.NUMBERS, "number"),
-        (frozenset(keep.TERMS), "term"),
-        (keep.SEQUENCES, "sequence"),
-        (frozenset(keep.LOOKUP_TABLES), "lut"),
-        (keep.MAKERS, "maker"),
-        (keep.MODELS, "model"),
-        (keep.VERSIONS, "version"),
-        (keep.SHORT_TEXTS, "short"),
+        (retained_attributes.CLASS_UIDS, "class_uid"),
+        (retained_attributes.NUMBERS, "number"),
+        (frozenset(retained_attributes.TERMS), "term"),
+        (retained_attributes.SEQUENCES, "sequence"),
+        (frozenset(retained_attributes.LOOKUP_TABLES), "lut"),
+        (retained_attributes.MAKERS, "maker"),
+        (retained_attributes.MODELS, "model"),
+        (retained_attributes.VERSIONS, "version"),
+        (retained_attributes.SHORT_TEXTS, "short"),
     )
     for members, kind in families:
         if tag in members:
@@ -108,19 +111,23 @@ def _unlisted(profile: Profile, tag: int, vr: str) -> Decision:
 
 def structured_decision(tag: int, vr: str) -> Decision:
     """An attribute of a report's content tree (PS3.3 C.17.3), under the Clean Structured Content Option."""
-    if tag in structured.WORDS:
+    if tag in structured_content.WORDS:
         return Decision("dummy", vr, "replaced", "clean_structured")
-    kind: Kind = "sequence" if tag in structured.SEQUENCES else "term"
+    kind: Kind = "sequence" if tag in structured_content.SEQUENCES else "term"
     return Decision(kind, vr, "cleaned" if kind == "sequence" else "kept", "clean_structured")
 
 
 def _by_option(profile: Profile, tag: int, vr: str) -> Decision | None:
     """A row of the table whose option is on."""
     options = table.OPTIONS
-    if profile.retain_longitudinal and vr in _TIMES and (tag in options["retain_longitudinal"] or tag in keep.DATES):
+    if (
+        profile.retain_longitudinal
+        and vr in _TIMES
+        and (tag in options["retain_longitudinal"] or tag in retained_attributes.DATES)
+    ):
         return _when(profile, tag, vr)
-    if profile.clean_structured_content and tag in structured.LISTED:
-        return structured_decision(tag, vr) if vr == "SQ" or tag in structured.WORDS else None
+    if profile.clean_structured_content and tag in structured_content.LISTED:
+        return structured_decision(tag, vr) if vr == "SQ" or tag in structured_content.WORDS else None
     if profile.retain_patient_characteristics and tag in options["retain_patient_characteristics"]:
         return _about_the_patient(tag, vr)
     if profile.retain_device and tag in options["retain_device"] and vr in _TEXT_VRS | {"AE"}:
@@ -169,7 +176,7 @@ def _by_action(action: str, vr: str, keyword: str) -> Decision:
     return Decision("dummy", vr, "replaced", why) if vr in DUMMIES else _removed(why)
 
 
-# optional wherever a picture has them (type 3), so that nothing is missed when they are gone
+# optional wherever an image has them (type 3), so that nothing is missed when they are gone
 _REMOVED_BY_CHOICE: Final = frozenset(
     {"InstanceCreationDate", "InstanceCreationTime", "SeriesDate", "SeriesTime", "InstitutionName"}
     | {"StationName", "OperatorsName", "DeviceSerialNumber", "ProtocolName", "PatientSexNeutered"}

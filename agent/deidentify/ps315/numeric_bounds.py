@@ -1,9 +1,9 @@
 """How large a number may be, and how many digits it may carry, before it could be an identifier.
 
-A telephone or record number is a number too, and a parser admits it as a tube voltage. So every kept number
-has a range that devices stay within, and as many digits as physics needs: 7 significant ones, which is what
-binary32 resolves. Image geometry is kept exactly, unless its fraction alone carries 10 digits or more. Outside
-its range a number is no number. What this cannot see: an identifier of up to 7 digits (6 for counters).
+A telephone or record number is a number too, and a parser would accept it as a tube voltage. So every kept number has
+a range that devices stay within, and as many digits as physics needs: 7 significant ones, the resolution of binary32.
+Image geometry is kept exactly, unless its fraction alone has 10 digits or more. A number outside its range is
+removed. Limit: an identifier of up to 7 digits (6 for counters) is not detected.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ _BY_TAG: Final = _keyed()
 
 
 @cache
-def of(tag: int) -> Bound:
+def bound_of(tag: int) -> Bound:
     """The bound of one standard attribute: its own, or that of its VR; as many values as its VM admits."""
     vr, multiplicity = DicomDictionary[tag][:2]
     usual = _ANY_16_BITS if vr in _SHORT else _WHOLE if vr in _INTEGERS else _PLAIN

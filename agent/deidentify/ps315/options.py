@@ -48,8 +48,10 @@ class Profile:
 
     retain_longitudinal: bool = True  # dates shifted by one amount per patient; off: emptied or removed
     times: bool = False  # keep the time of day beside the shifted dates (SUV of PET needs it)
-    retain_device: bool = False
+    retain_device: bool = False  # keep what identifies the device (Retain Device Identity Option)
+    # keep age, sex, size and weight (Retain Patient Characteristics Option)
     retain_patient_characteristics: bool = False
+    # keep private attributes that the standard lists as safe (Retain Safe Private Option)
     retain_safe_private: bool = False
     clean_descriptors: bool = False  # words of a closed list survive in descriptions; off: removed
     clean_structured_content: bool = False  # structured reports are cleaned; off: refused
@@ -73,7 +75,7 @@ Faces = Literal["unknown", "none", "removed"]
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """What is known about the picture itself, by those who looked at it or changed it."""
+    """Known facts about the pixels, from those who looked at the image or changed it."""
 
     burned_in: BurnedIn = "unknown"  # vouched: a rule or a person says there is no text; cleaned: blanked
     faces: Faces = "unknown"  # none: of a kind that has none, and no volume; removed: defaced

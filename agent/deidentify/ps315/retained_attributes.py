@@ -1,10 +1,10 @@
-"""The attributes that stay, and in what form: everything else goes (default deny).
+"""The retained attributes and their permitted forms; everything else is removed (default deny).
 
-What stays is what it takes to decode and use a picture: image pixel, geometry, display, acquisition and the
-functional groups of multi-frame objects. Nothing that stays is free text. A number must parse as a finite
-number, a term must be one of the defined terms of ``vocabulary.json``, a coded concept must be one of
-PS3.16, a maker or a product must be a known one, whatever VR the file claims. Whole families are admitted by
-group and VR, never attributes that PS3.15 Table E.1-1 lists, retired ones, or those of ``_NEVER``.
+Retained attributes are those needed to decode and use an image: image pixel, geometry, display, acquisition and the
+functional groups of multi-frame objects. None of them is free text. A number must parse as a finite number, a term
+must be one of the defined terms of ``vocabulary.json``, a coded concept must be one of PS3.16, a maker or a product
+must be a known one, whatever VR the file claims. Entire families are admitted by group and VR, but never attributes
+that PS3.15 Table E.1-1 lists, retired ones, or those of ``_NEVER``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydicom.datadict import tag_for_keyword
 from pydicom.sr._concepts_dict import concepts
 from pydicom.sr._snomed_dict import mapping
 
-from agent.deidentify import table
+from agent.deidentify.ps315 import table
 
 
 def tags(*keywords: str) -> frozenset[int]:
@@ -35,7 +35,7 @@ def tags(*keywords: str) -> frozenset[int]:
 
 
 def _vocabulary() -> Mapping[str, frozenset[str]]:
-    raw = json.loads(files("agent.deidentify").joinpath("vocabulary.json").read_text(encoding="utf-8"))
+    raw = json.loads(files("agent.deidentify.ps315").joinpath("vocabulary.json").read_text(encoding="utf-8"))
     return MappingProxyType({name: frozenset(words) for name, words in raw.items() if isinstance(words, list)})
 
 
@@ -104,7 +104,7 @@ NEEDED: Final = tags(
 )
 ORIENTATIONS: Final = tags("PatientOrientation")  # PS3.3 C.7.6.1.1.1: "A\\F", "PR\\L"
 DIRECTION: Final = re.compile(r"[APLRHFTE]{0,3}")
-# moved with the other dates although the column of the option, of an older edition, lacks them: when pictures
+# moved with the other dates although the column of the option, of an older edition, lacks them: when images
 # and their frames were taken, and when was injected what they show (SUV); never dates of birth or of people
 DATES: Final = tags(
     *("StudyDate", "SeriesDate", "AcquisitionDate", "ContentDate", "AcquisitionDateTime"),  # PS3.3 C.7.2.1 to C.7.6.1
@@ -137,7 +137,6 @@ SHORT_TEXTS: Final = tags(
         "PVCRejection",
     ),
 )
-AGES: Final = tags("PatientAge")
 CODE_VALUE, CODE_SCHEME, CODE_VERSION, CODE_MEANING = 0x00080100, 0x00080102, 0x00080103, 0x00080104
 CODE_TAGS: Final = frozenset({CODE_VALUE, CODE_SCHEME, CODE_VERSION, CODE_MEANING})
 _OLD_SNOMED: Final = ("SRT", "SNM3", "99SDM")

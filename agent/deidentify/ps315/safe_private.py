@@ -13,27 +13,27 @@ from pydicom import Dataset
 from pydicom.dataelem import RawDataElement
 from pydicom.tag import BaseTag
 
-from agent.deidentify import values
-from agent.deidentify.bounds import Bound
+from agent.deidentify.ps315 import value_encoding
+from agent.deidentify.ps315.numeric_bounds import Bound
 
 
 @dataclass(frozen=True, slots=True)
-class Safe:
+class SafeElement:
     """One safe element: its VR, and what its values may be."""
 
     vr: str
     bound: Bound
 
 
-def _load() -> Mapping[tuple[str, int, int], Safe]:
-    raw = json.loads(files("agent.deidentify").joinpath("safe_private.json").read_text(encoding="utf-8"))
+def _load() -> Mapping[tuple[str, int, int], SafeElement]:
+    raw = json.loads(files("agent.deidentify.ps315").joinpath("safe_private.json").read_text(encoding="utf-8"))
     found = {}
     for creator, groups in raw["elements"].items():
         for group, elements in groups.items():
             for low, (vr, least, greatest, most) in elements.items():
                 cycle = raw["cycle"].get(creator, {}).get(group, {}).get(low, 0)
                 bound = Bound(least, greatest, most=most, cycle=cycle)
-                found[creator, int(group, 16), int(low, 16)] = Safe(vr, bound)
+                found[creator, int(group, 16), int(low, 16)] = SafeElement(vr, bound)
     return MappingProxyType(found)
 
 
@@ -48,7 +48,7 @@ def safe(source: Dataset, tag: BaseTag) -> tuple[RawDataElement, bool] | None:
         The element, and whether a value of it was rounded.
 
     Raises:
-        NotOneOf, or what ``values.UNREADABLE`` lists: the value is not the number that the list says.
+        NotOneOfError, or what ``values.UNREADABLE`` lists: the value is not the number that the list says.
     """
     group, element = tag >> 16, tag & 0xFFFF
     if 0x10 <= element <= 0xFF:
@@ -59,11 +59,11 @@ def safe(source: Dataset, tag: BaseTag) -> tuple[RawDataElement, bool] | None:
         return None
     given, vr, bound = source.get_item(tag), known.vr, known.bound
     if vr in ("DS", "IS"):
-        value, rounded = (values.decimals if vr == "DS" else values.integers)(source, given, bound)
+        value, rounded = (value_encoding.decimals if vr == "DS" else value_encoding.integers)(source, given, bound)
     elif isinstance(given, RawDataElement) and given.VR in (None, "UN") and given.is_little_endian:
-        value, rounded = values.packed(source, given._replace(VR=vr), vr, bound)
+        value, rounded = value_encoding.packed(source, given._replace(VR=vr), vr, bound)
     else:
-        value, rounded = values.packed(source, given, vr, bound)
+        value, rounded = value_encoding.packed(source, given, vr, bound)
     return RawDataElement(tag, vr, len(value), value, 0, False, True), rounded
 
 
@@ -71,7 +71,7 @@ def _name(source: Dataset, tag: BaseTag) -> str:
     """A block's creator as the list spells it, or ``""``."""
     if tag not in source:
         return ""
-    given = values.texts(source, source.get_item(tag))
+    given = value_encoding.texts(source, source.get_item(tag))
     upper = given[0].upper() if len(given) == 1 else ""
     return next((creator for creator, known in _CREATORS.items() if known == upper), "")
 
@@ -82,5 +82,5 @@ def _creator(source: Dataset, tag: BaseTag) -> tuple[RawDataElement, bool] | Non
     held = (t for t in source._dict if t >> 16 == group and (t & 0xFFFF) >> 8 == block)
     if not name or not any((name, group, t & 0xFF) in SAFE for t in held):
         return None
-    value = values.padded(name.encode("ascii"))
+    value = value_encoding.padded(name.encode("ascii"))
     return RawDataElement(tag, "LO", len(value), value, 0, False, True), False

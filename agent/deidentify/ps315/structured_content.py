@@ -1,4 +1,4 @@
-"""The Clean Structured Content Option: what stays of a report's content tree (PS3.3 section C.17.3).
+"""The Clean Structured Content Option: the retained parts of a report's content tree (PS3.3 section C.17.3).
 
 Coded entries of the standard, numbers, coordinates and references stay; UIDs are keyed and dates shifted by
 the ordinary rules; every text and every person's name becomes a fixed word. A content item whose concept is
@@ -13,7 +13,7 @@ from typing import Final
 from pydicom import Dataset
 from pydicom.datadict import tag_for_keyword
 
-from agent.deidentify.values import UNREADABLE
+from agent.deidentify.ps315.value_encoding import UNREADABLE
 
 REPORTS: Final = "1.2.840.10008.5.1.4.1.1.88."
 CONTENT: Final = 0x0040A730

@@ -44,7 +44,7 @@ class RepeatingRow:
 
 
 def _load() -> tuple[str, Mapping[int, Row], tuple[RepeatingRow, ...]]:
-    raw = json.loads(files("agent.deidentify").joinpath("ps315.json").read_text(encoding="utf-8"))
+    raw = json.loads(files("agent.deidentify.ps315").joinpath("ps315.json").read_text(encoding="utf-8"))
     single = {int(tag, 16): Row(action, name) for tag, (action, name) in raw["attributes"].items()}
     repeating = tuple(
         RepeatingRow(int(value, 16), int(mask, 16), Row(action, name))
@@ -68,7 +68,7 @@ _COLUMNS: Final = MappingProxyType(
 
 
 def _options() -> tuple[str, Mapping[str, Mapping[int, str]]]:
-    raw = json.loads(files("agent.deidentify").joinpath("ps315_options.json").read_text(encoding="utf-8"))
+    raw = json.loads(files("agent.deidentify.ps315").joinpath("ps315_options.json").read_text(encoding="utf-8"))
     columns = {
         name: {int(tag, 16): action for tag, action in raw["options"][column].items() if not set(tag) & set("xX-")}
         for name, column in _COLUMNS.items()

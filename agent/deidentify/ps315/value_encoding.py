@@ -17,8 +17,9 @@ from pydicom import DataElement, Dataset
 from pydicom.dataelem import RawDataElement
 from pydicom.valuerep import format_number_as_ds
 
-from agent.deidentify import bounds
-from agent.deidentify.bounds import Bound
+from agent.deidentify.ps315 import numeric_bounds
+from agent.deidentify.ps315.numeric_bounds import Bound
+from protos.common.errors import RefusedError
 
 Element = DataElement | RawDataElement
 UNREADABLE: Final = (
@@ -46,7 +47,7 @@ _OLDEST: Final = 90  # years: who is older is rare enough to be known by it (45 
 _LETTERS: Final = re.compile(rb"[A-Za-z^ ]{8,}")
 
 
-class NotOneOf(ValueError):
+class NotOneOfError(RefusedError, ValueError):
     """The value can be read, and is not of the closed list that its attribute has. Carries no value."""
 
 
@@ -74,11 +75,11 @@ def decimals(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bo
     A number's own writing stays unless it was rounded or is longer than DS may be.
 
     Raises:
-        NotOneOf: no number, out of range, or too many of them.
+        NotOneOfError: no number, out of range, or too many of them.
     """
     values = texts(source, element)
     if len(values) > bound.most:
-        raise NotOneOf
+        raise NotOneOfError
     parts: list[str] = []
     changed = False
     for value in values:
@@ -88,7 +89,7 @@ def decimals(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bo
         number = float(value) if _DECIMAL.fullmatch(value) else math.nan
         fitted = bound.fit(number)
         if not math.isfinite(fitted):
-            raise NotOneOf
+            raise NotOneOfError
         own = fitted == number and len(value) <= 16
         parts.append(value if own else format_number_as_ds(fitted))
         changed |= fitted != number
@@ -101,11 +102,11 @@ def integers(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bo
     What some devices write as decimals with nothing behind the point is admitted.
 
     Raises:
-        NotOneOf: no integer, out of range, or too many of them.
+        NotOneOfError: no integer, out of range, or too many of them.
     """
     values = [v[:-2] if v.endswith(".0") else v for v in texts(source, element)]
     if len(values) > bound.most or not all(not v or _INTEGER.fullmatch(v) for v in values):
-        raise NotOneOf
+        raise NotOneOfError
     fitted = [_whole(int(v), bound) if v else None for v in values]
     changed = any(f is not None and f != int(v) for f, v in zip(fitted, values, strict=True))
     parts = [v if f is None or f == int(v) else str(f) for f, v in zip(fitted, values, strict=True)]
@@ -115,7 +116,7 @@ def integers(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bo
 def _whole(value: int, bound: Bound) -> int:
     fitted = bound.fit(value)
     if not math.isfinite(fitted):
-        raise NotOneOf
+        raise NotOneOfError
     return int(fitted)
 
 
@@ -123,7 +124,7 @@ def packed(source: Dataset, element: Element, vr: str, bound: Bound) -> tuple[by
     """Binary numbers within a bound, and whether one was rounded; AT values name attributes of the standard.
 
     Raises:
-        NotOneOf: not finite, out of range, too many, or letters.
+        NotOneOfError: not finite, out of range, too many, or letters.
     """
     code = "<" + _PACKED[vr]
     data = _as_it_is(element, vr)
@@ -131,10 +132,10 @@ def packed(source: Dataset, element: Element, vr: str, bound: Bound) -> tuple[by
         data = _packed_again(source, element, vr)
     size = struct.calcsize(code)
     if len(data) % size or len(data) > bound.most * size or _LETTERS.search(data):
-        raise NotOneOf
+        raise NotOneOfError
     if vr == "AT":
-        if not all(bounds.standard(group << 16 | number) for group, number in struct.iter_unpack(code, data)):
-            raise NotOneOf
+        if not all(numeric_bounds.standard(group << 16 | number) for group, number in struct.iter_unpack(code, data)):
+            raise NotOneOfError
         return data, False
     fitted = [_fitted(value, vr, bound) for (value,) in struct.iter_unpack(code, data)]
     written = struct.pack(f"<{len(fitted)}{code[1:]}", *fitted)
@@ -146,7 +147,7 @@ def _fitted(value: float, vr: str, bound: Bound) -> float:
         return _whole(int(value), bound)
     fitted = bound.fit(value)
     if not math.isfinite(fitted):
-        raise NotOneOf
+        raise NotOneOfError
     # 24 bits have no more digits than a number may carry, and rounding decimals would only change them
     return value if vr == "FL" and not bound.cycle else fitted
 
@@ -187,7 +188,7 @@ def lookup_table(source: Dataset, element: Element, descriptor: int) -> bytes:
     if len(first) == 3 and len(entries) == wanted // 2 and first[2] == 8:
         return padded(entries, b"\0")  # one byte for each entry, as some devices write them
     if len(first) != 3 or not len(entries) >= wanted:
-        raise NotOneOf
+        raise NotOneOfError
     return entries[:wanted]
 
 
@@ -228,7 +229,7 @@ def clock(source: Dataset, element: Element) -> bytes:
     values = texts(source, element)
     stays = [v if not v or _ZONE.fullmatch(v) else _time(v) for v in values]
     if None in stays:
-        raise NotOneOf
+        raise NotOneOfError
     return padded("\\".join(v or "" for v in stays).encode("ascii"))
 
 
@@ -237,6 +238,6 @@ def age(source: Dataset, element: Element) -> bytes:
     values = texts(source, element)
     match = _AGE.fullmatch(values[0]) if len(values) == 1 else None
     if match is None:
-        raise NotOneOf
+        raise NotOneOfError
     old = match[2] == "Y" and not int(match[1]) < _OLDEST
     return f"{_OLDEST:03d}Y".encode() if old else values[0].encode("ascii")

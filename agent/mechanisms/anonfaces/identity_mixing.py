@@ -1,20 +1,21 @@
-"""Identity mixing with risk assessment: one code for each cluster, that no recogniser takes for anybody.
+"""Identity mixing with risk assessment: one code for each cluster that no recogniser matches with a patient.
 
 AnonFACES, section 3.4 (Eq. 1, re-identification risk assessment) and 5.1 (random weights against the parrot attack).
 The paper lowers the weights of the members at risk until none is. That has holes, which :func:`mix` closes:
 
-* Lowering one weight raises the shares of the others: at k = 2 the picture becomes the other person's. Here weights
+* Lowering one weight raises the shares of the others: at k = 2 the image becomes the other person's. Here weights
   stay within a factor 2 of the mean, and after every change all members are compared again.
-* The paper compares members only. A picture that looks like a patient of another cluster harms that patient as much:
-  here it is compared with every picture of every patient of the cohort, by two recognisers or more.
+* The paper compares members only. An image that looks like a patient of another cluster harms that patient as much:
+  here it is compared with every image of every patient of the cohort, by two recognisers or more.
 * The paper's loop need not end. Here rounds are bounded; a cluster that stays at risk is dealt anew together with its
-  neighbour, and when that does not help either it is suppressed: no picture, and the result says so.
+  neighbour, and when that does not help either it is suppressed: no image, and the result says so.
 * The paper's weights are a function of the images, so who has a guess at a cluster can check it to the last bit
-  (parrot recognition). Here every weight is drawn anew and secret, so that no guess gives the very picture. A guess
-  that is near is still told from one that is not: secret weights move a picture less than another member does
-  (``agent.attacks.collusion.guessed``).
+  (parrot recognition). Here every weight is drawn anew and secret, so that no guess gives the very image. A guess
+  that is near is still told from one that is not: secret weights move an image less than another member does
+  (``deploy.reproduction.attacks.collusion.guessed``).
 * Every further mixture of the same people is another equation about them, so whoever is in a cluster of an earlier
-  release must not be mixed again: the caller excludes them and gives back the old picture (``agent.stages.freeze``).
+  release must not be mixed again: the caller excludes them and gives back the old image
+  (``agent.microaggregation.released_clusters``).
 
 Weights never leave :func:`mix`. Rates and suppressed clusters are functions of patients, for the site alone.
 """
@@ -28,9 +29,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nouns import Clusters, CohortTooSmall, Latents
-from agent.stages.gallery import Gallery
-from agent.stages.invert import Codec
+from agent.domain import Clusters, Latents
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.anonfaces.gallery import Gallery
+from agent.mechanisms.common.linear_codec import Codec
 
 Weights = NDArray[np.float64]  # (n,) of one cluster
 Rows = NDArray[np.int64]  # (n,) of the latents: the members of one cluster
@@ -49,7 +51,7 @@ class Mixing:
     beta: float = 0.2  # taken from the weight of a member at risk, of the mean weight
     rounds: int = 10  # of adjusting the weights of one set of clusters
     deals: int = 3  # of clusters that stay at risk, with their neighbours
-    batch: int = 64  # pictures made and judged at once
+    batch: int = 64  # images made and judged at once
 
     def __post_init__(self) -> None:
         """Refuse what is no mixing: written so that NaN is refused."""
@@ -71,7 +73,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """What mixing works with: what makes pictures, what judges them, what a cluster dealt anew must be."""
+    """Inputs of the mixing: the generator, the recognisers, and the constraints on a cluster that is formed again."""
 
     codec: Codec
     gallery: Gallery  # of the same cohort
@@ -80,15 +82,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixed:
-    """What was made. ``images`` are the very pictures that were judged; all else stays at the site."""
+    """The result. ``images`` are the very images that were judged; the rest stays at the site."""
 
     codes: NDArray[np.float32]  # (m, d)
     images: NDArray[np.uint8]  # (m, h, w[, 3])
     clusters: Clusters  # m, in the same order
-    suppressed: tuple[tuple[str, ...], ...]  # clusters without a picture
+    suppressed: tuple[tuple[str, ...], ...]  # clusters without an image
     rounds: int  # of mixing and judging, over all deals
     members_before: float  # mean share of a cluster's members at risk (Q_i of the paper), with the first weights
-    strangers_before: float  # share of clusters whose first picture was taken for a patient of another one
+    strangers_before: float  # share of clusters whose first image was taken for a patient of another one
     members_after: float  # of what was made
     strangers_after: float
 
@@ -144,7 +146,7 @@ def lowered(weights: Weights, risk: NDArray[np.bool_], beta: float) -> Weights:
 
 
 def mix(latents: Latents, clusters: Clusters, setting: Setting, plan: Mixing, rng: np.random.Generator) -> Mixed:
-    """Mix every cluster, adjust what is at risk, deal anew what stays so, suppress the rest.
+    """Mix every cluster, adjust those at risk, form again those that stay at risk, suppress the rest.
 
     Args:
         latents: one code for each patient.
@@ -155,7 +157,7 @@ def mix(latents: Latents, clusters: Clusters, setting: Setting, plan: Mixing, rn
     Returns:
         Clusters of k patients or more, of at most 2k - 1 where they were dealt anew, in random order.
     Raises:
-        CohortTooSmall: no cluster is left. The text is the same whatever the cause (P14).
+        CohortTooSmallError: no cluster is left. The text is the same whatever the cause (P14).
         ValueError: a cluster is smaller than k or names a stranger, or the gallery is of another cohort.
     """
     work = _Work(latents, setting, plan, rng)
@@ -172,7 +174,7 @@ def mix(latents: Latents, clusters: Clusters, setting: Setting, plan: Mixing, rn
         group for group, (share, stranger) in zip(made, _verdicts(work, made), strict=True) if not (share or stranger)
     ]
     if not made:
-        raise CohortTooSmall
+        raise CohortTooSmallError
     if not all(len(group.rows) >= plan.k for group in made):
         raise RuntimeError("the mixing breaks its own contract")  # never released: fail closed
     kept = {id(group) for group in made}
@@ -324,7 +326,7 @@ def _dealt(work: _Work, parts: Sequence[Rows]) -> list[_Group]:
 
 
 def _verdicts(work: _Work, groups: Sequence[_Group]) -> list[tuple[float, bool]]:
-    """Of pictures already made, by all recognisers: share of members at risk, and whether any stranger is."""
+    """Of images already made, by all recognisers: share of members at risk, and whether any stranger is."""
     found = []
     for a in range(0, len(groups), work.plan.batch):
         part = groups[a : a + work.plan.batch]

@@ -1,14 +1,14 @@
-"""AnonFACES: clusters of look-alikes as a recogniser sees them, mixed until no recogniser takes it for anybody.
+"""AnonFACES: clusters of similar patients by a recogniser, mixed until no recogniser matches them with anyone.
 
 Le, Khan, Tsaloli, Carlsson & Buchegger 2020 (WPES), sections 3.2 to 3.4; corrected where it leaks: see
-:mod:`agent.stages.mix`. k counts distinct patients; clusters and labels are those of :mod:`agent.stages.cluster` and
-not of the paper's Algorithm 1, which is a baseline beside it. Tuning of k (section 3.5) comes before a release, and
-the release says which k were tried.
+:mod:`agent.mechanisms.anonfaces.identity_mixing`. k counts distinct patients. Clusters and labels are those of
+:mod:`agent.microaggregation.partition` and not of the paper's Algorithm 1, which is a separate baseline. k is tuned
+(section 3.5) before a release, and the release says which k were tried.
 
-That no recogniser takes a picture for anybody says something only of recognisers that know people. Theirs is measured
-on public pictures, and what their files tell of it is demanded before anything is priced; it says nothing of pictures
-of another kind, so a run also demands that they know the cohort's own patients again, where a patient has two images.
-Where none has, that cannot be checked, and the public figures are all there is.
+That no recogniser matches an image with anyone only counts if the recognisers recognise people. Their quality is
+measured on public images, and their files must state enough of it before anything is priced. It says nothing about
+images of another kind, so a run also demands that they re-identify the cohort's own patients, where a patient has two
+images. If no patient has two, that cannot be checked, and only the public figures remain.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.nets.pictures import to_tensor
-from agent.nets.siamese import Recogniser
-from agent.nouns import Clusters, Cohort, Latents, Patient, SyntheticSet
-from agent.stages.average import aggregate_labels, patient_label
-from agent.stages.cluster import partition
-from agent.stages.gallery import gallery_of
-from agent.stages.invert import invert
-from agent.stages.known import refuse_blind
-from agent.stages.mix import Mixing, Setting, mix
-from agent.stages.styled import StyledCodec
-from agent.stages.vet import refuse_copies
-from policies.claims import KAnonymous, UnsupportedClaim
+from agent.domain import Clusters, Cohort, Latents, Patient, SyntheticSet
+from agent.mechanisms.anonfaces.gallery import gallery_of, refuse_blind
+from agent.mechanisms.anonfaces.identity_mixing import Mixing, Setting, mix
+from agent.mechanisms.common.linear_codec import invert
+from agent.mechanisms.common.stylegan_codec import StyledCodec
+from agent.microaggregation.aggregation import aggregate_labels, patient_label
+from agent.microaggregation.partition import partition
+from agent.models.image_tensors import to_tensor
+from agent.models.recognition.recogniser import Recogniser
+from agent.vetting.exact_copies import refuse_copies
+from policies.accounting.claims import KAnonymous, UnsupportedClaimError
 
 _BATCH = 256
 
@@ -49,19 +48,20 @@ class AnonFaces:
     mixing: Mixing
 
     name: ClassVar[str] = "anonfaces"
-    per_cluster: ClassVar[int] = 1  # pictures
+    per_cluster: ClassVar[int] = 1  # images
 
     def __post_init__(self) -> None:
         """Refuse what ``claim`` would refuse, a mixing of other clusters, and recognisers that can vet nothing.
 
         Raises:
-            UnsupportedClaim: of k and l.
-            KnowsNobody: the file of a recogniser says less than :meth:`agent.nets.siamese.Calibration.demand` asks.
-            ValueError: one recogniser alone, or another k.
+            UnsupportedClaimError: of k and l.
+            RecogniserError: the file of a recogniser says less than
+            :meth:`agent.models.recognition.recogniser.Calibration.demand` asks. ValueError: one recogniser alone, or
+            another k.
         """
         self.claim()
         if not self.l_diversity <= self.k:
-            raise UnsupportedClaim("a cluster of k patients has at most k labels")
+            raise UnsupportedClaimError("a cluster of k patients has at most k labels")
         if len({one.origin.sha256 for one in self.recognisers}) < 2 or len({r.name for r in self.recognisers}) < 2:
             raise ValueError("two different recognisers judge a picture, or more")
         if self.mixing.k != self.k:
@@ -102,9 +102,10 @@ class AnonFaces:
             The set, (m, h, w[, 3]) with m labels, in random order, and the clusters in the same order. The clusters
             name patients: they are for the site's private record and never leave it.
         Raises:
-            CohortTooSmall: too few patients, or labels, for one cluster; or every cluster stays at risk.
-            KnowsNobody: a recogniser does not know this cohort's patients again (:mod:`agent.stages.known`).
-            RepeatsAnInput: a representative is an image of the cohort.
+            CohortTooSmallError: too few patients, or labels, for one cluster; or every cluster stays at risk.
+            RecogniserError: a recogniser does not know this cohort's patients again
+            (:mod:`agent.mechanisms.anonfaces.gallery`). RepeatedInputError: a representative is an image of the
+            cohort.
         """
         latents = invert(cohort, self.codec)
         labels = [patient_label(patient) for patient in cohort.patients]

@@ -1,7 +1,7 @@
 """A public codebook of latent space: which cell a patient's mean code lies in, and how far from the cell's centre.
 
 The level-A counterpart of clustering. A partition of the patients moves with every one of them; cells that were fixed
-beforehand, by public pictures alone, do not (design section 5), so that a patient's contribution is a function of
+beforehand, by public images alone, do not (design section 5), so that a patient's contribution is a function of
 that patient's own record. Codes are projected to a few principal components of public codes first: the noise on a
 mean grows with the root of their number.
 """
@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.nets.weights import BadWeights, Origin, Provenance, pack, unpack
-from agent.nouns import Latents
-from agent.stages.invert import Basis, Codec, save_basis
-from agent.stages.styled import StyledCodec
+from agent.domain import Latents
+from agent.mechanisms.common.linear_codec import Basis, Codec, save_basis
+from agent.mechanisms.common.stylegan_codec import StyledCodec
+from agent.models.weights import Origin, Provenance, WeightsError, pack, unpack
 
 KIND: Final = "codebook"
 MOST_DIMS: Final = 32
 MOST_CELLS: Final = 4096
-ENOUGH: Final = 10  # public pictures for each cell, on the average
+ENOUGH: Final = 10  # public images for each cell, on the average
 QUANTILE: Final = 0.95  # of the public distances to the nearest centre: the radius
 MARGIN: Final = 1e-6  # of the bound: covers the rounding of norms and of float64 sums
 _ORTHONORMAL: Final = 1e-3
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_ALIKE: Final = "the public pictures are all alike: a cell has no extent"
+_ALIKE: Final = "the public images are all equal: a cell has no extent"
 _ARRAYS: Final = ("mean", "axes", "centres")
 
 
@@ -146,10 +146,10 @@ def fitted(
     """Make a codebook of public codes: principal components, then k-means, then the radius.
 
     Args:
-        codes: (n, d), of public pictures by the codec. Never patients'.
+        codes: (n, d), of public images by the codec. Never patients'.
         sizes: numbers of cells (m) and of dimensions (q).
         codec: its digest.
-        notes: for people: which pictures.
+        notes: for people: which images.
         rng: of the search.
     Returns:
         The codebook's file.
@@ -191,16 +191,16 @@ def codebook_from(raw: bytes, provenance: Provenance) -> Codebook:
         raw: the file.
         provenance: what the site says of it; what the file says of itself counts for nothing.
     Raises:
-        BadWeights: no codebook, or one that does not fit together.
+        WeightsError: no codebook, or one that does not fit together.
     """
     packed = unpack(raw, KIND)
     if packed.state.keys() != set(_ARRAYS) or packed.config.keys() != {"radius", "codec"}:
-        raise BadWeights("a codebook has a mean, axes, centres, a radius and a codec, and nothing else")
+        raise WeightsError("a codebook has a mean, axes, centres, a radius and a codec, and nothing else")
     radius, codec = packed.config["radius"], packed.config["codec"]
     if type(radius) is not float or type(codec) is not str:
-        raise BadWeights("a codebook's radius is a number, its codec a SHA-256")
+        raise WeightsError("a codebook's radius is a number, its codec a SHA-256")
     mean, axes, centres = (packed.state[name].numpy() for name in _ARRAYS)
     try:
         return Codebook(mean, axes, centres, radius, codec, Origin(provenance, packed.sha256))
     except ValueError as fault:
-        raise BadWeights(str(fault)) from fault
+        raise WeightsError(str(fault)) from fault

@@ -1,8 +1,9 @@
 """``centroids.toml``: public configuration of one release of DP centroids, parsed once, all problems at once.
 
-Nothing in it depends on a patient, so it is priced as it stands: the noises are written down, or follow from epsilon
-and delta. What noise would drown is refused here, by public numbers, before anything is spent. Networks and codebook
-are files beside it, public if ``site.toml`` vouches for their SHA-256 and private otherwise (P6).
+It does not depend on patients, so it can be priced as it is: the noise levels are given, or follow from epsilon and
+delta. Settings whose noise would drown the result are refused here, by public numbers, before anything is spent.
+Networks and codebook are files next to it, public if ``site.toml`` vouches for their SHA-256 and private otherwise
+(P6).
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.edges.private import Prepared, PrivateFile, bounded, silent
-from agent.edges.synthesis import CohortTable, NetworksTable, Shelf, needed
-from agent.edges.tables import names_files
-from agent.mechanisms.centroids import Centroids, Forecast, margin_for, noises_for
-from agent.nets.weights import BadWeights
-from agent.stages.codebook import codebook_from, codec_digest, fitted
-from agent.stages.styled import StyledCodec
-from policies.figures import epsilon_text, never_less
+from agent.mechanisms.centroids.codebook import codebook_from, codec_digest, fitted
+from agent.mechanisms.centroids.mechanism import Centroids, Forecast, margin_for, noises_for
+from agent.mechanisms.common.config import CohortTable, NetworksTable, Shelf, needed
+from agent.mechanisms.common.dp_config import Prepared, PrivateFile, bounded, no_progress
+from agent.mechanisms.common.stylegan_codec import StyledCodec
+from agent.models.weights import WeightsError
+from agent.toml_config import names_files
+from policies.accounting.rounding import epsilon_text, format_rounded_up
 
 FILE: Final = "codebook.safetensors"
 _TABLES: Final = ("mechanism", "cohort", "networks", "privacy", "cells")
 _SHARE: Final = 0.3  # of 1 / sigma^2, for the counts
-_AT_ONCE: Final = 64  # public pictures between two words of progress
+_AT_ONCE: Final = 64  # public images between two words of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class CodecTable:
 
     generator: str  # as of k-SALSA: a file of `train generator`, or KIND:FILE
     codebook: str  # a file of `train codebook`, of these two networks
-    encoder: str = ""
-    passes: int | None = None
-    device: str = "cpu"
+    encoder: str = ""  # a file of `train encoder`
+    passes: int | None = None  # of refinement; left out: as many as the encoder was trained with
+    device: str = "cpu"  # cpu, cuda or cuda:NUMBER
 
     def __post_init__(self) -> None:
         """Refuse what no codec is made of."""
@@ -55,7 +56,7 @@ class PrivacyTable:
     """``[privacy]``: epsilon and delta, from which both noises follow; or both noises."""
 
     epsilon: float | None = None  # of counts and sums together, by loss distributions
-    delta: float | None = None
+    delta: float | None = None  # beside epsilon
     count_share: float | None = None  # of the budget, as parts of 1 / sigma^2
     count_noise: float | None = None  # standard deviation, in votes
     noise_multiplier: float | None = None  # of the sums, in units of the radius
@@ -65,13 +66,15 @@ class PrivacyTable:
         asked = (self.epsilon is not None, self.delta is not None, self.count_share is not None)
         written = (self.count_noise is not None, self.noise_multiplier is not None)
         if not ((all(asked[:2]) and not any(written)) or (all(written) and not any(asked))):
-            raise ValueError("either epsilon and delta, and maybe count_share; or count_noise and noise_multiplier")
+            raise ValueError(
+                "give either epsilon and delta (optionally count_share), or count_noise and noise_multiplier"
+            )
 
     def noises(self) -> tuple[float, float]:
         """Of the counts, and of the sums.
 
         Raises:
-            Unreachable, ValueError: there are none for this epsilon and delta.
+            NoiseNotFoundError, ValueError: there are none for this epsilon and delta.
         """
         if self.count_noise is not None and self.noise_multiplier is not None:
             return self.count_noise, self.noise_multiplier
@@ -84,11 +87,11 @@ class PrivacyTable:
 class CellsTable:
     """``[cells]``: what is counted, and which cells are drawn."""
 
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # labels to draw
     public_patients: int  # about how many the site has, as may be known to all: never a count of this cohort
-    k: int = 11
+    k: int = 11  # a cell's noisy count must be k and the margin at least
     margin: int | None = None  # left out: so that no cell of fewer than k passes, but one time in a hundred
-    images_per_patient: int = 2
+    images_per_patient: int = 2  # inverted, drawn at random from the patient's
 
     def __post_init__(self) -> None:
         """What the mechanism does not see."""
@@ -96,7 +99,7 @@ class CellsTable:
 
 
 def read_centroids(
-    path: Path, vouched: frozenset[str], say: Callable[[str, str], None] = silent
+    path: Path, vouched: frozenset[str], say: Callable[[str, str], None] = no_progress
 ) -> Prepared[Centroids]:
     """Read a release's configuration, its networks and its codebook.
 
@@ -105,8 +108,8 @@ def read_centroids(
         vouched: SHA-256 of the files that the site says are public.
         say: told what takes some time: a step, and a detail of it.
     Raises:
-        BadSite: not TOML, or with missing, unknown or senseless keys, all at once; or noise would drown the pictures.
-        BadWeights: a file cannot be read, or does not fit.
+        SiteConfigError: not TOML, or with missing, unknown or senseless keys, all at once; or noise would drown the
+        images. WeightsError: a file cannot be read, or does not fit.
     """
     file = PrivateFile.of(path, _TABLES, Centroids.name)
     tables = file.tables
@@ -156,7 +159,7 @@ def _tried(mechanism: Centroids) -> None:
     """A cell's centre drawn and inverted again: what an encoder cannot do is known before anything is priced.
 
     Raises:
-        ValueError: it gives no finite code. Of a patient's picture that would be taken in silence.
+        ValueError: it gives no finite code. Of a patient's image that would be taken in silence.
     """
     codec, codebook = mechanism.codec, mechanism.codebook
     drawn = codec.decode(codebook.restored(codebook.centres[:1].astype(np.float64)))
@@ -167,7 +170,7 @@ def _asked(privacy: PrivacyTable) -> str:
     """The price that a release file names; "" where it names the noises."""
     if privacy.epsilon is None or privacy.delta is None:
         return ""
-    return f"epsilon {epsilon_text(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+    return f"epsilon {epsilon_text(privacy.epsilon)} at delta {format_rounded_up(privacy.delta)}"
 
 
 def _told(mechanism: Centroids, forecast: Forecast, privacy: PrivacyTable) -> tuple[str, ...]:
@@ -189,11 +192,11 @@ def read_codec(generator: str, encoder: str, sha256: str, device: str) -> Styled
         sha256: of a published file, as its authors tell it; else "".
         device: to encode on.
     Raises:
-        BadWeights: a file cannot be read, or is another one.
+        WeightsError: a file cannot be read, or is another one.
         ValueError: they do not fit together.
     """
     if ":" in generator and not sha256:
-        raise BadWeights("look up the SHA-256 of the generator at its authors', and give it with --sha256")
+        raise WeightsError("get the SHA-256 of the generator from its authors, and give it with --sha256")
     return Shelf(Path(), frozenset({sha256} - {""})).codec(NetworksTable(generator, encoder, device=device))
 
 
@@ -204,7 +207,7 @@ def make_codebook(
     rng: np.random.Generator,
     say: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> bytes:
-    """A codebook's file, of public pictures (n, r, r[, 3]) by a codec.
+    """A codebook's file, of public images (n, r, r[, 3]) by a codec.
 
     Args:
         codec: whose codes they become.
@@ -213,11 +216,11 @@ def make_codebook(
         rng: of the search.
         say: told how many of how many are inverted.
     Raises:
-        ValueError: too few pictures, or pictures that cannot be inverted.
+        ValueError: too few images, or images that cannot be inverted.
     """
     shown = images[[bool(np.ptp(image) > 0) for image in images]]
     if not len(shown):
-        raise ValueError("no public picture shows anything")
+        raise ValueError("all public images are empty")
     codes = []
     for start in range(0, len(shown), _AT_ONCE):
         codes.append(codec.encode(shown[start : start + _AT_ONCE].astype(np.float32) / np.float32(255)))

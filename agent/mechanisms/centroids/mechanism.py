@@ -1,13 +1,13 @@
 """DP centroids: noisy means of the cells of a public codebook, decoded. Level A without any training.
 
-The differentially private counterpart of averaging over clusters of k (:mod:`agent.mechanisms.ksame`, k-Centroid of
-k-SALSA, section 4.2). There the partition is drawn from the patients and one patient moves many clusters, so that
-noise of size 1/k protects nobody; here the cells are public, and each patient adds one vote to one bin and a vector
-of norm at most R to one cell's sum. Both are released with Gaussian noise (Dwork et al. 2006), and what is drawn is a
-function of these noisy numbers and of public constants alone.
+The differentially private counterpart of averaging over clusters of k (:mod:`agent.mechanisms.ksame.mechanism`,
+k-Centroid of k-SALSA, section 4.2). There the partition is drawn from the patients and one patient moves many
+clusters, so that noise of size 1/k protects nobody; here the cells are public, and each patient adds one vote to one
+bin and a vector of norm at most R to one cell's sum. Both are released with Gaussian noise (Dwork et al. 2006), and
+what is drawn is a function of these noisy numbers and of public constants alone.
 
 The noise on the mean of a cell of c patients has norm about sigma R sqrt(q) / c in q dimensions: it takes about a
-hundred patients where k-anonymity takes eleven. What k and the margin keep out are pictures of noise alone; the claim
+hundred patients where k-anonymity takes eleven. What k and the margin keep out are images of noise alone; the claim
 does not rest on them.
 """
 
@@ -24,47 +24,49 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.mechanisms.bench import Bench
-from agent.nouns import Cohort, CohortTooSmall, Image, Latents, Patient, SyntheticSet
-from agent.stages.codebook import Codebook, codec_digest, quantise, vector_sums, votes
-from agent.stages.invert import Codec
-from agent.stages.noise import Entropy, noisy_sum, uniforms
-from agent.training.loop import restored, saved
-from policies.accounting import SIGMA_GRID, TIGHT_LIMIT, Unreachable, tight_epsilon
-from policies.claims import (
+from agent.domain import Cohort, Image, Latents, Patient, SyntheticSet
+from agent.dp.noise import Entropy, draw_uniforms, noisy_sum
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.centroids.codebook import Codebook, codec_digest, quantise, vector_sums, votes
+from agent.mechanisms.common.linear_codec import Codec
+from agent.mechanisms.common.workspace import Workspace
+from agent.models.training_loop import load_state, save_state
+from policies.accounting.accountant import SIGMA_GRID, TIGHT_LIMIT, NoiseNotFoundError, tight_epsilon
+from policies.accounting.claims import (
     LEAST_NOISE,
     MOST_NOISE,
     Composed,
     GaussianQuery,
     SubsampledGaussian,
-    UnsupportedClaim,
+    UnsupportedClaimError,
 )
-from policies.figures import epsilon_text
+from policies.accounting.rounding import epsilon_text
+from protos.common.errors import RefusedError
 
-MISSED: Final = 0.01  # chance, at most, that any cell of fewer than k patients is behind a picture
-FAINT: Final = 0.5  # of R: more noise than that on an average cell's mean, and its picture shows noise
+MISSED: Final = 0.01  # chance, at most, that any cell of fewer than k patients is behind an image
+FAINT: Final = 0.5  # of R: more noise than that on an average cell's mean, and its image shows noise
 MOST_CLASSES: Final = 1000
 _TRIED: Final = 100  # thousandths above the closed form: the accountant of record rounds up by one or two
 _NORMAL: Final = NormalDist()
 
 
-class NoCell(CohortTooSmall):
+class NoCellError(CohortTooSmallError):
     """No noisy count is large enough. That is all it was decided by, so that saying so costs nothing more."""
 
     def __init__(self) -> None:
         """Say it without numbers."""
-        ValueError.__init__(self, "no cell has enough patients, by the noisy counts: nothing is drawn")
+        ValueError.__init__(self, "by the noisy counts, no cell has enough patients: nothing is drawn")
 
 
-class TooFaint(ValueError):
-    """Public numbers alone show that noise would be drawn; the text says what to change."""
+class DrownedCountsError(RefusedError, ValueError):
+    """Public numbers alone show that the release would be mostly noise; the text says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What is to be expected of a release, from public numbers only; cells are taken to be of one size.
 
-    They are not: some have a multiple of it, others a fraction, and the pictures come from the large ones.
+    They are not: some have a multiple of it, others a fraction, and the images come from the large ones.
     """
 
     patients: int  # as far as is public
@@ -84,21 +86,24 @@ class Forecast:
         return self.noise_multiplier * math.sqrt(self.dims) / self.cell
 
     def demand(self) -> None:
-        """Refuse to spend on pictures of noise.
+        """Refuse to spend on images of noise.
 
         Raises:
-            TooFaint: the noise on an average cell's mean is more than R / 2, or its count is below k + margin.
+            DrownedCountsError: the noise on an average cell's mean is more than R / 2, or its count is below k +
+            margin.
         """
         if not self.error <= FAINT:
             need = self.noise_multiplier * math.sqrt(self.dims) / FAINT  # patients in a cell
             dims = int((FAINT * self.cell / self.noise_multiplier) ** 2)
             changes = [*self._sizes(need), *([f"{dims} dimensions"] if dims >= 1 else []), "a larger epsilon"]
             told = f"the noise on the mean of {self.cell:.0f} patients would be {self.error:.2f} of the cells' radius"
-            raise TooFaint(f"{told}, and at most {FAINT:g} shows anything; it takes {', or '.join(changes)}")
+            raise DrownedCountsError(
+                f"{told}, and at most {FAINT:g} shows anything; it takes {', or '.join(changes)}"
+            )
         if not self.cell >= self.least:
             changes = [*self._sizes(self.least), "fewer classes", "a larger epsilon or count_share", "a smaller k"]
             told = f"a cell needs {self.least:.0f} patients, k and the margin, and an average one has {self.cell:.0f}"
-            raise TooFaint(f"{told}; it takes {', or '.join(changes)}")
+            raise DrownedCountsError(f"{told}; it takes {', or '.join(changes)}")
 
     def _sizes(self, need: float) -> list[str]:
         cells = int(self.patients / need)
@@ -120,6 +125,7 @@ class Centroids:
 
     name: ClassVar[str] = "centroids"
     places: ClassVar[tuple[str, ...]] = ("centroids/noisy",)  # what was drawn: see :meth:`_noisy`
+    fewer: ClassVar[str] = "take a codebook of so many cells"  # what makes the set smaller
 
     def __post_init__(self) -> None:
         """Refuse what cannot be priced or drawn."""
@@ -127,15 +133,23 @@ class Centroids:
         if not 1 <= len(self.classes) == len(set(self.classes)) <= MOST_CLASSES or "" in self.classes:
             raise ValueError("classes: at least one, distinct, none of them empty")
         if type(self.k) is not int or not 2 <= self.k <= 1_000_000:
-            raise UnsupportedClaim("k must be a whole number in [2, 1000000]")
+            raise UnsupportedClaimError("k must be a whole number in [2, 1000000]")
         if not 0.0 <= self.margin < math.inf:
             raise ValueError("margin: not negative, and finite")
         if type(self.images_per_patient) is not int or not self.images_per_patient >= 1:
             raise ValueError("images_per_patient: at least 1")
         if self.codebook.codec != codec_digest(self.codec):
             raise ValueError(
-                "the codebook was made with another encoder, generator or number of passes: it means nothing here"
+                "the codebook was made with another encoder, generator or number of passes: make a new one"
             )
+
+    @property
+    def pictures(self) -> int:
+        """How many a release has, at most."""
+        return self.codebook.cells
+
+    def untrained(self) -> None:
+        """No model leaves that the coordinator would have to approve first."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -165,25 +179,26 @@ class Centroids:
         least = self.k + self.margin
         return Forecast(public_patients, self.codebook.cells, self.codebook.dims, self.noise_multiplier, least)
 
-    def run(self, cohort: Cohort, entropy: Entropy, bench: Bench | None = None) -> SyntheticSet:
+    def run(self, cohort: Cohort, entropy: Entropy, bench: Workspace | None = None) -> SyntheticSet:
         """Draw the noisy mean of every cell whose noisy count is at least k + margin. Interrupted, it goes on.
 
-        Of a patient: the majority label of its images among ``classes``, ties by their order, and the mean code of at
-        most ``images_per_patient`` images of that label. Patients without any, and those whose images cannot be
-        inverted, add nothing; that depends on their own record alone. Nobody is compared with what is drawn (P7).
+        For each patient: the majority label of its images among ``classes``, ties by their order, and the mean code
+        of at most ``images_per_patient`` images of that label. Patients without any, and those whose images cannot be
+        inverted, add nothing; that depends on their own record alone. Drawn images are not compared with patients
+        (P7).
 
         Returns:
             The set, (j, h, w[, 3]) with j labels, in random order.
         Raises:
-            NoCell: no noisy count is large enough.
+            NoCellError: no noisy count is large enough.
             ValueError: the cohort's images have another shape than the codec's.
         """
         if any(image.pixels.shape != self.shape for patient in cohort.patients for image in patient.images):
             raise ValueError("the images do not have the shape that the encoder takes")
-        return self._drawn(*self._noisy(cohort, entropy, bench or Bench()))
+        return self._drawn(*self._noisy(cohort, entropy, bench or Workspace()))
 
     def _noisy(
-        self, cohort: Cohort, entropy: Entropy, bench: Bench
+        self, cohort: Cohort, entropy: Entropy, bench: Workspace
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
         """The noisy counts (m, c), the noisy sums (m, q) and the order of the cells (m,): asked once.
 
@@ -193,22 +208,22 @@ class Centroids:
         place = bench.place(self.places[0])
         raw = place.read()
         if raw is not None:
-            kept = restored(raw, self.form)[1]
+            kept = load_state(raw, self.form)[1]
             return kept["counts"].numpy(), kept["sums"].numpy(), kept["order"].numpy()
         latents, labels = self._read(cohort, entropy)
         m, c, q = self.codebook.cells, len(self.classes), self.codebook.dims
         placed = quantise(latents, self.codebook)
         counts = noisy_sum(votes(placed, labels, m, c).ravel(), 1.0, self.count_noise, entropy).reshape(m, c)
         sums = noisy_sum(vector_sums(placed, m).ravel(), 1.0, self.noise_multiplier, entropy).reshape(m, q)
-        order = uniforms(entropy, m).argsort()
+        order = draw_uniforms(entropy, m).argsort()
         drawn = {"counts": counts, "sums": sums, "order": order}
-        place.write(saved(self.form, 0, {name: torch.from_numpy(one) for name, one in drawn.items()}))
+        place.write(save_state(self.form, 0, {name: torch.from_numpy(one) for name, one in drawn.items()}))
         return counts, sums, order
 
     def _read(self, cohort: Cohort, entropy: Entropy) -> tuple[Latents, NDArray[np.int64]]:
         """A code (n, d) and a class number (n,) of every patient who has any.
 
-        One patient at a time: beside others a network rounds a picture's code differently, and a patient who comes or
+        One patient at a time: beside others a network rounds an image's code differently, and a patient who comes or
         goes would move everybody's.
         """
         codes: list[NDArray[np.float32]] = []
@@ -252,7 +267,7 @@ class Centroids:
         totals = counts.sum(axis=1)
         large = order[totals[order] >= self.k + self.margin]
         if not len(large):
-            raise NoCell
+            raise NoCellError
         means = sums[large] / np.maximum(totals[large], self.k)[:, np.newaxis]
         means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1.0)  # no mean of patients lies beyond R
         points = self.codebook.centres[large] + self.codebook.radius * means
@@ -279,7 +294,7 @@ def noises_for(epsilon: float, delta: float, count_share: float) -> tuple[float,
     theorem 8), and the answer is what the accountant of record confirms for both together.
 
     Raises:
-        Unreachable: there is none.
+        NoiseNotFoundError: there is none.
         ValueError: a number is out of range.
     """
     if not (0.0 < epsilon <= TIGHT_LIMIT and 0.0 < delta < 1.0):
@@ -294,7 +309,7 @@ def noises_for(epsilon: float, delta: float, count_share: float) -> tuple[float,
         claims = GaussianQuery(counts, 1, 1), SubsampledGaussian(1.0, sums, 1)
         if tight_epsilon(claims, delta) <= epsilon:
             return counts, sums
-    raise Unreachable(
+    raise NoiseNotFoundError(
         f"the accountant of record confirms no noise for epsilon {epsilon_text(epsilon)}: take another count_share"
     )
 
@@ -307,7 +322,7 @@ def _least_noise(epsilon: float, delta: float) -> float:
 
     low, high = LEAST_NOISE, MOST_NOISE
     if not spends(high) <= delta:
-        raise Unreachable(f"no noise up to {MOST_NOISE:g} keeps to epsilon {epsilon_text(epsilon)}")
+        raise NoiseNotFoundError(f"no noise up to {MOST_NOISE:g} keeps to epsilon {epsilon_text(epsilon)}")
     while high > low * (1.0 + 1e-12):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spends(middle) <= delta else (middle, high)
@@ -318,4 +333,4 @@ def _bounded(images: list[Image], most: int, entropy: Entropy) -> list[Image]:
     """At most ``most`` of them, chosen uniformly without replacement."""
     if len(images) <= most:
         return images
-    return [images[i] for i in sorted(uniforms(entropy, len(images)).argsort()[:most])]
+    return [images[i] for i in sorted(draw_uniforms(entropy, len(images)).argsort()[:most])]

@@ -1,9 +1,4 @@
-"""``ksalsa.toml`` and ``anonfaces.toml``: public configuration of one release, parsed once, all problems at once.
-
-Nothing in it depends on a patient, so it is priced as it stands. Networks are files beside it; what a file says of
-its own origin counts for nothing: it is public if ``site.toml`` vouches for its SHA-256, and private otherwise (P6).
-A published file, written KIND:FILE, is read only if the site vouches for it.
-"""
+"""Tables that the configurations of several mechanisms share."""
 
 from __future__ import annotations
 
@@ -11,63 +6,68 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
-from agent.edges.home import BadSite
-from agent.edges.tables import Tables, converter, names_files
-from agent.edges.vetting import UNVETTED, JudgesTable, vetting_of
-from agent.mechanisms.anonfaces import AnonFaces
-from agent.mechanisms.ksalsa import KSalsa
-from agent.nets.feature_net import FeatureNet, Frozen
-from agent.nets.features import RandomFeatures, features_from
-from agent.nets.official import OFFICIAL, Restyle, load_official
-from agent.nets.restyle import PASSES
-from agent.nets.siamese import KnowsNobody, Recogniser, recogniser_from
-from agent.nets.stylegan import Generator
-from agent.nets.weights import BadWeights, Origin, Provenance
-from agent.nouns import Selection, Split
-from agent.stages.align import Alignment, Networks, align
-from agent.stages.augment import Views
-from agent.stages.mix import Mixing
-from agent.stages.reference import Vetting
-from agent.stages.styled import StyledCodec, codec_from, fitted
-from policies.claims import KAnonymous
+from agent.domain import Selection, Split
+from agent.errors import SiteConfigError
+from agent.mechanisms.common.stylegan_codec import StyledCodec, codec_from, fitted
+from agent.models.features.extractors import RandomFeatures, features_from
+from agent.models.features.feature_net import FeatureNet, FrozenNetwork
+from agent.models.published.loading import OFFICIAL, Restyle, load_official
+from agent.models.recognition.recogniser import Recogniser, RecogniserError, recogniser_from
+from agent.models.stylegan.network import Generator
+from agent.models.stylegan.restyle import PASSES
+from agent.models.weights import Origin, Provenance, WeightsError
+from agent.toml_config import Tables, converter, names_files
+from agent.vetting.config import UNVETTED, JudgesTable, vetting_of
+from agent.vetting.reference import Vetting
+from policies.accounting.claims import KAnonymous
 
 RANDOM: Final = "random"  # in the place of a file: the fixed-seed network, which needs none
+
+
 GENERATORS: Final = ("restyle", "stylegan2-ada")  # published files; the first holds its encoder too
+
+
 EXTRACTORS: Final = tuple(sorted(frozenset(OFFICIAL) - frozenset(GENERATORS)))
-_TABLES: Final = ("mechanism", "cohort", "clusters", "networks", "alignment", "views", "mixing", "vetting")
+
+
 _SHARE: Final = re.compile(r"([^:]+):([1-9][0-9]{0,6})")
+
+
 _DEVICE: Final = re.compile(r"cpu|cuda(?::[0-9]{1,2})?")
+
+
 _MOST_BYTES: Final = 1 << 31  # of one network file
+
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class CohortTable:
-    """``[cohort]``: whose pictures."""
+    """``[cohort]``: the selected images."""
 
-    modality: str
-    fit: bool = True  # pictures of any size, cropped to the field and averaged down; else of exactly this size
-    body_part: str = ""
-    labels: frozenset[str] = frozenset()
-    min_instances: int = 1
+    modality: str  # DICOM modality of the images
+    fit: bool = True  # images of any size, cropped to the field and averaged down; else of exactly this size
+    body_part: str = ""  # DICOM Body Part Examined; "": any
+    labels: frozenset[str] = frozenset()  # these only; none: any
+    min_instances: int = 1  # of a series; a shorter one waits
     split: str = ""  # its name
     parts: tuple[str, ...] = ()  # "train:4", "test:1"
-    part: str = ""
+    part: str = ""  # of the split, that is released
 
     def __post_init__(self) -> None:
-        """Refuse what selects nothing, whatever the size of the pictures."""
+        """Refuse what selects nothing, whatever the size of the images."""
         self.selection((1, 1))
 
     def selection(self, shape: tuple[int, ...]) -> Selection:
-        """The rule, for pictures of the generator's shape.
+        """The rule, for images of the generator's shape.
 
         Raises:
             ValueError: it makes no sense.
@@ -106,10 +106,10 @@ def no_device(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClustersTable:
-    """``[clusters]``: how many patients behind a picture, and how many labels."""
+    """``[clusters]``: the patients and labels that each image stands for."""
 
-    k: int = 11
-    l_diversity: int = 2
+    k: int = 11  # distinct patients behind every image
+    l_diversity: int = 2  # distinct labels behind every image
 
     def __post_init__(self) -> None:
         """Refuse what no statement could claim."""
@@ -126,9 +126,9 @@ class NetworksTable:
     encoder: str = ""  # a file of `train encoder`; none beside "restyle:FILE", which holds its own
     passes: int | None = None  # of refinement; left out: as many as the encoder was trained with
     style: str = RANDOM  # or a file of `train features`; or KIND:FILE of EXTRACTORS
-    content: str = RANDOM
+    content: str = RANDOM  # as style
     recognisers: tuple[str, ...] = ()  # of AnonFACES, two or more; of k-SALSA, the first is asked by `tune` alone
-    device: str = "cpu"
+    device: str = "cpu"  # cpu, cuda or cuda:NUMBER
 
     def __post_init__(self) -> None:
         """Refuse a half of a pair, and a device that this machine does not have."""
@@ -137,21 +137,11 @@ class NetworksTable:
         for name in self.recognisers:
             names_files(recognisers=name)
         if (self.encoder == "") is not self.generator.startswith("restyle:"):
-            raise ValueError('the generator needs an encoder beside it; "restyle:FILE" holds its own, and takes none')
+            raise ValueError('the generator needs an encoder, except "restyle:FILE", which contains one')
         if not (self.passes is None or 1 <= self.passes <= 100):
             raise ValueError("passes: between 1 and 100")
         if told := no_device(self.device):
             raise ValueError(told)
-
-
-@dataclass(frozen=True, slots=True)
-class Synthesised:
-    """A configuration, read: what to make, and of whom."""
-
-    mechanism: KSalsa | AnonFaces
-    selection: Selection
-    judges: tuple[Recogniser, ...] = ()  # whom a search for k asks; of AnonFACES, its own
-    vetting: Vetting | None = None  # of what a release makes; None: it refuses copies and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +155,15 @@ class Shelf:
         """A network file.
 
         Raises:
-            BadWeights: it cannot be read, or is larger than any network.
+            WeightsError: it cannot be read, or is larger than any network.
         """
         path = self.folder / name
         try:
             if not path.stat().st_size <= _MOST_BYTES:
-                raise BadWeights(f"{path.name} is larger than 2 GiB")
+                raise WeightsError(f"{path.name} is larger than 2 GiB")
             return path.read_bytes()
         except OSError as error:
-            raise BadWeights(f"{path.name}: {error.strerror}") from None
+            raise WeightsError(f"{path.name}: {error.strerror}") from None
 
     def believed(self, raw: bytes) -> Provenance:
         """What a file counts as: the site's word, never its own."""
@@ -183,13 +173,13 @@ class Shelf:
         """A published network, which the site vouches for.
 
         Raises:
-            BadWeights: nobody does, or it is another file.
+            WeightsError: nobody does, or it is another file.
         """
         raw = self.file(name)
         digest = hashlib.sha256(raw).hexdigest()
         if digest not in self.vouched:
-            told = "look up its SHA-256 at its authors', and put it into site.toml's public_components"
-            raise BadWeights(f"{Path(name).name}: {told}")
+            told = "get its SHA-256 from its authors, and add it to site.toml's public_components"
+            raise WeightsError(f"{Path(name).name}: {told}")
         net, _ = load_official(kind, raw, digest)
         return net, Origin("public", digest)
 
@@ -200,7 +190,7 @@ class Shelf:
             raw = self.file(table.generator), self.file(table.encoder)
             codec = codec_from(*raw, self.vouched, table.passes)
         elif kind not in GENERATORS:
-            raise BadWeights(f"{kind} draws no picture; known are {', '.join(GENERATORS)}")
+            raise WeightsError(f"{kind} is not a generator; use one of {', '.join(GENERATORS)}")
         else:
             net, origin = self.published(kind, name)
             if isinstance(net, Restyle):
@@ -222,9 +212,9 @@ class Shelf:
             raw = self.file(word)
             return features_from(raw, self.believed(raw))
         if kind not in EXTRACTORS:
-            raise BadWeights(f"{kind} looks at no picture; known are {', '.join(EXTRACTORS)}")
+            raise WeightsError(f"{kind} is not a feature network; use one of {', '.join(EXTRACTORS)}")
         net, origin = self.published(kind, name)
-        assert isinstance(net, Frozen)
+        assert isinstance(net, FrozenNetwork)
         net.origin = origin
         return net
 
@@ -234,79 +224,20 @@ class Shelf:
         return recogniser_from(raw, self.believed(raw))
 
 
-def read_synthesis(path: Path, name: str, vouched: frozenset[str]) -> Synthesised:
-    """Read a release's configuration and every network that it names.
-
-    Args:
-        path: of the TOML file.
-        name: of the mechanism that was asked for, which the file must be of; "": whichever it is of.
-        vouched: SHA-256 of the files that the site says are public.
-    Raises:
-        BadSite: not TOML, or with missing, unknown or senseless keys; all problems at once.
-        BadWeights: a network cannot be read, or does not fit.
-    """
-    tables = document(path, _TABLES)
-    raw = tables.raw
-    if raw.get("mechanism") not in ((name,) if name else tuple(_FOREIGN)):
-        tables.problems.append(f"mechanism: must be {' or '.join([name] if name else _FOREIGN)}")
-    cohort = needed(tables, "cohort", CohortTable)
-    networks = needed(tables, "networks", NetworksTable)
-    clusters = tables.table("clusters", ClustersTable) or ClustersTable()
-    made = _options(tables, clusters, str(raw.get("mechanism")))
-    vetting = tables.table("vetting", JudgesTable)
-    if tables.problems or cohort is None or networks is None:
-        raise BadSite(f"{path.name}: " + "; ".join(tables.problems))
-    build = _ksalsa if raw["mechanism"] == KSalsa.name else _anonfaces
-    try:
-        shelf = Shelf(path.resolve().parent, vouched)
-        mechanism = build(clusters, networks, shelf, made)
-        judges = tuple(shelf.recogniser(one) for one in networks.recognisers)
-        for judge in judges:
-            judge.calibration.demand()
-        looked = vetting_of(vetting, shelf, networks.device) if vetting else None
-        return Synthesised(mechanism, cohort.selection(mechanism.shape), judges, looked)
-    except BadWeights:
-        raise
-    except ValueError as error:
-        raise BadSite(f"{path.name}: {error}") from None
-
-
-_FOREIGN: Final = {  # tables, and keys of [networks], that a mechanism does not know
-    KSalsa.name: ("mixing",),
-    AnonFaces.name: ("alignment", "views", "networks.style", "networks.content"),
-}
-
-
-def _options(tables: Tables, clusters: ClustersTable, name: str) -> dict[str, Any]:
-    """What may be left out: of k-SALSA the alignment and the views, of AnonFACES the mixing."""
-    raw, networks = tables.raw, tables.raw.get("networks")
-    told = {*raw, *(f"networks.{key}" for key in (networks if isinstance(networks, dict) else ()))}
-    tables.problems += [f"{key}: not of {name}" for key in _FOREIGN.get(name, ()) if key in told]
-    if name == KSalsa.name:
-        kinds: dict[str, type[Any]] = {"alignment": Alignment, "views": Views}
-        return {key: tables.table(key, kind) for key, kind in kinds.items() if key in raw}
-    mixing = raw.get("mixing", {})
-    if isinstance(mixing, dict):
-        if "k" in mixing:
-            tables.problems.append("mixing.k: is set in [clusters]")
-        mixing = {**mixing, "k": clusters.k}
-    return {"mixing": tables.made(mixing, Mixing, "mixing")}
-
-
 def document(path: Path, known: Container[str]) -> Tables:
     """A TOML file as tables, those that are not ``known`` among the problems.
 
     Raises:
-        BadSite: it is not TOML.
+        SiteConfigError: it is not TOML.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BadSite(f"{path.name} cannot be read: there is no such file") from None
+        raise SiteConfigError(f"{path.name} cannot be read: file not found") from None
     except (OSError, UnicodeDecodeError):
-        raise BadSite(f"{path.name} cannot be read as UTF-8") from None
+        raise SiteConfigError(f"{path.name} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
-        raise BadSite(f"{path.name}: not TOML: {error}") from None
+        raise SiteConfigError(f"{path.name}: not TOML: {error}") from None
     tables = Tables(raw, converter(path.resolve().parent))
     why = UNVETTED.get(str(raw.get("mechanism")), "")
     for key in raw:
@@ -319,17 +250,17 @@ def read_vetting(path: Path, vouched: frozenset[str]) -> Vetting:
     """A file with the table ``[vetting]`` alone, for a release that is typed and has no other.
 
     Raises:
-        BadSite: not TOML, or with missing, unknown or senseless keys; all problems at once.
-        BadWeights: a verifier cannot be read, is not the pinned one, or nobody vouches for it.
+        SiteConfigError: not TOML, or with missing, unknown or senseless keys; all problems at once.
+        WeightsError: a verifier cannot be read, is not the pinned one, or nobody vouches for it.
     """
     tables = document(path, ("vetting",))
     table = needed(tables, "vetting", JudgesTable)
     if tables.problems or table is None:
-        raise BadSite(f"{path.name}: " + "; ".join(tables.problems))
+        raise SiteConfigError(f"{path.name}: " + "; ".join(tables.problems))
     try:
         return vetting_of(table, Shelf(path.resolve().parent, vouched), "cpu")
-    except KnowsNobody as error:
-        raise BadSite(f"{path.name}: {error}") from None
+    except RecogniserError as error:
+        raise SiteConfigError(f"{path.name}: {error}") from None
 
 
 def needed(tables: Tables, name: str, kind: type[T]) -> T | None:
@@ -337,32 +268,3 @@ def needed(tables: Tables, name: str, kind: type[T]) -> T | None:
     if name not in tables.raw:
         tables.problems.append(f"{name}: missing")
     return tables.table(name, kind)
-
-
-def _ksalsa(clusters: ClustersTable, table: NetworksTable, shelf: Shelf, made: dict[str, Any]) -> KSalsa:
-    style, content = (shelf.features(word) for word in (table.style, table.content))
-    mechanism = KSalsa(clusters.k, clusters.l_diversity, shelf.codec(table), style, content, **made)
-    _tried(mechanism)
-    return mechanism
-
-
-def _tried(mechanism: KSalsa) -> None:
-    """One step of the alignment, of two pictures of noise: what does not fit is known before anything is priced.
-
-    Raises:
-        ValueError: networks and alignment do not fit.
-    """
-    codec, dice = mechanism.codec, np.random.default_rng(0)
-    networks = Networks(codec.generator, mechanism.style, mechanism.content)
-    noise = [[dice.random(codec.shape, dtype=np.float32)] for _ in range(2)]
-    start = codec.ws(codec.latent_average[None]).cpu().numpy()
-    try:
-        align(networks, start, [noise], replace(mechanism.alignment, steps=1))
-    except (IndexError, RuntimeError, ValueError):
-        told = "see the layer, the grid, and until"
-        raise ValueError(f"these networks cannot be aligned with these settings: {told}") from None
-
-
-def _anonfaces(clusters: ClustersTable, table: NetworksTable, shelf: Shelf, made: dict[str, Any]) -> AnonFaces:
-    recognisers = tuple(shelf.recogniser(name) for name in table.recognisers)
-    return AnonFaces(clusters.k, clusters.l_diversity, shelf.codec(table), recognisers, **made)

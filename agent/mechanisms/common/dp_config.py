@@ -8,21 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
-from agent.edges.home import BadSite
-from agent.edges.pictures import BadPictures
-from agent.edges.synthesis import CohortTable, Shelf, document
-from agent.edges.tables import Tables
-from agent.nets.weights import BadWeights
-from agent.nouns import Selection
-from policies.accounting import Unreachable
-from protos.inspection import MAX_KINDS
-from protos.shards import MAX_LABEL, plain
+from agent.domain import Selection
+from agent.dp.dpsgd import PrivateSgd
+from agent.errors import SiteConfigError
+from agent.mechanisms.common.config import CohortTable, Shelf, document
+from agent.models.image_folder import ImageFolderError
+from agent.models.weights import WeightsError
+from agent.toml_config import Tables
+from policies.accounting.accountant import NoiseNotFoundError
+from protos.artifacts.inspection import MAX_KINDS
+from protos.artifacts.shards import MAX_LABEL, plain
 
 _MOST_PATIENTS: Final = 1_000_000_000  # more than any country's registers
+# The loss distribution of a step is composed with itself so many times, once for each noise that is tried: a minute
+# at most for 100,000 steps, whatever the rate and epsilon; over five for a million.
+_MOST_STEPS: Final = 100_000
 M = TypeVar("M")
 
 
-def silent(_step: str, _detail: str) -> None:
+def no_progress(_step: str, _detail: str) -> None:
     """Nobody listens."""
 
 
@@ -37,8 +41,44 @@ def bounded(public_patients: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PrivacyTable:
+    """``[privacy]``: what is promised, and how the training is bounded. All of it constants, none from the data."""
+
+    steps: int  # of DP-SGD
+    sampling_rate: float  # chance of each patient in each step
+    public_patients: int  # a bound that may be known to all; times sampling_rate it is the divisor of every sum
+    clip: float = 1e-3  # largest norm of one patient's gradient
+    images_per_patient: int = 4  # drawn in each step
+    epsilon: float | None = None  # of both queries together, by loss distributions: the noise follows
+    delta: float | None = None  # beside epsilon
+    noise_multiplier: float | None = None  # instead of the two
+
+    def __post_init__(self) -> None:
+        """Either epsilon and delta, or the noise."""
+        if (self.epsilon is None) is not (self.delta is None) or (
+            (self.epsilon is None) is (self.noise_multiplier is None)
+        ):
+            raise ValueError("write epsilon and delta, from which the noise follows, or noise_multiplier; not both")
+        bounded(self.public_patients)
+        if not self.steps <= _MOST_STEPS:
+            raise ValueError(f"steps: at most {_MOST_STEPS}; the price of more takes minutes to find")
+        self.job(self.noise_multiplier or 1.0)
+
+    def job(self, noise_multiplier: float) -> PrivateSgd:
+        """The training's constants."""
+        return PrivateSgd(
+            sampling_rate=self.sampling_rate,
+            noise_multiplier=noise_multiplier,
+            steps=self.steps,
+            clip=self.clip,
+            images_per_patient=self.images_per_patient,
+            expected_batch=self.sampling_rate * self.public_patients,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A configuration of a release with an epsilon, read: what to make, and of whom."""
+    """The parsed configuration of a release with an epsilon: the mechanism, and the selection of patients."""
 
     mechanism: M
     selection: Selection
@@ -57,7 +97,7 @@ class PrivateFile:
         """The file as tables; another mechanism's is a problem.
 
         Raises:
-            BadSite: it is not TOML.
+            SiteConfigError: it is not TOML.
         """
         tables = document(path, known)
         if tables.raw.get("mechanism") != mechanism:
@@ -65,7 +105,7 @@ class PrivateFile:
         return cls(path, tables)
 
     def labels(self, cohort: CohortTable | None, classes: tuple[str, ...], where: str) -> None:
-        """Whose pictures are opened is said once, by the ``classes`` that ``where`` names."""
+        """Whose images are opened is said once, by the ``classes`` that ``where`` names."""
         if cohort and cohort.labels and cohort.labels != set(classes):
             told = f"cohort.labels: leave it out; the labels that count are those of {where}"
             self.tables.problems.append(told)
@@ -87,22 +127,22 @@ class PrivateFile:
         """All problems of the tables, at once.
 
         Raises:
-            BadSite: there are some.
+            SiteConfigError: there are some.
         """
         if self.tables.problems:
-            raise BadSite(f"{self.path.name}: " + "; ".join(self.tables.problems))
+            raise SiteConfigError(f"{self.path.name}: " + "; ".join(self.tables.problems))
 
     @contextmanager
     def in_words(self, vouched: frozenset[str]) -> Iterator[Shelf]:
         """The files beside it, while they are made into a mechanism.
 
         Raises:
-            BadSite: they do not fit; the text names the file.
-            BadWeights, BadPictures: one cannot be read; they name their own.
+            SiteConfigError: they do not fit; the text names the file.
+            WeightsError, ImageFolderError: one cannot be read; they name their own.
         """
         try:
             yield Shelf(self.path.resolve().parent, vouched)
-        except (BadWeights, BadPictures):
+        except (WeightsError, ImageFolderError):
             raise
-        except (Unreachable, ValueError) as error:
-            raise BadSite(f"{self.path.name}: {error}") from None
+        except (NoiseNotFoundError, ValueError) as error:
+            raise SiteConfigError(f"{self.path.name}: {error}") from None

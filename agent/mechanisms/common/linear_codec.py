@@ -6,7 +6,8 @@ coefficients of k faces). A network's encoder and generator take the same two pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol, get_args
 
 import numpy as np
@@ -14,7 +15,9 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from agent.nouns import Cohort, CohortTooSmall, Latents
+from agent.domain import Cohort, Latents
+from agent.errors import CohortTooSmallError
+from protos.common.errors import ArtifactError
 
 Provenance = Literal["public", "private"]
 _FIELDS: Final = {"mean", "components", "shape", "provenance"}
@@ -38,7 +41,7 @@ class Codec(Protocol):
         """Where the encoder and the generator come from, by these two names (P6)."""
 
 
-class BadBasis(ValueError):
+class LinearBasisError(ArtifactError, ValueError):
     """The bytes are no basis, or its arrays do not fit together."""
 
 
@@ -59,17 +62,17 @@ class Basis:
         """Refuse arrays that are no basis and an origin that is not said."""
         p = self.shape[0] * self.shape[1]
         if self.mean.shape != (p,) or self.axes.ndim != 2 or self.axes.shape[1] != p:
-            raise BadBasis("mean must be (p,) and components (d, p), with p = h * w")
+            raise LinearBasisError("mean must be (p,) and components (d, p), with p = h * w")
         if self.mean.dtype != np.float32 or self.axes.dtype != np.float32:
-            raise BadBasis("mean and components must be float32")
+            raise LinearBasisError("mean and components must be float32")
         d = self.axes.shape[0]
         if not 1 <= d <= p or not bool(np.isfinite(self.mean).all()):
-            raise BadBasis("a basis has between 1 and p components and a finite mean")
+            raise LinearBasisError("a basis has between 1 and p components and a finite mean")
         gram = self.axes.astype(np.float64) @ self.axes.T.astype(np.float64)
         if not float(np.abs(gram - np.eye(d)).max()) <= _ORTHONORMAL:
-            raise BadBasis("components must be orthonormal")
+            raise LinearBasisError("components must be orthonormal")
         if self.provenance not in get_args(Provenance):
-            raise BadBasis("provenance must be public or private")
+            raise LinearBasisError("provenance must be public or private")
 
     def encode(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
         """Images (n, h, w) in [0, 1] projected on the basis: (n, d).
@@ -123,7 +126,7 @@ def invert(cohort: Cohort, codec: Codec) -> Latents:
         ValueError: the cohort's images have another shape than the codec's.
     """
     if not cohort.patients:
-        raise CohortTooSmall
+        raise CohortTooSmallError
     if any(image.pixels.shape != codec.shape for patient in cohort.patients for image in patient.images):
         raise ValueError("the images do not have the shape that the encoder takes")
     codes = codec.encode(np.stack([image.pixels for patient in cohort.patients for image in patient.images]))
@@ -150,20 +153,30 @@ def load_basis(data: bytes) -> Basis:
     """Unpack what ``save_basis`` packed: the four arrays and nothing else. Nothing is unpickled.
 
     Raises:
-        BadBasis: not safetensors, an array missing, unknown or of another type, or no basis.
+        LinearBasisError: not safetensors, an array missing, unknown or of another type, or no basis.
     """
     try:
         arrays = safetensors.numpy.load(data)
     except (safetensors.SafetensorError, KeyError, ValueError) as fault:
-        raise BadBasis("the bytes are not safetensors of known types") from fault
+        raise LinearBasisError("the bytes are not safetensors of known types") from fault
     if arrays.keys() != _FIELDS:
-        raise BadBasis("a basis holds mean, components, shape and provenance, and nothing else")
+        raise LinearBasisError("a basis holds mean, components, shape and provenance, and nothing else")
     shape, word = arrays["shape"], arrays["provenance"]
     if shape.shape != (2,) or shape.dtype != np.int64 or not 1 <= shape.min() <= shape.max() <= 1 << 15:
-        raise BadBasis("shape must be two whole numbers in [1, 32768]")
+        raise LinearBasisError("shape must be two whole numbers in [1, 32768]")
     if word.dtype != np.uint8 or word.ndim != 1:
-        raise BadBasis("provenance must be a word")
+        raise LinearBasisError("provenance must be a word")
     for known in get_args(Provenance):
         if word.tobytes() == known.encode():
             return Basis(arrays["mean"], arrays["components"], (int(shape[0]), int(shape[1])), known)
-    raise BadBasis("provenance must be public or private")
+    raise LinearBasisError("provenance must be public or private")
+
+
+def load_vouched_basis(data: bytes, vouched: frozenset[str]) -> Basis:
+    """Unpack a basis; it counts as public only if the site's own configuration vouches for its SHA-256 (P6).
+
+    Raises:
+        LinearBasisError: the bytes are no basis.
+    """
+    basis = load_basis(data)
+    return basis if hashlib.sha256(data).hexdigest() in vouched else replace(basis, provenance="private")

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.pictures import to_bytes, to_tensor, to_unit
-from agent.nets.restyle import (
+from agent.models.image_tensors import to_bytes, to_tensor, to_unit
+from agent.models.stylegan.network import Generator, generator_from
+from agent.models.stylegan.restyle import (
     Encoder,
     Polish,
     average_code,
@@ -27,24 +28,24 @@ from agent.nets.restyle import (
     polish,
     scatter,
 )
-from agent.nets.restyle_official import RestyleEncoder
-from agent.nets.stylegan import Generator, generator_from
-from agent.nets.weights import Origin
+from agent.models.stylegan.restyle_published import RestyleEncoder
+from agent.models.weights import Origin
+from protos.common.errors import RefusedError
 
 _PARTS = frozenset({"encoder", "generator"})
 
 
-class NothingShown(ValueError):
-    """An image is of one value from edge to edge. The text does not say which, or whose (P14)."""
+class NothingShownError(RefusedError, ValueError):
+    """An image has only one value. The text does not say which, or whose (P14)."""
 
     def __init__(self) -> None:
-        """Say only that nothing is made: who has nothing but such images adds nothing to an average of k."""
-        super().__init__("an image shows nothing, every pixel is the same: nothing is made of the cohort")
+        """Report only that nothing is made: a patient with only such images adds nothing to an average of k."""
+        super().__init__("an image is empty (all pixels are equal): nothing is made from the cohort")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StyledCodec:
-    """An encoder with its generator (the ``Codec`` of :mod:`agent.stages.invert`).
+    """An encoder with its generator (the ``Codec`` of :mod:`agent.mechanisms.common.linear_codec`).
 
     Deterministic: noise is constant, nothing is drawn, and an image's code does not depend on the images beside it,
     up to rounding.
@@ -90,7 +91,7 @@ class StyledCodec:
         """Images (n, r, r[, 3]) in [0, 1] as codes (n, num_ws * w_dim).
 
         Raises:
-            NothingShown: an image of one value.
+            NothingShownError: an image of one value.
             ValueError: another shape, an intensity outside [0, 1], or a code that is not finite.
         """
         if images.shape[1:] != self.shape:
@@ -98,7 +99,7 @@ class StyledCodec:
         if images.size and not (float(images.min()) >= 0.0 and float(images.max()) <= 1.0):
             raise ValueError("intensities must be finite and lie in [0, 1]")
         if any(bool(np.ptp(image) == 0.0) for image in images):
-            raise NothingShown
+            raise NothingShownError
         out = np.empty((len(images), self.width), np.float32)
         unit = 0.0 if self.polish is None else scatter(self.generator).item()
         for start in range(0, len(images), self.batch):
@@ -164,7 +165,7 @@ def codec_from(
     Returns:
         The codec, frozen, on the CPU.
     Raises:
-        BadWeights: a file is not what it should be.
+        WeightsError: a file is not what it should be.
         ValueError: they do not fit together, or the encoder was trained for another generator.
     """
     generator, packed = generator_from(generator_raw)
@@ -187,7 +188,7 @@ def fitted(
     generator.train(mode=False).requires_grad_(requires_grad=False)
     meant = packed.notes.get("generator", "")
     if meant and meant != fingerprint(generator):
-        raise ValueError("the encoder was trained for another generator: its codes mean nothing to this one")
+        raise ValueError("the encoder was trained for another generator: use the encoder of this one")
     origins = {"encoder": _origin(packed.sha256, vouched), "generator": origin}
     return StyledCodec(generator, encoder, encoder.architecture.passes if passes is None else passes, batch, origins)
 

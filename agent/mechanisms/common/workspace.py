@@ -1,16 +1,16 @@
-"""What a long making works at: places for its checkpoints, and somebody who is told how far it is."""
+"""The workspace of a long release: its checkpoint stores, and a progress callback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent.training.loop import Place
+from agent.domain import CheckpointStore
 
 
 @dataclass(frozen=True, slots=True)
-class Nowhere:
-    """A place that keeps nothing: what is interrupted begins anew."""
+class NullCheckpointStore:
+    """A checkpoint store that keeps nothing: an interrupted job starts from the beginning."""
 
     def read(self) -> bytes | None:
         """Nothing."""
@@ -21,11 +21,11 @@ class Nowhere:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Workspace:
     """Places by name, sealed where they are a hospital's; and whoever shows progress: stage, step, of how many.
 
     A step is told by its number alone: no loss, norm or batch size, which would be functions of patients (P14).
     """
 
-    place: Callable[[str], Place] = lambda _: Nowhere()
+    place: Callable[[str], CheckpointStore] = lambda _: NullCheckpointStore()
     say: Callable[[str, int, int], None] = lambda _stage, _step, _of: None

@@ -1,8 +1,9 @@
 """``distill.toml``: public configuration of one distillation, parsed once, all problems at once.
 
-Nothing in it depends on a patient, so it is priced as it stands. The four networks are files beside it, each pinned
-by its SHA-256: what judges who is re-identified is not exchanged unseen. Whether a file is public is the site's word
-(``site.toml``) and no file's (P6). Of ``distill-dp`` the noise is written down or follows from epsilon and delta.
+It does not depend on patients, so it can be priced as it is. The four networks are files next to it, each pinned by
+its SHA-256, so the network that judges re-identification cannot be exchanged unnoticed. The site decides whether a
+file is public (``site.toml``), not the file (P6). For ``distill-dp`` the noise is given or follows from epsilon and
+delta.
 """
 
 from __future__ import annotations
@@ -16,26 +17,25 @@ from typing import Final
 
 import numpy as np
 
-from agent.edges.pictures import BadPictures, read_labels, read_pictures
-from agent.edges.private import Prepared, PrivateFile, silent
-from agent.edges.privimage import PrivacyTable
-from agent.edges.synthesis import CohortTable, Shelf, document, needed, no_device
-from agent.edges.tables import Tables, names_files
-from agent.edges.vetting import VOUCH, VettingTable, demand_digest, refuse_others
-from agent.mechanisms.distill import Distill, DistillDp
-from agent.mechanisms.privimage import PublicPictures
-from agent.nets.alignment import Aligner, OtherConditions, aligner_from
-from agent.nets.autoencoder import Autoencoder, autoencoder_from
-from agent.nets.conditions import TEMPLATES, Conditions
-from agent.nets.latent_diffusion import PRESETS
-from agent.nets.verifier import Verifier, verifier_from
-from agent.stages.distil import Course, Output, Sampling
-from agent.stages.latent import LatentConfig
-from agent.stages.vet import Vetting
-from policies.accounting import calibrate
-from policies.figures import epsilon_text, never_less
+from agent.mechanisms.common.config import CohortTable, Shelf, document, needed, no_device
+from agent.mechanisms.common.dp_config import Prepared, PrivacyTable, PrivateFile, no_progress
+from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.distillation.latent_model import LatentConfig
+from agent.mechanisms.distillation.mechanism import Distill, DistillDp
+from agent.mechanisms.distillation.teacher_student import Course, Output, Sampling
+from agent.models.diffusion.aligner import Aligner, OtherConditionsError, aligner_from
+from agent.models.diffusion.autoencoder import Autoencoder, autoencoder_from
+from agent.models.diffusion.latent import PRESETS
+from agent.models.diffusion.prompts import TEMPLATES, Conditions
+from agent.models.image_folder import ImageFolderError, read_image_folder, read_labels
+from agent.models.recognition.verifier import Verifier, verifier_from
+from agent.toml_config import Tables, names_files
+from agent.vetting.config import VOUCH, VettingTable, demand_digest, refuse_others
+from agent.vetting.filter import Vetting
+from policies.accounting.accountant import calibrate
+from policies.accounting.rounding import epsilon_text, format_rounded_up
 
-FOLDERS: Final = "folders"  # in the place of a list: a picture's folder names its condition
+FOLDERS: Final = "folders"  # in the place of a list: an image's folder names its condition
 _BOTH: Final = ("mechanism", "conditions", "templates", "cohort", "networks", "teacher", "student")
 _TABLES: Final[Mapping[str, tuple[str, ...]]] = {
     Distill.name: (*_BOTH, "vetting", "sampling", "output"),
@@ -48,13 +48,13 @@ class NetworksTable:
     """``[networks]``: files, relative to the configuration, and what each must be."""
 
     autoencoder: str  # of `train autoencoder`
-    autoencoder_sha256: str
+    autoencoder_sha256: str  # of that file, as `train` printed it
     verifier: str  # of `train verifier`: the one that chooses
-    verifier_sha256: str
+    verifier_sha256: str  # of that file
     unseen: str  # of `train verifier --second`: the one that measures, and chooses nothing
-    unseen_sha256: str
+    unseen_sha256: str  # of that file
     aligner: str  # of `train aligner`
-    aligner_sha256: str
+    aligner_sha256: str  # of that file
 
     def __post_init__(self) -> None:
         """Refuse what names no file or no digest, and one file as two opinions."""
@@ -62,7 +62,9 @@ class NetworksTable:
             names_files(**{key: getattr(self, key)})
             demand_digest(key, self.pinned(key), _TRAINED[key])
         if self.verifier_sha256 == self.unseen_sha256:
-            raise ValueError("verifier and unseen are one file: what measures must not be what chose")
+            raise ValueError(
+                "verifier and unseen are the same file: the verifier that measures must not be the one that chose"
+            )
 
     def pinned(self, part: str) -> str:
         """The digest that a file must have."""
@@ -80,8 +82,8 @@ _NO_PRESET: Final = f"preset: one of {', '.join(PRESETS)}"
 class TeacherTable:
     """``[teacher]``: what is trained. Every other key is of the model's own configuration, the student's too."""
 
-    steps: int  # on the patients; of ``distill-dp`` on the public pictures: [privacy] counts the noisy ones
-    preset: str = "tiny"
+    steps: int  # on the patients; of ``distill-dp`` on the public images: [privacy] counts the noisy ones
+    preset: str = "tiny"  # size of the model
 
     def __post_init__(self) -> None:
         """Refuse what is no training, and no size."""
@@ -95,7 +97,7 @@ class TeacherTable:
 class StudentTable:
     """``[student]``: how long it learns what was kept."""
 
-    steps: int
+    steps: int  # of the student's training
 
     def __post_init__(self) -> None:
         """Refuse what learns nothing."""
@@ -105,10 +107,10 @@ class StudentTable:
 
 @dataclass(frozen=True, slots=True)
 class PublicTable:
-    """``[public]``: nobody's patients; learned before the patients are, and what samples are compared with."""
+    """``[public]``: public images, learned before the patients, and compared with the samples."""
 
     pictures: str  # a folder, relative to the configuration
-    labels: str  # CSV: file,label; or "folders". A picture that is not listed shows no condition
+    labels: str  # CSV: file,label; or "folders". An image that is not listed shows no condition
 
     def __post_init__(self) -> None:
         """Refuse what names no folder, or no file."""
@@ -133,9 +135,9 @@ class _Parsed:
 
 
 def read_distill(
-    path: Path, vouched: frozenset[str], say: Callable[[str, str], None] = silent, name: str = ""
+    path: Path, vouched: frozenset[str], say: Callable[[str, str], None] = no_progress, name: str = ""
 ) -> Prepared[Distill | DistillDp]:
-    """Read a distillation's configuration, its networks and its public pictures.
+    """Read a distillation's configuration, its networks and its public images.
 
     Args:
         path: of the TOML file.
@@ -143,8 +145,8 @@ def read_distill(
         say: told what takes some time: a step, and a detail of it.
         name: of the mechanism that was asked for, which the file must be of; "": whichever of the two it is of.
     Raises:
-        BadSite: not TOML, or with missing, unknown or senseless keys, all at once; or a network knows too little.
-        BadWeights, BadPictures: what it names cannot be read, or is not the file that was pinned.
+        SiteConfigError: not TOML, or with missing, unknown or senseless keys, all at once; or a network knows too
+        little. WeightsError, ImageFolderError: what it names cannot be read, or is not the file that was pinned.
     """
     asked = name or str(document(path, ()).raw.get("mechanism"))
     asked = asked if asked in _TABLES else Distill.name
@@ -158,7 +160,7 @@ def _parsed(file: PrivateFile, name: str) -> _Parsed:
     """Every table of the file.
 
     Raises:
-        BadSite: all that is wrong with them, at once.
+        SiteConfigError: all that is wrong with them, at once.
     """
     tables, private = file.tables, name == DistillDp.name
     conditions = _conditions(tables)
@@ -283,8 +285,9 @@ def _networks(shelf: Shelf, table: NetworksTable, conditions: Conditions) -> _Ne
     """The four networks, each the pinned one, and none that knows too little to be asked.
 
     Raises:
-        BadWeights: a file cannot be read, or is another one than was pinned; all that are, at once.
-        KnowsNobody, KnowsNothing, ValueError: a network's own judgement forbids its use, or it learned other words.
+        WeightsError: a file cannot be read, or is another one than was pinned; all that are, at once.
+        RecogniserError, AlignerError, ValueError: a network's own judgement forbids its use, or it learned other
+        words.
     """
     raw = {part: shelf.file(getattr(table, part)) for part in PARTS}
     refuse_others(table, {part: hashlib.sha256(data).hexdigest() for part, data in raw.items()})
@@ -299,7 +302,7 @@ def _networks(shelf: Shelf, table: NetworksTable, conditions: Conditions) -> _Ne
     nets.unseen.demand()
     try:
         nets.aligner.fits(conditions)
-    except OtherConditions:
+    except OtherConditionsError:
         own = nets.aligner.conditions
         told = f"conditions = {json.dumps(own.names)}, templates = {json.dumps(own.templates)}"
         raise ValueError(f"the aligner learned other conditions, or in another order: {told}") from None
@@ -310,42 +313,42 @@ def _networks(shelf: Shelf, table: NetworksTable, conditions: Conditions) -> _Ne
 def _unvouched(table: NetworksTable, nets: _Networks) -> tuple[str, ...]:
     """For people: the files that count as private, since nobody vouches for them."""
     gone = [getattr(table, part) for part in PARTS if getattr(nets, part).origin.component != "public"]
-    return (f"nobody vouches for {', '.join(gone)} yet: {VOUCH}",) if gone else ()
+    return (f"not yet vouched for: {', '.join(gone)}: {VOUCH}",) if gone else ()
 
 
 def _noise(privacy: PrivacyTable, say: Callable[[str, str], None]) -> tuple[float, tuple[str, ...]]:
     """The noise multiplier, written down or calibrated; and what it comes to.
 
     Raises:
-        Unreachable, ValueError: there is none for this epsilon; the text says what to change.
+        NoiseNotFoundError, ValueError: there is none for this epsilon; the text says what to change.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier, ()
     assert privacy.epsilon is not None
     assert privacy.delta is not None
-    asked = f"epsilon {epsilon_text(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+    asked = f"epsilon {epsilon_text(privacy.epsilon)} at delta {format_rounded_up(privacy.delta)}"
     say("price", f"finding the noise for {asked}")
     job = calibrate(privacy.epsilon, privacy.delta, privacy.sampling_rate, privacy.steps)
     return job.noise_multiplier, (f"noise multiplier {job.noise_multiplier:g} for {asked} (loss distributions)",)
 
 
-def _public(shelf: Shelf, table: PublicTable, course: Course) -> tuple[PublicPictures, tuple[str, ...]]:
-    """The public pictures, each with its condition or none; and what people should know of them."""
+def _public(shelf: Shelf, table: PublicTable, course: Course) -> tuple[PublicImages, tuple[str, ...]]:
+    """The public images, each with its condition or none; and what people should know of them."""
     side, grey, names = course.autoencoder.shape[0], len(course.autoencoder.shape) == 2, course.conditions.names
-    images, files = read_pictures(shelf.folder / table.pictures, side, grey)
+    images, files = read_image_folder(shelf.folder / table.pictures, side, grey)
     places, labels = read_labels(None if table.labels == FOLDERS else shelf.folder / table.labels, files)
     unknown = sorted(set(labels) - set(names))
     if unknown:
         some = ", ".join(unknown[:5])
-        told = "take such pictures off the list: they are then learned without one"
-        raise BadPictures(f"{len(unknown)} label(s) are none of the conditions, such as {some}: {told}")
+        told = "remove these images from the list: they are then learned without a condition"
+        raise ImageFolderError(f"{len(unknown)} label(s) are none of the conditions, such as {some}: {told}")
     bins = np.full(len(images), -1, np.int64)
     bins[places] = [names.index(label) for label in labels]
-    public = PublicPictures(images, bins, shelf.vouched)
+    public = PublicImages(images, bins, shelf.vouched)
     lines = []
     without = [name for number, name in enumerate(names) if not (bins == number).any()]
     if without:
-        lines.append(f"no public picture shows {', '.join(without)}: the teacher knows it from noisy steps alone")
+        lines.append(f"no public image shows {', '.join(without)}: the teacher learns it from noisy steps only")
     if public.component != "public":
-        lines += [f"nobody vouches for the public pictures yet: {VOUCH}", public.sha256]
+        lines += [f"the public images are not yet vouched for: {VOUCH}", public.sha256]
     return public, tuple(lines)

@@ -1,14 +1,13 @@
 """The latent diffusion model of Privacy Distillation, teacher and student, as it is trained with and without noise.
 
 Fernandez, Sanchez, Pinaya, Jacenków, Tsaftaris & Cardoso 2023, section 2.1. With DP-SGD it is PrivImage's procedure
-(Li et al. 2023, section 3.4) on latents: K noise draws of each picture are one gradient before it is clipped
-(Dockhorn et al. 2023, DPDM, section 3.2), labels are dropped of draws, not of pictures. Only the denoiser learns: the
+(Li et al. 2023, section 3.4) on latents: K noise draws of each image are one gradient before it is clipped
+(Dockhorn et al. 2023, DPDM, section 3.2), labels are dropped of draws, not of images. Only the denoiser learns: the
 autoencoder is frozen and public.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -21,17 +20,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.autoencoder import Autoencoder
-from agent.nets.conditions import Conditions
-from agent.nets.latent_diffusion import Drawer, LatentArchitecture, LatentDenoiser, Where, latent_bytes, planes
-from agent.nets.noise_schedule import TIMES, Drawing, Noising, Prediction, Sampler
-from agent.nets.weights import fill
-from agent.stages.clipping import Unit
-from agent.stages.finetune import Task
-from agent.stages.noise import Entropy, SystemEntropy
-from agent.training.diffusion import Average, local
-from agent.training.latent_diffusion import LatentTraining, dropped, encoded, row_losses, train_latent_denoiser
-from agent.training.loop import Place, Progress, own_generator, seeded
+from agent.domain import CheckpointStore
+from agent.dp.clipping import PrivacyUnit
+from agent.dp.dpsgd import Task
+from agent.dp.noise import Entropy
+from agent.mechanisms.common.generative_model import DenoisingModel, stratified
+from agent.models.diffusion.autoencoder import Autoencoder
+from agent.models.diffusion.edm_training import Average
+from agent.models.diffusion.latent import (
+    ComputeSettings,
+    LatentArchitecture,
+    LatentDenoiser,
+    LatentSampler,
+    latent_bytes,
+    planes,
+)
+from agent.models.diffusion.latent_training import LatentTraining, dropped, encoded, row_losses, train_latent_denoiser
+from agent.models.diffusion.noise_schedule import TIMES, Drawing, Noising, Prediction, Sampler
+from agent.models.diffusion.prompts import Conditions
+from agent.models.training_loop import Progress, device_generator, seeded, torch_generator
 
 FREE: Final = ("device", "sampling_batch")  # of a configuration: they decide where and how fast, not what
 
@@ -51,7 +58,7 @@ class LatentConfig:
     sampler: Sampler = "pndm"
     sampling_steps: int = 20  # a divisor of 1000
     lr_finetune: float = 3e-4
-    draws: int = 8  # K, noise draws of each picture in each step of DP-SGD
+    draws: int = 8  # K, noise draws of each image in each step of DP-SGD
     sampling_batch: int = 256
     checkpoint_every: int = 500
     precision: Literal["float32", "bfloat16"] = "float32"  # of training and sampling; DP-SGD is always float32
@@ -96,7 +103,7 @@ class LatentConfig:
         return hashlib.sha256(json.dumps({"latent diffusion": told}, sort_keys=True).encode()).hexdigest()
 
 
-class LatentDiffusion:
+class LatentDiffusion(DenoisingModel[LatentDenoiser]):
     """A ``GenerativeModel``: a denoiser of an autoencoder's latents, its average while it is fine-tuned, sampling."""
 
     def __init__(
@@ -110,7 +117,7 @@ class LatentDiffusion:
 
         Args:
             config: public; its architecture is fitted to the other two.
-            autoencoder: trained on public or made pictures.
+            autoencoder: trained on public or synthetic images.
             conditions: public.
             entropy: of the noise draws of the fine-tuning; the operating system's unless a test says otherwise.
         Raises:
@@ -118,12 +125,11 @@ class LatentDiffusion:
         """
         config.architecture.demand(autoencoder, conditions)
         self.config, self.autoencoder, self.conditions = config, autoencoder, conditions
-        self._entropy = SystemEntropy() if entropy is None else entropy
         with seeded(config.seed):
-            self._denoiser = LatentDenoiser(config.architecture).to(config.device)
+            denoiser = LatentDenoiser(config.architecture)
+        super().__init__(denoiser.to(config.device), entropy)
         self._noising = Noising(config.prediction)
-        self._average: Average | None = None  # of the fine-tuning
-        self._latents: dict[bytes, Tensor] = {}  # (c, h, w) by SHA-256 of the picture
+        self._latents: dict[bytes, Tensor] = {}  # (c, h, w) by SHA-256 of the image
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,12 +152,12 @@ class LatentDiffusion:
         images: NDArray[np.uint8],
         labels: NDArray[np.int64],
         steps: int,
-        place: Place,
+        place: CheckpointStore,
         say: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         """Train without noise; what is fine-tuned afterwards, and draws, are the average weights.
 
-        On public pictures it is the pre-training of a private model. On patients it is the whole training of a
+        On public images it is the pre-training of a private model. On patients it is the whole training of a
         teacher, which promises nothing and must not leave; ``place`` is then the vault's.
 
         Args and errors as of ``GenerativeModel.pretrain`` and ``train_latent_denoiser``.
@@ -168,7 +174,7 @@ class LatentDiffusion:
         return Task(self._denoiser, row_losses, adam, self._expanded, self._average)
 
     def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
-        """A picture for each label, with the average weights.
+        """An image for each label, with the average weights.
 
         Args:
             labels: (n,), -1 for no condition.
@@ -177,7 +183,7 @@ class LatentDiffusion:
             (n, s, s) or (n, s, s, 3).
         Raises:
             ValueError: labels of another kind.
-            NotFinite: the network says no numbers.
+            LatentNotFiniteError: the network says no numbers.
         """
         return self._drawer().sample(labels, generator, self._where)
 
@@ -188,7 +194,7 @@ class LatentDiffusion:
         strength: float,
         generator: torch.Generator,
     ) -> NDArray[np.uint8]:
-        """Pictures like these (Meng et al. 2021, SDEdit): near-duplicates at a small strength, others at 1.
+        """Images like these (Meng et al. 2021, SDEdit): near-duplicates at a small strength, others at 1.
 
         Args:
             images: (n, s, s) or (n, s, s, 3).
@@ -198,7 +204,7 @@ class LatentDiffusion:
         Returns:
             Like ``images``.
         Raises:
-            ValueError, NotFinite: as :meth:`sample`, or images or a strength that do not fit.
+            ValueError, LatentNotFiniteError: as :meth:`sample`, or images or a strength that do not fit.
         """
         return self._drawer().redraw(images, labels, strength, generator, self._where)
 
@@ -206,63 +212,34 @@ class LatentDiffusion:
         """The model file of what draws: see ``latent_bytes``."""
         return latent_bytes(self._drawer(), notes)
 
-    def state(self) -> dict[str, Tensor]:
-        """The denoiser's weights that draw, on the CPU."""
-        return {name: tensor.detach().cpu() for name, tensor in self._drawing().state_dict().items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state` in the place of a pre-training.
-
-        Raises:
-            BadWeights: it is of another configuration.
-        """
-        self._refuse_begun()
-        fill(self._denoiser, state)
-
     @property
-    def _where(self) -> Where:
-        return Where(self.config.device, self.config.sampling_batch, self.config.precision == "bfloat16")
+    def _where(self) -> ComputeSettings:
+        return ComputeSettings(self.config.device, self.config.sampling_batch, self.config.precision == "bfloat16")
 
-    def _refuse_begun(self) -> None:
-        if self._average is not None:
-            raise ValueError("the fine-tuning has begun: build the model anew")
+    def _drawer(self) -> LatentSampler:
+        return LatentSampler(self._drawing(), self.autoencoder, self.conditions, self.config.drawing)
 
-    def _drawing(self) -> LatentDenoiser:
-        """What draws: a copy with the average weights."""
-        out = copy.deepcopy(self._denoiser)
-        if self._average is not None:
-            self._average.give(out)
-        return out.train(mode=False)
+    def _expanded(self, unit: PrivacyUnit) -> PrivacyUnit:
+        """K noise draws of each image: rows (noisy latent, t, target, tokens), n K of each, for ``row_losses``.
 
-    def _drawer(self) -> Drawer:
-        return Drawer(self._drawing(), self.autoencoder, self.conditions, self.config.drawing)
-
-    def _expanded(self, unit: Unit) -> Unit:
-        """K noise draws of each picture: rows (noisy latent, t, target, tokens), n K of each, for ``row_losses``.
-
-        Each unit draws from a generator of its own, seeded by fresh entropy. One stream for all of them would shift
-        when a patient is added: the others would get other draws, and the sum would move by more than one clip.
-
-        Within a picture t is stratified: u_k = (u + k / K) mod 1 of one uniform u, then floor(T u_k). Every draw is
-        uniform over the times, the mean of K draws varies less.
+        Each unit draws from a generator of its own. Within an image t is stratified: floor(T u_k), and every draw is
+        uniform over the times.
         """
         own, images, labels = self.config, *unit.rows
-        generator = own_generator(int.from_bytes(self._entropy.take(8), "little") >> 1)
+        generator = torch_generator(self._unit_seed())
         asked = dropped(labels.cpu().repeat_interleave(own.draws), own.label_drop, generator)
         tokens = self.conditions.tokens(asked, generator).to(own.device)
-        draw = local(generator, own.device)
+        draw = device_generator(generator, own.device)
         clean = self._encoded(images).repeat_interleave(own.draws, dim=0)
-        start = torch.rand(len(images), 1, generator=draw, device=own.device, dtype=torch.float64)
-        share = (start + torch.arange(own.draws, device=own.device) / own.draws).remainder(1.0).flatten()
-        t = (share * TIMES).long().clamp(max=TIMES - 1)
+        t = (stratified(len(images), own.draws, draw) * TIMES).long().clamp(max=TIMES - 1)
         noise = torch.randn(clean.shape, generator=draw, device=own.device)
-        return Unit((self._noising.noised(clean, t, noise), t, self._noising.target(clean, t, noise), tokens))
+        return PrivacyUnit((self._noising.noised(clean, t, noise), t, self._noising.target(clean, t, noise), tokens))
 
     @torch.no_grad()
     def _encoded(self, images: Tensor) -> Tensor:
-        """The latents (n, c, h, w) of pictures (n, s, s[, 3]).
+        """The latents (n, c, h, w) of images (n, s, s[, 3]).
 
-        A picture is encoded once, and by itself: its latent is a function of nobody else's pictures, to the last bit.
+        An image is encoded once, and by itself: its latent is a function of nobody else's images, to the last bit.
         """
         found = []
         for image in images.cpu():

@@ -1,7 +1,7 @@
 """Privacy Distillation: a teacher on the patients draws, what looks like one is dropped, a student learns the rest.
 
 Fernandez, Sanchez, Pinaya, Jacenków, Tsaftaris & Cardoso 2023, section 3.2; corrected where it leaks. The paper asks
-of a sample whether it shows the patient of its own prompt; here every sample is compared with every picture of every
+of a sample whether it shows the patient of its own prompt; here every sample is compared with every image of every
 patient, at a threshold calibrated for so many (its 0.5 was not). The paper's captions are real reports, one sample
 for each; here a prompt is a template over public words, and how many samples a condition gets is a public constant.
 The paper measures with the filter's own network; here a second one, which filters nothing, does.
@@ -18,23 +18,26 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.mechanisms.bench import Bench
-from agent.mechanisms.privimage import PublicPictures
-from agent.nets.pictures import to_bytes
-from agent.nouns import Cohort, CohortTooSmall, Image, Patient
-from agent.stages.clipping import Unit
-from agent.stages.distil import Course, Distilled, Work, distil
-from agent.stages.finetune import PrivateSgd, best_engine, train_privately
-from agent.stages.latent import LatentDiffusion
-from agent.stages.noise import Entropy
-from agent.stages.vet import reference_of
-from policies.claims import NoClaim, SubsampledGaussian
+from agent.domain import Cohort, Image, Patient
+from agent.dp.clipping import PrivacyUnit
+from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
+from agent.dp.noise import Entropy
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.distillation.latent_model import LatentDiffusion
+from agent.mechanisms.distillation.teacher_student import Course, Distilled, Work, distil
+from agent.models.image_tensors import to_bytes
+from agent.vetting.filter import reference_of
+from policies.accounting.claims import NoClaim, SubsampledGaussian
+
+FEWER: Final = "write so many into [output] pictures"  # what makes a set smaller
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,11 +48,21 @@ class Distill:
     teacher_steps: int
 
     name: ClassVar[str] = "distill"
+    fewer: ClassVar[str] = FEWER
 
     def __post_init__(self) -> None:
         """Refuse a teacher that learns nothing."""
         if not self.teacher_steps >= 1:
             raise ValueError("steps of the teacher: at least 1")
+
+    @property
+    def pictures(self) -> int:
+        """How many a release has; of a model, how many are drawn to measure it."""
+        return self.course.output.pictures
+
+    def untrained(self) -> bytes | None:
+        """The model's file before it has learned anything, where a model leaves; None where images do."""
+        return self.course.untrained() if self.course.output.release == "model" else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,22 +84,22 @@ class Distill:
         return NoClaim()
 
     def components(self) -> dict[str, str]:
-        """Where what draws and judges comes from (P6). The teacher learned from patients, and stays here."""
+        """The origin of the networks that draw and judge (P6). The teacher learned from patients, and stays here."""
         return {"teacher": "private", **self.course.components()}
 
-    def run(self, cohort: Cohort, entropy: Entropy, bench: Bench | None = None) -> Distilled:
+    def run(self, cohort: Cohort, entropy: Entropy, bench: Workspace | None = None) -> Distilled:
         """Teach, draw, vet, rerank, learn, draw. Interrupted, it goes on from the bench's places.
 
         Raises:
-            CohortTooSmall: too few patients to compare with.
-            KnowsNobody: the vetting does not find near-duplicates of the cohort's own pictures.
-            NothingLeft: no sample was kept.
-            Diverged: a training came to numbers that are none.
+            CohortTooSmallError: too few patients to compare with.
+            RecogniserError: the vetting does not find near-duplicates of the cohort's own images.
+            NothingLeftError: no sample was kept.
+            DivergedError: a training came to numbers that are none.
         """
-        bench = bench or Bench()
+        bench = bench or Workspace()
         patients = _counted(self, cohort)
         if not patients:
-            raise CohortTooSmall
+            raise CohortTooSmallError
 
         def teach() -> LatentDiffusion:
             images, labels = _stacked(self, patients)
@@ -104,12 +117,13 @@ class DistillDp:
     """Public configuration of a distillation whose teacher learns by DP-SGD: level A, by the teacher's claim."""
 
     course: Course
-    public: PublicPictures  # learned first, and what samples are compared with; bins: conditions, or -1
+    public: PublicImages  # learned first, and what samples are compared with; bins: conditions, or -1
     pretraining_steps: int
     sgd: PrivateSgd
     public_patients: int  # a bound that may be known to all
 
     name: ClassVar[str] = "distill-dp"
+    fewer: ClassVar[str] = FEWER
 
     def __post_init__(self) -> None:
         """Refuse what does not fit together."""
@@ -120,6 +134,15 @@ class DistillDp:
         if not self.pretraining_steps >= 1:
             raise ValueError("steps of the pre-training: at least 1")
         self.claim()
+
+    @property
+    def pictures(self) -> int:
+        """How many a release has; of a model, how many are drawn to measure it."""
+        return self.course.output.pictures
+
+    def untrained(self) -> bytes | None:
+        """The model's file before it has learned anything, where a model leaves; None where images do."""
+        return self.course.untrained() if self.course.output.release == "model" else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,25 +166,25 @@ class DistillDp:
         return SubsampledGaussian(self.sgd.sampling_rate, self.sgd.noise_multiplier, self.sgd.steps)
 
     def components(self) -> dict[str, str]:
-        """Where what draws and judges comes from (P6): the site's word on all of it, and no file's."""
+        """The origin of the networks that draw and judge (P6), as vouched for by the site, not by a file."""
         return {"pretraining": self.public.component, **self.course.components()}
 
-    def run(self, cohort: Cohort, entropy: Entropy, bench: Bench | None = None) -> Distilled:
-        """Pre-train, teach with noise, draw, vet against public pictures, rerank, learn, draw.
+    def run(self, cohort: Cohort, entropy: Entropy, bench: Workspace | None = None) -> Distilled:
+        """Pre-train, teach with noise, draw, vet against public images, rerank, learn, draw.
 
         No size of the cohort is refused: a refusal would tell.
 
         Raises:
-            KnowsNobody: the vetting does not find near-duplicates of the public pictures.
-            NothingLeft: no sample was kept.
-            Diverged: a training came to numbers that are none.
+            RecogniserError: the vetting does not find near-duplicates of the public images.
+            NothingLeftError: no sample was kept.
+            DivergedError: a training came to numbers that are none.
         """
-        bench = bench or Bench()
+        bench = bench or Workspace()
         reference = reference_of(_strangers(self.public), self.course.vetting)
         teach = partial(self._taught, cohort, entropy, bench)
         return distil(self.course, teach, reference, Work(entropy, bench.place, bench.say))
 
-    def _taught(self, cohort: Cohort, entropy: Entropy, bench: Bench) -> LatentDiffusion:
+    def _taught(self, cohort: Cohort, entropy: Entropy, bench: Workspace) -> LatentDiffusion:
         """Pre-trained in the open, fine-tuned under noise: the one reading of patients."""
         teacher = _teacher(self.course, entropy)
         say = lambda done: bench.say("pre-training", done.step, done.steps)  # noqa: E731
@@ -169,7 +192,10 @@ class DistillDp:
         teacher.pretrain(self.public.images, self.public.bins, self.pretraining_steps, place, say)
         train_privately(
             teacher.task(),
-            [Unit(tuple(map(torch.from_numpy, _stacked(self, (patient,))))) for patient in _counted(self, cohort)],
+            [
+                PrivacyUnit(tuple(map(torch.from_numpy, _stacked(self, (patient,)))))
+                for patient in _counted(self, cohort)
+            ],
             self.sgd,
             entropy,
             best_engine(self.course.model.device),
@@ -189,7 +215,7 @@ def _teacher(course: Course, entropy: Entropy) -> LatentDiffusion:
 
 
 def _counted(of: Distill | DistillDp, cohort: Cohort) -> tuple[Patient, ...]:
-    """The patients with their pictures of the conditions; who has no such picture is left out, by that record alone.
+    """The patients with their images of the conditions; who has no such image is left out, by that record alone.
 
     Raises:
         ValueError: the images do not have the configured shape.
@@ -205,14 +231,14 @@ def _counted(of: Distill | DistillDp, cohort: Cohort) -> tuple[Patient, ...]:
 
 
 def _stacked(of: Distill | DistillDp, patients: Sequence[Patient]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Every picture (n, s, s[, 3]) and its condition (n,)."""
+    """Every image (n, s, s[, 3]) and its condition (n,)."""
     images = [image for patient in patients for image in patient.images]
     pixels = to_bytes(np.stack([image.pixels for image in images]))
     return pixels, np.array([of.course.conditions.names.index(image.label) for image in images], np.int64)
 
 
-def _strangers(public: PublicPictures) -> tuple[Patient, ...]:
-    """Public pictures as a reference, in the order of their digests: each is somebody of its own, once."""
+def _strangers(public: PublicImages) -> tuple[Patient, ...]:
+    """Public images as a reference, in the order of their digests: each is somebody of its own, once."""
     named = {hashlib.sha256(image.tobytes()).hexdigest(): image for image in public.images}
     unit = {name: image.astype(np.float32) / np.float32(255) for name, image in named.items()}
     return tuple(Patient(name, (Image(pixels, ""),)) for name, pixels in unit.items())

@@ -16,24 +16,51 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.nets.alignment import Aligner
-from agent.nets.autoencoder import Autoencoder
-from agent.nets.conditions import Conditions
-from agent.nets.pictures import to_tensor
-from agent.nets.siamese import Share
-from agent.nouns import SyntheticSet
-from agent.stages.drawn import Drawn, Exhibit, Labels, Pictures, Shown, Tally, exhibits, tallies
-from agent.stages.latent import LatentConfig, LatentDiffusion
-from agent.stages.noise import Entropy
-from agent.stages.rerank import best_of
-from agent.stages.vet import REASONS, Power, Reference, Vetting, measured, power, vet
-from agent.training.loop import Place, own_generator, restored, saved
+from agent.domain import CheckpointStore, SyntheticSet
+from agent.dp.noise import Entropy
+from agent.intervals import Proportion
+from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffusion
+from agent.mechanisms.distillation.samples import Drawn, Tally, tallies
+from agent.models.diffusion.aligner import Aligner
+from agent.models.diffusion.autoencoder import Autoencoder
+from agent.models.diffusion.prompts import Conditions
+from agent.models.image_tensors import to_tensor
+from agent.models.training_loop import load_state, save_state, torch_generator
+from agent.vetting.exhibits import Exhibit, Images, Labels, ReviewSamples, exhibits
+from agent.vetting.filter import REASONS, Power, Reference, Vetting, measured, power, vet
+from protos.common.errors import RefusedError
+
+
+def best_of(scores: NDArray[np.floating], groups: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The winner of each group.
+
+    Args:
+        scores: (n,) s_align; what is not finite never wins.
+        groups: (n,) whole numbers: of which group each sample is.
+        kept: (n,) bool: what the vetting kept; nothing else can win.
+    Returns:
+        (g,) int64 places of the winners, in order of their groups: one of each group that has a sample left
+        with a finite score; of equals the lowest place. An empty group gives nothing.
+    Raises:
+        ValueError: shapes or types do not fit.
+    """
+    if scores.ndim != 1 or not scores.shape == groups.shape == kept.shape:
+        raise ValueError("one score, one group and one verdict for each sample")
+    if not (np.issubdtype(scores.dtype, np.floating) and np.issubdtype(groups.dtype, np.integer)):
+        raise ValueError("scores are numbers, groups whole numbers")
+    if kept.dtype != np.bool_:  # reasons or counts would read as kept
+        raise ValueError("kept is true or false")
+    left = np.flatnonzero(kept & np.isfinite(scores))
+    # by group, then the highest score first, then the lowest place: lexsort is stable, and left ascends
+    order = left[np.lexsort((-scores[left], groups[left]))]
+    return order[np.unique(groups[order], return_index=True)[1]].astype(np.int64)
+
 
 __all__ = [
     "Course",
     "Distilled",
     "Exhibit",
-    "NothingLeft",
+    "NothingLeftError",
     "Output",
     "Review",
     "Sampling",
@@ -45,10 +72,10 @@ __all__ = [
 Released = Literal["samples", "model"]
 MOST: Final = 1_000_000  # samples that are drawn in one round
 BLOCK: Final = 4096  # samples, about, that are in memory at once
-BATCH: Final = 256  # pictures that the aligner sees at once
+BATCH: Final = 256  # images that the aligner sees at once
 
 
-class NothingLeft(ValueError):
+class NothingLeftError(RefusedError, ValueError):
     """Every sample was too much like somebody, or none could be judged: there is nothing to learn from."""
 
 
@@ -70,7 +97,7 @@ class Sampling:
 class Output:
     """What leaves."""
 
-    release: Released = "samples"  # the student's pictures, vetted once more; or the student
+    release: Released = "samples"  # the student's images, vetted once more; or the student
     pictures: int = 1000  # that the student draws: they leave, or are what R_re-id of the model is measured on
 
     def __post_init__(self) -> None:
@@ -81,12 +108,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Review:
-    """What the site's reviewer sees before anything leaves."""
+    """The samples and figures that the site's reviewer sees before anything leaves."""
 
     conditions: tuple[Tally, ...]  # the teacher's samples, of the last round
-    leaving: Tally  # the student's pictures: those that leave, or on which a model is measured
-    before: Share  # R_re-id of the teacher's samples, by the unseen verifier
-    after: Share  # R_re-id of the student's, of those that leave
+    leaving: Tally  # the student's images: those that leave, or on which a model is measured
+    before: Proportion  # R_re-id of the teacher's samples, by the unseen verifier
+    after: Proportion  # R_re-id of the student's, of those that leave
     power: Power
     thresholds: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]  # 95 % of a false match's probability, at the verifiers' thresholds
@@ -97,12 +124,12 @@ class Review:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distilled:
-    """What one run made: a set or a model, and what is known of it."""
+    """The result of one run: a set or a model, and its figures."""
 
     made: SyntheticSet | bytes
     review: Review
     student: LatentDiffusion
-    learned: tuple[Pictures, Labels]  # by the student
+    learned: tuple[Images, Labels]  # by the student
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +138,7 @@ class Course:
 
     conditions: Conditions
     model: LatentConfig  # of teacher and student
-    autoencoder: Autoencoder  # trained on public pictures
+    autoencoder: Autoencoder  # trained on public images
     vetting: Vetting
     aligner: Aligner
     student_steps: int
@@ -128,6 +155,10 @@ class Course:
             raise ValueError(f"conditions x groups x candidates: at most {MOST} samples in a round")
         if not self.output.pictures >= self.conditions.count:
             raise ValueError("output: at least one picture of each condition")
+
+    def untrained(self) -> bytes:
+        """A student's file before it has learned anything: a function of the public configuration alone."""
+        return LatentDiffusion(self.model, self.autoencoder, self.conditions).file({})
 
     @property
     def form(self) -> str:
@@ -154,7 +185,7 @@ class Course:
         return ("distill/power", *parts, "distill/leaving")
 
     def components(self) -> dict[str, str]:
-        """Where what draws and judges comes from (P6): the site's word on all of it, and no file's."""
+        """The origin of the networks that draw and judge (P6), as vouched for by the site, not by a file."""
         judges = {self.vetting.verifier.origin.component, self.vetting.unseen.origin.component}
         return {
             "autoencoder": self.autoencoder.origin.component,
@@ -165,15 +196,15 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Where a run keeps what it has, and who is told how far it is."""
+    """The checkpoint stores of a run, and its progress callback."""
 
     entropy: Entropy
-    place: Callable[[str], Place]
+    place: Callable[[str], CheckpointStore]
     say: Callable[[str, int, int], None]  # stage, step, of how many
 
     def dice(self) -> torch.Generator:
         """A generator that nobody else uses, seeded by fresh entropy."""
-        return own_generator(int.from_bytes(self.entropy.take(8), "little") >> 1)
+        return torch_generator(int.from_bytes(self.entropy.take(8), "little") >> 1)
 
 
 def distil(course: Course, teach: Callable[[], LatentDiffusion], reference: Reference, work: Work) -> Distilled:
@@ -184,9 +215,9 @@ def distil(course: Course, teach: Callable[[], LatentDiffusion], reference: Refe
     same again, and nobody draws until a figure is good enough.
 
     Raises:
-        KnowsNobody: the vetting does not find near-duplicates of the reference's own pictures.
-        NothingLeft: no sample was kept.
-        Diverged: a training came to numbers that are none.
+        RecogniserError: the vetting does not find near-duplicates of the reference's own images.
+        NothingLeftError: no sample was kept.
+        DivergedError: a training came to numbers that are none.
     """
     strength = _power(course, reference, work)
     strength.demand()
@@ -203,13 +234,15 @@ def distil(course: Course, teach: Callable[[], LatentDiffusion], reference: Refe
     return _leaving(course, student, reference, work, (first, found, strength))
 
 
-def _once(course: Course, place: Place, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _once(
+    course: Course, place: CheckpointStore, make: Callable[[], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """What lies in a place; or what is made now, and lies there from now on."""
     raw = place.read()
     if raw is not None:
-        return restored(raw, course.form)[1]
+        return load_state(raw, course.form)[1]
     state = make()
-    place.write(saved(course.form, 0, state))
+    place.write(save_state(course.form, 0, state))
     return state
 
 
@@ -222,22 +255,26 @@ def _power(course: Course, reference: Reference, work: Work) -> Power:
 
     raw = _once(course, work.place(course.places[0]), made)["power"].numpy().tobytes()
     told: dict[str, Any] = json.loads(raw)
-    kinds = {kind: Share(**share) for kind, share in told.pop("kinds").items()}
-    shares: dict[str, Any] = {name: None if share is None else Share(**share) for name, share in told.items()}
+    kinds = {kind: Proportion(**share) for kind, share in told.pop("kinds").items()}
+    shares: dict[str, Any] = {name: None if share is None else Proportion(**share) for name, share in told.items()}
     return Power(kinds=kinds, **shares)
 
 
-def _round(course: Course, teacher: LatentDiffusion, reference: Reference, work: Work, place: Place) -> Drawn:
+def _round(
+    course: Course, teacher: LatentDiffusion, reference: Reference, work: Work, place: CheckpointStore
+) -> Drawn:
     """One round's samples, from the place where they are kept, or drawn.
 
     Raises:
-        NothingLeft: no sample was kept.
+        NothingLeftError: no sample was kept.
     """
 
     def made() -> dict[str, torch.Tensor]:
         found = _drawn(course, teacher, reference, work)
         if not len(found.images):
-            raise NothingLeft("every sample is too much like somebody, or cannot be judged: nothing is left to learn")
+            raise NothingLeftError(
+                "every sample is too similar to a patient's image, or cannot be checked: nothing is left to learn"
+            )
         return found.state()
 
     return Drawn.of(_once(course, place, made))
@@ -249,7 +286,7 @@ def _drawn(course: Course, teacher: LatentDiffusion, reference: Reference, work:
     each = course.sampling.candidates
     images, labels, scores = [], [], []
     counts = np.zeros((course.conditions.count, len(REASONS) + 1), np.int64)
-    shown: Shown | None = None
+    shown: ReviewSamples | None = None
     for block in np.array_split(np.arange(len(asked)), -(-len(asked) * each // BLOCK)):
         wanted, groups = np.repeat(asked[block], each), np.repeat(block, each)
         made = teacher.sample(wanted, work.dice())
@@ -262,7 +299,7 @@ def _drawn(course: Course, teacher: LatentDiffusion, reference: Reference, work:
         reasons = np.array([REASONS.index(reason) for reason in vetted.reasons], np.int64)
         np.add.at(counts, (wanted, reasons), 1)
         np.add.at(counts[:, -1], asked[np.setdiff1d(block, groups[chosen])], 1)
-        here = Shown(made, wanted, vetted.scores, vetted.nearest, aligned, reasons)
+        here = ReviewSamples(made, wanted, vetted.scores, vetted.nearest, aligned, reasons)
         shown = here.most(shown or here.taken(np.zeros(0, np.int64)))
         work.say("draw and vet", int(block[-1]) + 1, len(asked))
     assert shown is not None
@@ -272,8 +309,8 @@ def _drawn(course: Course, teacher: LatentDiffusion, reference: Reference, work:
     return Drawn(np.concatenate(images), np.concatenate(labels), np.concatenate(scores), counts, figures, shown)
 
 
-def _aligned(course: Course, images: Pictures, labels: Labels) -> NDArray[np.float64]:
-    """s_align of each picture with its condition."""
+def _aligned(course: Course, images: Images, labels: Labels) -> NDArray[np.float64]:
+    """s_align of each image with its condition."""
     tokens = course.conditions.tokens(torch.from_numpy(labels))
     unit = images.astype(np.float32) / np.float32(255)
     parts = (slice(a, a + BATCH) for a in range(0, len(images), BATCH))
@@ -290,21 +327,21 @@ def _leaving(
     work: Work,
     told: tuple[Drawn, Drawn, Power],
 ) -> Distilled:
-    """The student's pictures, of the conditions that it learned, or the student; and what is known of either."""
+    """The student's images, of the conditions that it learned, or the student; and what is known of either."""
     first, last, strength = told
     state = _once(
         course,
         work.place(course.places[-1]),
         lambda: _last(course, student, np.unique(last.labels), reference, work),
     )
-    left = Shown(**{f.name: state[f.name].numpy() for f in fields(Shown)})
+    left = ReviewSamples(**{f.name: state[f.name].numpy() for f in fields(ReviewSamples)})
     names = tuple(course.conditions.names[label] for label in left.labels)
     made = SyntheticSet(left.images, names) if course.output.release == "samples" else student.file({})
     review = Review(
         conditions=tallies(course.conditions, last),
         leaving=_told(state),
-        before=Share(*map(float, first.before)),
-        after=Share(*map(float, state["after"])),
+        before=Proportion(*map(float, first.before)),
+        after=Proportion(*map(float, state["after"])),
         power=strength,
         thresholds=reference.thresholds,
         intervals=reference.intervals,
@@ -316,7 +353,7 @@ def _leaving(
 
 
 def _told(state: Mapping[str, torch.Tensor]) -> Tally:
-    """What became of the student's own pictures."""
+    """What became of the student's own images."""
     counts = state["counts"].tolist()
     dropped = {reason: counts[place] for place, reason in enumerate(REASONS) if reason and counts[place]}
     return Tally("", sum(counts), dropped, len(state["images"]), 0)
@@ -325,23 +362,23 @@ def _told(state: Mapping[str, torch.Tensor]) -> Tally:
 def _last(
     course: Course, student: LatentDiffusion, learned: Labels, reference: Reference, work: Work
 ) -> dict[str, torch.Tensor]:
-    """Pictures of the student, vetted where it is they that leave, and R_re-id of them.
+    """Images of the student, vetted where it is they that leave, and R_re-id of them.
 
     Raises:
-        NothingLeft: all of them are too much like somebody.
+        NothingLeftError: all of them are too much like somebody.
     """
     order = torch.randperm(course.output.pictures, generator=work.dice()).numpy()
     labels = learned[order % len(learned)]
     images = student.sample(labels, work.dice())
     vetted = vet(images, reference, course.vetting)
     reasons = np.array([REASONS.index(reason) for reason in vetted.reasons], np.int64)
-    left = Shown(images, labels, vetted.scores, vetted.nearest, _aligned(course, images, labels), reasons)
+    left = ReviewSamples(images, labels, vetted.scores, vetted.nearest, _aligned(course, images, labels), reasons)
     if course.output.release == "samples":
         left = left.taken(np.flatnonzero(vetted.kept))
         if not len(left.images):
-            raise NothingLeft("every picture of the student is too much like somebody: nothing is released")
+            raise NothingLeftError("every image of the student is too similar to a patient's: nothing is released")
     after = measured(left.images, reference, course.vetting)
-    state = {f.name: torch.from_numpy(np.ascontiguousarray(getattr(left, f.name))) for f in fields(Shown)}
+    state = {f.name: torch.from_numpy(np.ascontiguousarray(getattr(left, f.name))) for f in fields(ReviewSamples)}
     counts = torch.from_numpy(np.bincount(reasons, minlength=len(REASONS)))
     figures = torch.tensor([after.value, after.low, after.high], dtype=torch.float64)
     return {**state, "after": figures, "counts": counts}

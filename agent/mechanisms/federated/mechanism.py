@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from agent.nouns import Cohort, Patient, Update
-from agent.stages.clipping import Unit
-from agent.stages.finetune import Box, PrivateSgd, Task, noisy_part, train_privately
-from agent.stages.noise import TAIL, Entropy, deviation
-from policies.claims import DistributedGaussian, SubsampledGaussian
+from agent.domain import Cohort, Patient, Update
+from agent.dp.clipping import PrivacyUnit
+from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, Task, noisy_part, train_privately
+from agent.dp.noise import TAIL, Entropy, deviation
+from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
+from protos.common.canonical_json import canonical
+from protos.common.errors import ConfigError
 
 POOLED: Final = 8  # images are averaged down to 8 x 8
 FEATURES: Final = POOLED * POOLED
@@ -40,7 +42,7 @@ MOST_WIDENING: Final = 0.01  # of the noise, to cover the rounding to the lattic
 LEAST_NOISE_STEPS: Final = 16.0  # of the lattice: rounded noises then add up like noise, to a part in e^5000
 
 
-class BadConfiguration(ValueError):
+class FederatedConfigError(ConfigError, ValueError):
     """The configuration is not one of this mechanism. The text names keys, never values."""
 
 
@@ -117,14 +119,14 @@ class _Classifier:
         """The parameters before the first round: zeros, the same everywhere."""
         return Update(np.zeros(self.parameters, np.float32))
 
-    def unit(self, patient: Patient) -> Unit | None:
+    def unit(self, patient: Patient) -> PrivacyUnit | None:
         """The patient's features and class numbers; None when no image is of a known class."""
         images = [image for image in patient.images if image.label in self.classes]
         if not images:
             return None
         features = self.features(np.stack([image.pixels for image in images]))
         targets = [self.classes.index(image.label) for image in images]
-        return Unit((torch.from_numpy(features), torch.tensor(targets)))
+        return PrivacyUnit((torch.from_numpy(features), torch.tensor(targets)))
 
     def features(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
         """Average-pool images (n, h, w) to 8 x 8 and subtract the centre: (n, 64) float32.
@@ -148,51 +150,51 @@ class _Classifier:
 
     def to_json(self) -> str:
         """The configuration as JSON: sorted keys, no spaces, floats that read back exactly."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return canonical(dataclasses.asdict(self)).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what ``to_json`` wrote, strictly: every key, none unknown or twice, every type exact.
 
         Raises:
-            BadConfiguration: anything else. The keys at fault are named, all at once.
+            FederatedConfigError: anything else. The keys at fault are named, all at once.
         """
         try:
             values = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
         except (ValueError, RecursionError) as fault:
-            raise BadConfiguration("not a JSON object of distinct keys and finite numbers") from fault
+            raise FederatedConfigError("not a JSON object of distinct keys and finite numbers") from fault
         if type(values) is not dict:
-            raise BadConfiguration("not a JSON object")
+            raise FederatedConfigError("not a JSON object")
         hints = get_type_hints(cls)
         kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
         if wrong := sorted(kinds.keys() ^ values.keys()):
-            raise BadConfiguration("unknown or missing keys: " + ", ".join(wrong))
+            raise FederatedConfigError("unknown or missing keys: " + ", ".join(wrong))
         if wrong := sorted(key for key, kind in kinds.items() if not _is(values[key], kind)):
-            raise BadConfiguration("keys of the wrong type: " + ", ".join(wrong))
+            raise FederatedConfigError("keys of the wrong type: " + ", ".join(wrong))
         arguments: dict[str, Any] = {key: tuple(v) if type(v) is list else v for key, v in values.items()}
         try:
             return cls(**arguments)
-        except BadConfiguration:
+        except FederatedConfigError:
             raise
         except ValueError as fault:
-            raise BadConfiguration(str(fault)) from fault
+            raise FederatedConfigError(str(fault)) from fault
 
     def _check(self) -> None:
         """Refuse what cannot be trained or compared."""
         if not 2 <= len(self.classes) == len(set(self.classes)) <= MOST_CLASSES or "" in self.classes:
-            raise BadConfiguration("classes: at least two, distinct, none of them empty")
+            raise FederatedConfigError("classes: at least two, distinct, none of them empty")
         if len(self.shape) != 2 or not all(0 < s <= MOST_PIXELS and s % POOLED == 0 for s in self.shape):
-            raise BadConfiguration("shape: two multiples of 8")
+            raise FederatedConfigError("shape: two multiples of 8")
         if len(self.centre) != FEATURES or not all(-1.0 <= value <= 1.0 for value in self.centre):
-            raise BadConfiguration("centre: 64 numbers in [-1, 1]")
+            raise FederatedConfigError("centre: 64 numbers in [-1, 1]")
         if not 0.0 < self.learning_rate < math.inf:
-            raise BadConfiguration("learning_rate: finite and positive")
+            raise FederatedConfigError("learning_rate: finite and positive")
         if not self.public_patients >= 1:
-            raise BadConfiguration("public_patients: at least 1")
+            raise FederatedConfigError("public_patients: at least 1")
         if not 1 <= self.rounds <= MOST_ROUNDS:
-            raise BadConfiguration(f"rounds: 1 to {MOST_ROUNDS}")
+            raise FederatedConfigError(f"rounds: 1 to {MOST_ROUNDS}")
 
-    def _units(self, cohort: Cohort) -> list[Unit]:
+    def _units(self, cohort: Cohort) -> list[PrivacyUnit]:
         return [unit for patient in cohort.patients if (unit := self.unit(patient)) is not None]
 
     def _model(self, vector: NDArray[np.float32]) -> LinearSoftmax:
@@ -243,9 +245,11 @@ class Federated(_Classifier):
         """Refuse what cannot be priced, trained or compared."""
         self._check()
         if not 1 <= self.steps_per_round <= MOST_STEPS:
-            raise BadConfiguration(f"steps_per_round: 1 to {MOST_STEPS}")
+            raise FederatedConfigError(f"steps_per_round: 1 to {MOST_STEPS}")
         if not (self.proximal >= 0.0 and self.proximal * self.learning_rate <= 1.0):
-            raise BadConfiguration("proximal: not negative, and at most 1 / learning_rate, else its steps overshoot")
+            raise FederatedConfigError(
+                "proximal: not negative, and at most 1 / learning_rate, else its steps overshoot"
+            )
         self._job()
         self.claim()
 
@@ -256,10 +260,10 @@ class Federated(_Classifier):
     def run_round(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
         """Train ``steps_per_round`` private steps from the global parameters ``update``.
 
-        Gradient steps, plain or proximal: there is no optimiser state to carry from round to round. Images of a class
-        that is not in the configuration are left out, and so is a patient who has no other; both depend
-        on that patient's own record alone, so that the claim stands. Nobody at all trains on noise like anybody:
-        a refusal would tell whether there is a single patient.
+        Gradient steps, plain or proximal: no optimiser state is carried from round to round. Images of a class that
+        is not in the configuration are left out, and so is a patient with no others; both depend on that patient's
+        own record alone, so the claim holds. An empty cohort trains on noise like any other: a refusal would reveal
+        whether there is a single patient.
 
         Returns:
             The new parameters, flat: weight (c, 64) row by row, then bias (c).
@@ -277,7 +281,7 @@ class Federated(_Classifier):
 
 @dataclass(frozen=True, slots=True)
 class FederatedMasked(_Classifier):
-    """Public configuration of a federated training whose updates only secure aggregation sees, as a sum.
+    """Public configuration of a federated training whose updates are visible only as a secure sum.
 
     Every round is one step: between two steps a site's model would follow its own part, which bears a share of
     the noise alone. A part is a vector of whole steps of 2^-scale, none above ``value_bound``, so that
@@ -309,18 +313,18 @@ class FederatedMasked(_Classifier):
         self.claim()
         self._job()
         if not (0 <= self.scale <= 30 and self.ring_bits in (32, 64)):
-            raise BadConfiguration("scale: 0 to 30; ring_bits: 32 or 64")
+            raise FederatedConfigError("scale: 0 to 30; ring_bits: 32 or 64")
         whole = self.value_bound * 2.0**self.scale
         if not (0.0 < whole <= MOST_STEPS_OF_VALUE and whole == math.floor(whole)):
-            raise BadConfiguration("value_bound: a positive multiple of 2^-scale, at most 2^24 of them")
+            raise FederatedConfigError("value_bound: a positive multiple of 2^-scale, at most 2^24 of them")
         if not self.sites * whole < 2.0 ** (self.ring_bits - 1):
-            raise BadConfiguration("ring_bits: too few for the sum of all sites")
+            raise FederatedConfigError("ring_bits: too few for the sum of all sites")
         noise, grid = self._noise(), self._grid()
         widened = grid * math.sqrt(self.parameters)
         if not (noise >= LEAST_NOISE_STEPS * grid and widened <= MOST_WIDENING * self.clip):
-            raise BadConfiguration("scale: too small, the steps of 2^-scale are not small beside noise and clip")
+            raise FederatedConfigError("scale: too small, the steps of 2^-scale are not small beside noise and clip")
         if not self._room() >= self.clip + grid:
-            raise BadConfiguration("value_bound: too small for the noise and one patient's gradient")
+            raise FederatedConfigError("value_bound: too small for the noise and one patient's gradient")
 
     def claim(self) -> DistributedGaussian:
         """What all rounds together promise of the sums. It is settled before an image is read."""
@@ -341,7 +345,7 @@ class FederatedMasked(_Classifier):
         Raises:
             ValueError: the update or the images have another shape than the configuration.
         """
-        box = Box(self._grid(), self._room())
+        box = SecureSumGrid(self._grid(), self._room())
         whole = noisy_part(self._model(update.vector), row_losses, self._units(cohort), self._job(), entropy, box)
         return Update((-whole * 2.0**-self.scale).astype(np.float32))
 

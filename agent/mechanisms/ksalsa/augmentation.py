@@ -3,7 +3,7 @@
 A view is a function of the representative's code, of public constants and of chance, and of nothing else: given the
 representative, the views are independent of every patient, so k-anonymity holds for all of them together. That is why
 the spread is public (the generator's own, on random inputs) and never measured on the cohort's codes. Views are
-pictures like others: a mechanism that vets representatives against patients vets every view too.
+images like others: a mechanism that vets representatives against patients vets every view too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.nets.stylegan import Generator
+from agent.models.stylegan.network import Generator
 
 
 @dataclass(frozen=True, slots=True)

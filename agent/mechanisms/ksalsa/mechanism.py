@@ -1,9 +1,9 @@
-"""k-SALSA: every cluster of k patients becomes one picture that has their average shape and their local textures.
+"""k-SALSA: every cluster of k patients becomes one image that has their average shape and their local textures.
 
-Jeon, Park, Kim, Morley & Cho 2022 (ECCV), Algorithm 1; corrected where it leaks. k counts distinct patients, nobody
-is dropped for n mod k, generator and encoder are trained on other people's pictures (the paper trains them on the
-data set itself and calls that harmless: they are functions of every picture in it), labels are l-diverse and never
-counted, order and names are random, and a partition that was released once is never drawn again.
+Jeon, Park, Kim, Morley & Cho 2022 (ECCV), Algorithm 1; corrected where it leaks. k counts distinct patients, and no
+patient is dropped for n mod k. Generator and encoder are trained on other people's images (the paper trains them on
+the data set itself and calls that harmless, although they are functions of every image in it). Labels are l-diverse
+and never counted, order and names are random, and a partition that was released once is never drawn again.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from agent.nets.feature_net import FeatureNet
-from agent.nouns import Clusters, Cohort, Patient, SyntheticSet
-from agent.stages.align import Alignment, Networks, align, sources_of
-from agent.stages.augment import Views, augmented, public_spread
-from agent.stages.average import aggregate_labels, average, patient_label
-from agent.stages.cluster import partition
-from agent.stages.invert import invert
-from agent.stages.styled import StyledCodec
-from agent.stages.vet import refuse_copies
-from policies.claims import KAnonymous, UnsupportedClaim
+from agent.domain import Clusters, Cohort, Patient, SyntheticSet
+from agent.mechanisms.common.linear_codec import invert
+from agent.mechanisms.common.stylegan_codec import StyledCodec
+from agent.mechanisms.ksalsa.augmentation import Views, augmented, public_spread
+from agent.mechanisms.ksalsa.style_alignment import Alignment, Networks, align, sources_of
+from agent.microaggregation.aggregation import aggregate_labels, average, patient_label
+from agent.microaggregation.partition import partition
+from agent.models.features.feature_net import FeatureNet
+from agent.vetting.exact_copies import refuse_copies
+from policies.accounting.claims import KAnonymous, UnsupportedClaimError
 
 _SPREAD = 4096  # random inputs of the generator: their codes' spread is a public constant of it
 
@@ -47,7 +47,7 @@ class KSalsa:
         """Refuse what ``claim`` would refuse, and more labels than patients."""
         self.claim()
         if not self.l_diversity <= self.k:
-            raise UnsupportedClaim("a cluster of k patients has at most k labels")
+            raise UnsupportedClaimError("a cluster of k patients has at most k labels")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class KSalsa:
 
     @property
     def per_cluster(self) -> int:
-        """Pictures of each cluster."""
+        """Images of each cluster."""
         return self.views.count if self.views else 1
 
     @property
@@ -93,9 +93,9 @@ class KSalsa:
             The set, (m v, h, w[, 3]) with m v labels, and the m clusters in the same order, which is random. The
             clusters name patients: they are for the site's private record and never leave it.
         Raises:
-            CohortTooSmall: too few patients, or labels, for one cluster.
-            NotFinite: a picture without any texture, or a network that fails: nothing is made.
-            RepeatsAnInput: a representative is an image of the cohort.
+            CohortTooSmallError: too few patients, or labels, for one cluster.
+            AlignmentNotFiniteError: an image without any texture, or a network that fails: nothing is made.
+            RepeatedInputError: a representative is an image of the cohort.
         """
         latents = invert(cohort, self.codec)  # line 2
         labels = [patient_label(patient) for patient in cohort.patients]

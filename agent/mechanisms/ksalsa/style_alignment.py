@@ -1,8 +1,9 @@
-"""Local style alignment: each cluster's centroid is moved until its picture has the textures of the members.
+"""Local style alignment: each cluster's centroid is moved until its image has the textures of the members.
 
-k-SALSA, section 3.2, Eq. 1-7 and Algorithm 1, lines 5-17, many clusters at once. The generator modulates activations,
-so codes of different clusters go through it in one batch; what is known of the sources is made once for each cluster,
-never in a step; only the codes get a gradient; a cluster that has converged leaves and the next takes its place.
+k-SALSA, section 3.2, Eq. 1-7 and Algorithm 1, lines 5-17, for many clusters at once. The generator modulates
+activations, so codes of different clusters go through it in one batch. Values of the sources are computed once for
+each cluster, not in each step; only the codes get a gradient; a converged cluster leaves and the next takes its
+place.
 
 **A patient counts once.** In the paper x^(i) is one person's only image. Here i is a patient: where it has v images,
 each enters Eq. 7 with weight 1/v, so that nobody's texture weighs more for being photographed more often. Averaging
@@ -12,23 +13,23 @@ the Grams of a patient's images instead would mix patches that do not show the s
 one network, layer, image size and k only (the published code runs weights 1e2 and 1e-6, not the paper's lambda). With
 N = channels x pixels of a window, Eq. 7's loss is L_sum = N^2 k p L_mean, where L_mean takes S / N and the mean over
 patients and patches. lambda L_c + (1 - lambda) s L and lambda' L_c + (1 - lambda') L have the same minimum when
-lambda' = lambda / (lambda + (1 - lambda) s): :func:`rescaled`. ``relative``, the default, goes one step further and
-divides by the cluster's mean ||S_source||^2, which removes the network's own units: 1 is what a picture without any
+lambda' = lambda / (lambda + (1 - lambda) s). ``relative``, the default, goes one step further and
+divides by the cluster's mean ||S_source||^2, which removes the network's own units: 1 is what an image without any
 texture would cost, and one lambda serves every extractor.
 
 **How far a code may go.** The published rate of 0.1 over 100 steps is no size without the generator that it was found
 for: of a small one it carries codes to where nothing was ever trained, and the grade is lost. So the rate counts in
-:func:`agent.nets.restyle.scatter`, the public spread of the generator's codes, and its default is small, a deviation
-from the paper. It was chosen at 32 px, judged on phantoms that are in no reported figure (see
-:class:`agent.reproduce.experiment.Settings`); for a large generator nobody has. ``PUBLISHED`` is the paper's.
+:func:`agent.models.stylegan.restyle.scatter`, the public spread of the generator's codes, and its default is small, a
+deviation from the paper. It was chosen at 32 px, judged on phantoms that are in no reported figure (see
+:class:`deploy.reproduction.experiment.Settings`); for a large generator nobody has. ``PUBLISHED`` is the paper's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -37,12 +38,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from agent.nets.feature_net import FeatureNet
-from agent.nets.pictures import resized, to_tensor
-from agent.nets.restyle import scatter
-from agent.nets.stylegan import Generator
-from agent.nouns import Clusters, Cohort
-from agent.stages.gram import Grid, Metric, correspondence, local_styles, style_loss
+from agent.domain import Clusters, Cohort
+from agent.mechanisms.ksalsa.gram_matrices import Grid, Metric, correspondence, local_styles, style_loss
+from agent.models.features.feature_net import FeatureNet
+from agent.models.image_tensors import resized, to_tensor
+from agent.models.stylegan.network import Generator
+from agent.models.stylegan.restyle import scatter
+from protos.common.errors import TrainingError
 
 Sources = Sequence[Sequence[Sequence[NDArray[np.float32]]]]  # cluster -> patient -> image, (h, w[, 3]) in [0, 1]
 Scale = Literal["relative", "mean", "sum"]
@@ -52,8 +54,8 @@ Unit = Literal["spread", "code"]
 _EPS: Final = 1e-8  # Adam's
 
 
-class NotFinite(ValueError):
-    """A feature or a loss is not a number: nothing is made. The text never says whose (P14)."""
+class AlignmentNotFiniteError(TrainingError, ValueError):
+    """A feature or a loss is not a number, so nothing is made. The text does not name the patient (P14)."""
 
     def __init__(self) -> None:
         """Say only that nothing is made."""
@@ -64,22 +66,22 @@ class NotFinite(ValueError):
 class Alignment:
     """Public configuration of one alignment. Scale, rate and steps apart, defaults are k-SALSA's (B)."""
 
-    grid: Grid = field(default_factory=Grid)
+    grid: Grid = field(default_factory=Grid)  # of patches whose styles are compared
     layer: int = 1  # of the style network's maps; the first follows the second convolution, as in the paper
     lam: float = 0.05  # lambda of Eq. 5: content's share; 1: content only, 0: style only (Table 4)
     scale: Scale = "relative"  # "sum" is Eq. 7 to the letter
     content: Content = "centroid"  # Eq. 6: F(G(w0)); "members": near to what the published code does
     matching: Matching = "best"  # Eq. 3; "same": patch j with patch j, Table 4's "no alignment"
     align_by: Metric = "cos"  # COS-MSE of Supplementary Table 5
-    compare_by: Metric = "mse"
+    compare_by: Metric = "mse"  # the matched patches, in the loss
     steps: int = 25  # T
     rate: float = 0.0022  # of Adam
     unit: Unit = "spread"  # what a rate of 1 is: the generator's own scatter, or "code", 1 as it stands
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[float, float] = (0.9, 0.99)  # of Adam
     ramp_up: float = 0.05  # shares of T, as the published code runs it; 0 and 0: a constant rate, as the paper says
-    ramp_down: float = 0.25
+    ramp_down: float = 0.25  # share of T at the end
     tolerance: float = 0.0  # stop when the loss has not fallen by this share in ``patience`` steps; 0: always T steps
-    patience: int = 10
+    patience: int = 10  # steps without progress before it stops
     batch: int = 16  # clusters at once
     until: int | None = None  # resolution at which the loss looks; None: the generator's own
     bf16: bool = False  # networks in bfloat16, Grams and losses in float32: for GPUs
@@ -101,19 +103,11 @@ class Alignment:
 
 
 PUBLISHED: Final = Alignment(steps=100, rate=0.1, unit="code")  # supplement B and the published code, the scale apart
-ABLATIONS: Final[dict[str, Callable[[Alignment], Alignment]]] = {  # Table 4 and Supplementary Table 5
-    "style only": lambda base: replace(base, lam=0.0),
-    "content only": lambda base: replace(base, lam=1.0),
-    "global style": lambda base: replace(base, grid=Grid(1)),
-    "no alignment": lambda base: replace(base, matching="same"),
-    "MSE-MSE": lambda base: replace(base, align_by="mse", compare_by="mse"),
-    "COS-COS": lambda base: replace(base, align_by="cos", compare_by="cos"),
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Networks:
-    """The generator and the two networks that look at what it makes. All run where the generator lies."""
+    """The generator and the two networks that see its images. All run on the generator's device."""
 
     generator: Generator
     style: FeatureNet
@@ -128,13 +122,6 @@ class Aligned:
     steps: NDArray[np.int64]  # (m,) taken
     style: NDArray[np.float32]  # (m, T) Eq. 7 at the chosen scale, before every step; NaN after the last
     content: NDArray[np.float32]  # (m, T) Eq. 6
-
-
-def rescaled(lam: float, factor: float) -> float:
-    """The lambda that has the same minimum when the style loss is ``factor`` times smaller (see above)."""
-    if not (0.0 <= lam <= 1.0 and factor > 0.0):
-        raise ValueError("lambda is a share and a factor is positive")
-    return lam / (lam + (1.0 - lam) * factor)
 
 
 def sources_of(cohort: Cohort, clusters: Clusters) -> Sources:
@@ -161,7 +148,7 @@ def align(networks: Networks, w0: NDArray[np.float32], sources: Sources, plan: A
         sources: the images of every cluster, in the order of w0.
         plan: the configuration.
     Raises:
-        NotFinite: a feature or a loss is NaN or infinite.
+        AlignmentNotFiniteError: a feature or a loss is NaN or infinite.
         ValueError: w0 and the sources do not fit, a cluster has fewer than two patients, one has no image, the grid
             does not divide the feature map, or the generator's codes have no spread to measure a rate in.
     """
@@ -170,7 +157,7 @@ def align(networks: Networks, w0: NDArray[np.float32], sources: Sources, plan: A
     if not all(len(cluster) >= 2 and all(len(patient) for patient in cluster) for cluster in sources):
         raise ValueError("every cluster holds two patients or more, each with an image")
     if not bool(np.isfinite(w0).all()):
-        raise NotFinite
+        raise AlignmentNotFiniteError
     with _frozen(networks.generator):
         return _run(_Problem(networks, plan), w0, sources)
 
@@ -293,7 +280,7 @@ class _Problem:
             target = self.embedding(self.picture(w) if centroid else images)[None]
             share = each.new_ones(1, 1) if centroid else each[None]
         if not all(bool(torch.isfinite(t).all()) for t in (source, factor, target)):
-            raise NotFinite
+            raise AlignmentNotFiniteError
         none, zero = like.new_full((1,), math.inf), torch.zeros(1, dtype=torch.int64, device=like.device)
         state = (torch.zeros_like(w), torch.zeros_like(w), w.clone(), none, none.clone(), zero.clone())
         return _Active(zero + place, zero, w, *state, source, weight, factor, target, share)
@@ -361,7 +348,7 @@ def _run(problem: _Problem, w0: NDArray[np.float32], sources: Sources) -> Aligne
         at, which = active.step.cpu().numpy(), active.which.cpu().numpy()
         style, content = (t.cpu().numpy() for t in problem.advance(active))
         if not bool(np.isfinite(style).all() and np.isfinite(content).all() and torch.isfinite(active.w).all()):
-            raise NotFinite
+            raise AlignmentNotFiniteError
         out.style[which, at], out.content[which, at] = style, content
         done = active.step >= plan.steps
         if plan.tolerance > 0.0:

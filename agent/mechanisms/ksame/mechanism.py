@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from agent.nouns import Clusters, Cohort, Patient, SyntheticSet
-from agent.stages.average import aggregate_labels, average, patient_label
-from agent.stages.cluster import partition
-from agent.stages.invert import Basis, invert, save_basis
-from agent.stages.vet import refuse_copies
-from policies.claims import KAnonymous, UnsupportedClaim
+from agent.domain import Clusters, Cohort, Patient, SyntheticSet
+from agent.mechanisms.common.linear_codec import Basis, invert, save_basis
+from agent.microaggregation.aggregation import aggregate_labels, average, patient_label
+from agent.microaggregation.partition import partition
+from agent.vetting.exact_copies import refuse_copies
+from policies.accounting.claims import KAnonymous, UnsupportedClaimError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,13 +29,13 @@ class KSame:
     basis: Basis  # encoder and generator
 
     name: ClassVar[str] = "ksame"
-    per_cluster: ClassVar[int] = 1  # pictures
+    per_cluster: ClassVar[int] = 1  # images
 
     def __post_init__(self) -> None:
         """Refuse what ``claim`` would refuse, and more labels than patients."""
         self.claim()
         if not self.l_diversity <= self.k:
-            raise UnsupportedClaim("a cluster of k patients has at most k labels")
+            raise UnsupportedClaimError("a cluster of k patients has at most k labels")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,8 +66,8 @@ class KSame:
             The set, (m, h, w) with m labels, in random order, and the clusters in the same order. The
             clusters name patients: they are for the site's private record and never leave it.
         Raises:
-            CohortTooSmall: too few patients, or labels, for one cluster.
-            RepeatsAnInput: a representative is, pixel for pixel at 8 bits, an image of the cohort.
+            CohortTooSmallError: too few patients, or labels, for one cluster.
+            RepeatedInputError: a representative is, pixel for pixel at 8 bits, an image of the cohort.
         """
         latents = invert(cohort, self.basis)
         labels = [patient_label(patient) for patient in cohort.patients]

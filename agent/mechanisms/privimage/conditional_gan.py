@@ -1,13 +1,13 @@
 """PrivImage's GAN: the discriminator learns from patients under DP-SGD, the generator from the discriminator alone.
 
 Li et al. 2023, section 3.4 and table 6 (DPGAN without public pre-training, DPGAN-p and PrivImage+G with it). A
-patient's pictures enter the discriminator and nothing else, so its noisy gradients are the only release; the
-generator, its average and every picture drawn from it are post-processing of them.
+patient's images enter the discriminator and nothing else, so its noisy gradients are the only release; the
+generator, its average and every image drawn from it are post-processing of them.
 
-That needs two kinds of randomness to be kept apart. The generator's own (latents, classes) come from a stream whose
-position depends on the number of steps only: were it shared with what a batch of patients uses up, the generator's
-latents would tell how large the batch was. And which made pictures a patient is compared with comes from the
-cryptographic generator: from a stream that anybody can repeat, one patient more would shift the choices of all after.
+That needs two separate sources of randomness. The generator's own values (latents, classes) come from a stream whose
+position depends on the number of steps only: if it shared a stream with a batch of patients, the generator's latents
+would reveal the size of the batch. The choice of synthetic images that a patient is compared with comes from the
+cryptographic generator: in a repeatable stream, one more patient would shift the choices of all later ones.
 """
 
 from __future__ import annotations
@@ -22,27 +22,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.adversarial import AdversarialArchitecture, AdversarialDiscriminator
-from agent.nets.pictures import to_bytes, to_unit
-from agent.nets.weights import BadWeights, fill
-from agent.stages.clipping import Unit
-from agent.stages.finetune import Task
-from agent.stages.noise import Entropy, SystemEntropy, uniforms
-from agent.training.adversarial import (
-    AdversarialTrainer,
-    Descent,
-    GeneratorSide,
-    Pretraining,
-    averaged,
-    drawn,
-    made,
-    planes,
-    row_losses,
-)
-from agent.training.loop import Place, Plan, Progress, own_generator, seeded, train
-from agent.training.views import run_digest
+from agent.domain import CheckpointStore
+from agent.dp.clipping import PrivacyUnit
+from agent.dp.dpsgd import Task
+from agent.dp.noise import Entropy, SystemEntropy, draw_uniforms
+from agent.models.augmentations import run_digest
+from agent.models.conditional_gan import training
+from agent.models.conditional_gan.network import AdversarialArchitecture, AdversarialDiscriminator
+from agent.models.image_tensors import to_bytes, to_unit
+from agent.models.training_loop import Plan, Progress, seeded, torch_generator, train
+from agent.models.weights import WeightsError, fill
 
-_AT_ONCE: Final = 256  # pictures of one forward pass when drawing
+_AT_ONCE: Final = 256  # images of one forward pass when drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +45,12 @@ class Fine:
     did better. Table 6 of the paper has learning rates of 1e-4, for larger networks: here they moved next to nothing.
     """
 
-    generator: Descent = Descent(64, 2e-3, 0.9)  # noqa: RUF009 - frozen
+    generator: training.Descent = training.Descent(64, 2e-3, 0.9)  # noqa: RUF009 - frozen
     learning_rate: float = 2e-3  # of the discriminator, Adam on noisy gradients
     first_moment: float = 0.5
     update_ratio: int = 2  # noisy steps of the discriminator for one of the generator
-    fakes: int = 1  # K, made pictures that each real one is compared with in a step
-    pool: int = 16  # made pictures of each class, new in every step, from which they are chosen
+    fakes: int = 1  # K, synthetic images that each real one is compared with in a step
+    pool: int = 16  # synthetic images of each class, new in every step, from which they are chosen
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
@@ -75,7 +66,7 @@ class AdversarialConfig:
 
     architecture: AdversarialArchitecture
     seed: int = 0  # of initial weights, pre-training and the generator's own steps; never of noise or sampling
-    pretraining: Pretraining = Pretraining()  # noqa: RUF009 - frozen
+    pretraining: training.Pretraining = training.Pretraining()  # noqa: RUF009 - frozen
     fine: Fine = Fine()
     device: str = "cpu"
     checkpoint_every: int = 500
@@ -86,15 +77,6 @@ class AdversarialConfig:
             raise ValueError("a seed is a number of 63 bits, and checkpoints come after a step at least")
 
 
-def table_6(architecture: AdversarialArchitecture, seed: int) -> AdversarialConfig:
-    """The paper's setting for 32 px: pre-training of 20,000 steps, fine-tuning of 30 with 16,384 pictures expected.
-
-    It does not say the generator's batch in the fine-tuning: 256 here. No penalty in the pre-training, no average.
-    """
-    how = Pretraining(Descent(64, 1e-4, 0.0), 64, 1e-4, update_ratio=5, r1=0.0)
-    return AdversarialConfig(architecture, seed, how, Fine(Descent(256, 1e-4, 0.0), 1e-4, update_ratio=5))
-
-
 class Adversarial:
     """A ``GenerativeModel``: a discriminator for DP-SGD, and a generator that follows it."""
 
@@ -103,14 +85,14 @@ class Adversarial:
 
         Args:
             config: public.
-            entropy: of the choice of made pictures; the operating system's unless a test says otherwise.
+            entropy: of the choice of synthetic images; the operating system's unless a test says otherwise.
         """
         self.config = config
         self._entropy = SystemEntropy() if entropy is None else entropy
         with seeded(config.seed):
-            generator, discriminator = drawn(config.architecture)
+            generator, discriminator = training.fresh_networks(config.architecture)
         self._generator, self._discriminator = generator.to(config.device), discriminator.to(config.device)
-        self._average = averaged(self._generator)
+        self._average = training.averaged(self._generator)
         self._following: Following | None = None  # of the fine-tuning
 
     @property
@@ -133,19 +115,19 @@ class Adversarial:
         images: NDArray[np.uint8],
         labels: NDArray[np.int64],
         steps: int,
-        place: Place,
+        place: CheckpointStore,
         say: Callable[[Progress], None] = lambda _: None,
     ) -> None:
-        """Train both networks on public pictures. Without this it is DPGAN: fine-tuned from random weights.
+        """Train both networks on public images. Without this it is DPGAN: fine-tuned from random weights.
 
-        A class of which the pictures show nothing begins as the null class, where some pictures had no condition.
+        A class of which the images show nothing begins as the null class, where some images had no condition.
 
-        Args and errors as of ``GenerativeModel.pretrain`` and ``agent.training.loop.train``; ``steps`` counts those
-        of the discriminator.
+        Args and errors as of ``GenerativeModel.pretrain`` and ``agent.models.training_loop.train``; ``steps`` counts
+        those of the discriminator.
         """
         self._refuse_begun()
         networks = (self._generator, self._discriminator)
-        trainer = AdversarialTrainer(networks, self._average, (images, labels), self.config.pretraining)
+        trainer = training.AdversarialTrainer(networks, self._average, (images, labels), self.config.pretraining)
         told = {"architecture": asdict(self.config.architecture), "how": asdict(self.config.pretraining)}
         run = run_digest({"adversarial": told, "seed": self.config.seed}, images, labels)
         train(trainer, Plan(steps, run, self.config.seed, self.config.checkpoint_every), place, say)
@@ -158,14 +140,14 @@ class Adversarial:
     def task(self) -> Task:
         """The discriminator alone, and the generator as its follower; begins at the weights that it has now."""
         if self._following is None:
-            side = GeneratorSide(self._generator, self._average, self.config.fine.generator)
+            side = training.GeneratorSide(self._generator, self._average, self.config.fine.generator)
             self._following = Following(side, self._discriminator, self.config)
         fine = self.config.fine
         adam = functools.partial(torch.optim.Adam, lr=fine.learning_rate, betas=(fine.first_moment, 0.999))
-        return Task(self._discriminator, row_losses, adam, self._expanded, self._following)
+        return Task(self._discriminator, training.row_losses, adam, self._expanded, self._following)
 
     def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
-        """A picture for each label, by the average generator.
+        """An image for each label, by the average generator.
 
         Args:
             labels: (n,), -1 for no condition.
@@ -180,7 +162,7 @@ class Adversarial:
         out = [np.empty((0, *self.shape), np.uint8)]
         for part in torch.split(torch.from_numpy(labels).to(self.config.device), _AT_ONCE):
             if len(part):
-                out.append(to_bytes(to_unit(made(self._average, part, generator))))
+                out.append(to_bytes(to_unit(training.draw_images(self._average, part, generator))))
         return np.concatenate(out)
 
     def state(self) -> dict[str, Tensor]:
@@ -192,12 +174,12 @@ class Adversarial:
         """Take a state of :meth:`state` in the place of a pre-training.
 
         Raises:
-            BadWeights: it is of another configuration.
+            WeightsError: it is of another configuration.
         """
         self._refuse_begun()
         parts = {"generator.": self._generator, "discriminator.": self._discriminator}
         if any(not name.startswith(tuple(parts)) for name in state):
-            raise BadWeights("the state holds tensors of neither network")
+            raise WeightsError("the state holds tensors of neither network")
         for prefix, module in parts.items():
             fill(module, {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
         fill(self._average, self._generator.state_dict())
@@ -206,8 +188,8 @@ class Adversarial:
         if self._following is not None:
             raise ValueError("the fine-tuning has begun: build the model anew")
 
-    def _expanded(self, unit: Unit) -> Unit:
-        """Each picture beside K made ones of its class: rows (real, label, made, label), n K of each.
+    def _expanded(self, unit: PrivacyUnit) -> PrivacyUnit:
+        """Each image beside K made ones of its class: rows (real, label, made, label), n K of each.
 
         Which ones is drawn afresh from the cryptographic generator, for this unit by itself: what the others are
         compared with does not change when a patient is added, and the sum moves by no more than one clip.
@@ -221,27 +203,27 @@ class Adversarial:
             raise ValueError(f"patients' labels are 0 to {self.classes - 1}")
         k, pool = self.config.fine.fakes, self._following.pool
         label = labels.to(pool.device).repeat_interleave(k)
-        chosen = torch.from_numpy(uniforms(self._entropy, len(label)) * pool.shape[1]).long().to(pool.device)
-        real = planes(images).to(pool.device).repeat_interleave(k, dim=0)
-        return Unit((real, label, pool[label, chosen], label))
+        chosen = torch.from_numpy(draw_uniforms(self._entropy, len(label)) * pool.shape[1]).long().to(pool.device)
+        real = training.planes(images).to(pool.device).repeat_interleave(k, dim=0)
+        return PrivacyUnit((real, label, pool[label, chosen], label))
 
 
 class Following:
-    """The generator behind a noisy discriminator, and the made pictures of the next step.
+    """The generator behind a noisy discriminator, and the synthetic images of the next step.
 
     All of it is a function of the noisy discriminator and of a stream that moves with the steps alone.
     """
 
     def __init__(
-        self, side: GeneratorSide, discriminator: AdversarialDiscriminator, config: AdversarialConfig
+        self, side: training.GeneratorSide, discriminator: AdversarialDiscriminator, config: AdversarialConfig
     ) -> None:
         """Move ``side``; look at ``discriminator`` and never change it."""
         self._side, self._discriminator, self._config = side, discriminator, config
-        self._draw = own_generator((config.seed + 1) % 2**63)
+        self._draw = torch_generator((config.seed + 1) % 2**63)
         self.pool = self._made()
 
     def after(self, step: int) -> None:
-        """A step of the generator where one is due, on latents and classes of its own; new made pictures always."""
+        """One generator step when due, on its own latents and classes; the synthetic images are always new."""
         fine, architecture = self._config.fine, self._config.architecture
         if step % fine.update_ratio == 0:
             asked = torch.randint(architecture.classes, (fine.generator.batch,), generator=self._draw)
@@ -265,9 +247,11 @@ class Following:
         self.pool = state["pool"].to(self.pool)
 
     def _made(self) -> Tensor:
-        """(classes, pool, c, s, s): pictures of the generator as it is now."""
+        """(classes, pool, c, s, s): images of the generator as it is now."""
         classes, pool = self._config.architecture.classes, self._config.fine.pool
         labels = torch.arange(classes, device=self._config.device).repeat_interleave(pool)
-        parts = [made(self._side.generator, part, self._draw) for part in torch.split(labels, _AT_ONCE)]
+        parts = [
+            training.draw_images(self._side.generator, part, self._draw) for part in torch.split(labels, _AT_ONCE)
+        ]
         together = torch.cat(parts)
         return together.view(classes, pool, *together.shape[1:])

@@ -1,8 +1,8 @@
 """``privimage.toml``: public configuration of one PrivImage release, parsed once, all problems at once.
 
-Nothing in it depends on a patient, so it is priced as it stands: the noise of the training is either written down or
-calibrated from epsilon and delta, which is a function of this file alone. The semantic query function is a file of
-``train semantics`` beside it; it is public if ``site.toml`` vouches for its SHA-256, and private otherwise (P6).
+It does not depend on patients, so it can be priced as it is: the noise of the training is either given or calibrated
+from epsilon and delta, which is a function of this file alone. The semantic query function is a file of ``train
+semantics`` next to it; it is public if ``site.toml`` vouches for its SHA-256, and private otherwise (P6).
 """
 
 from __future__ import annotations
@@ -15,71 +15,33 @@ from typing import Any, Final
 
 import numpy as np
 
-from agent.edges.pictures import BadPictures, read_labels, read_pictures
-from agent.edges.private import Prepared, PrivateFile, bounded, silent
-from agent.edges.synthesis import CohortTable, Shelf, needed, no_device
-from agent.edges.tables import Tables, names_files
-from agent.mechanisms.privimage import PrivImage, PublicPictures, Synthetic
-from agent.nets import adversarial, diffusion
-from agent.nets.semantics import Semantics, semantics_from
-from agent.stages.adversarial import AdversarialConfig
-from agent.stages.diffusion import DiffusionConfig
-from agent.stages.finetune import PrivateSgd
-from agent.stages.select import SHARE, Query
-from policies.accounting import calibrate, tight_epsilon
-from policies.figures import epsilon_text, never_less
+from agent.mechanisms.common.config import CohortTable, Shelf, needed, no_device
+from agent.mechanisms.common.dp_config import Prepared, PrivacyTable, PrivateFile, no_progress
+from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.privimage.conditional_gan import AdversarialConfig
+from agent.mechanisms.privimage.diffusion import DiffusionConfig
+from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
+from agent.mechanisms.privimage.semantic_query import SHARE, Query
+from agent.models.conditional_gan import network as adversarial
+from agent.models.diffusion import edm as diffusion
+from agent.models.image_folder import ImageFolderError, read_image_folder, read_labels
+from agent.models.semantics.classifier import Semantics, semantics_from
+from agent.toml_config import Tables, names_files
+from policies.accounting.accountant import calibrate, tight_epsilon
+from policies.accounting.rounding import epsilon_text, format_rounded_up
 
-_VOUCH: Final = "if no patient is on them, put their SHA-256 into site.toml's public_components"
-# The loss distribution of a step is composed with itself so many times, once for each noise that is tried: a minute
-# at most for 100,000 steps, whatever the rate and epsilon; over five for a million.
-_MOST_STEPS: Final = 100_000
+_VOUCH: Final = "if they show no patient, put their SHA-256 into site.toml's public_components"
 _TABLES: Final = ("mechanism", "cohort", "classes", "privacy", "semantics", "public", "model", "synthetic", "pooled")
 
 
 @dataclass(frozen=True, slots=True)
-class PrivacyTable:
-    """``[privacy]``: what is promised, and how the training is bounded. All of it constants, none from the data."""
-
-    steps: int
-    sampling_rate: float
-    public_patients: int  # a bound that may be known to all; times sampling_rate it is the divisor of every sum
-    clip: float = 1e-3
-    images_per_patient: int = 4  # drawn in each step
-    epsilon: float | None = None  # of both queries together, by loss distributions: the noise follows
-    delta: float | None = None  # beside epsilon
-    noise_multiplier: float | None = None  # instead of the two
-
-    def __post_init__(self) -> None:
-        """Either epsilon and delta, or the noise."""
-        if (self.epsilon is None) is not (self.delta is None) or (
-            (self.epsilon is None) is (self.noise_multiplier is None)
-        ):
-            raise ValueError("write epsilon and delta, from which the noise follows, or noise_multiplier; not both")
-        bounded(self.public_patients)
-        if not self.steps <= _MOST_STEPS:
-            raise ValueError(f"steps: at most {_MOST_STEPS}; the price of more takes minutes to find")
-        self.job(self.noise_multiplier or 1.0)
-
-    def job(self, noise_multiplier: float) -> PrivateSgd:
-        """The training's constants."""
-        return PrivateSgd(
-            sampling_rate=self.sampling_rate,
-            noise_multiplier=noise_multiplier,
-            steps=self.steps,
-            clip=self.clip,
-            images_per_patient=self.images_per_patient,
-            expected_batch=self.sampling_rate * self.public_patients,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SemanticsTable:
-    """``[semantics]``: the query function, and what it is asked."""
+    """``[semantics]``: the query function, and its parameters."""
 
-    file: str
+    file: str  # of `train semantics`
     keep: int  # k_2: semantics selected for each class
     noise: float  # standard deviation on every bin, in votes
-    votes: int = 1  # k_1: semantics of one picture
+    votes: int = 1  # k_1: semantics of one image
     images: int = 16  # of a patient, at most, are looked at; their votes are averaged
     share: float = SHARE  # of a class's patients that are taken to be in its largest bin
 
@@ -107,23 +69,23 @@ class ModelTable:
     """``[model]``: what is trained. Every other key is of the model's own configuration."""
 
     kind: str = "diffusion"  # or "gan"
-    preset: str = "small32"
-    pretraining_steps: int = 4000
-    colour: bool = False
+    preset: str = "small32"  # size of the model
+    pretraining_steps: int = 4000  # on the public images
+    colour: bool = False  # RGB instead of grey
 
 
 def read_privimage(
-    path: Path, vouched: frozenset[str], say: Callable[[str, str], None] = silent
+    path: Path, vouched: frozenset[str], say: Callable[[str, str], None] = no_progress
 ) -> Prepared[PrivImage]:
-    """Read a release's configuration, its query function and its public pictures.
+    """Read a release's configuration, its query function and its public images.
 
     Args:
         path: of the TOML file.
         vouched: SHA-256 of the files that the site says are public.
         say: told what takes some time: a step, and a detail of it.
     Raises:
-        BadSite: not TOML, or with missing, unknown or senseless keys, all at once; or a query that its noise drowns.
-        BadWeights, BadPictures: what it names cannot be read.
+        SiteConfigError: not TOML, or with missing, unknown or senseless keys, all at once; or a query that its noise
+        drowns. WeightsError, ImageFolderError: what it names cannot be read.
     """
     file = PrivateFile.of(path, _TABLES, PrivImage.name)
     parsed = _parsed(file)
@@ -150,7 +112,7 @@ def _parsed(file: PrivateFile) -> _Parsed:
     """Every table of the file.
 
     Raises:
-        BadSite: all that is wrong with them, at once.
+        SiteConfigError: all that is wrong with them, at once.
     """
     tables = file.tables
     model, rest = _model_table(tables)
@@ -196,7 +158,7 @@ def _prepared(shelf: Shelf, of: _Parsed, say: Callable[[str, str], None]) -> Pre
         pooled=of.pooled,
     )
     if public.component != "public":
-        told = (*told, f"nobody vouches for the public pictures yet: {_VOUCH}", public.sha256)
+        told = (*told, f"the public images are not yet vouched for: {_VOUCH}", public.sha256)
     selection = replace(of.cohort, labels=frozenset(of.classes)).selection(mechanism.shape)
     return Prepared(mechanism, selection, told)
 
@@ -261,7 +223,7 @@ def _noise(privacy: PrivacyTable, query: Query, say: Callable[[str, str], None])
     """The noise multiplier, written down or calibrated; and what both queries come to.
 
     Raises:
-        Unreachable, ValueError: there is none for this epsilon; the text says what to change.
+        NoiseNotFoundError, ValueError: there is none for this epsilon; the text says what to change.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier, ()
@@ -272,7 +234,7 @@ def _noise(privacy: PrivacyTable, query: Query, say: Callable[[str, str], None])
     if 0.0 < privacy.epsilon < alone:
         told = f"the histogram alone takes epsilon {epsilon_text(alone)} of {epsilon_text(privacy.epsilon)}"
         raise ValueError(f"{told}: a larger [semantics] noise, or a larger [privacy] epsilon")
-    asked = f"epsilon {epsilon_text(privacy.epsilon)} at delta {never_less(privacy.delta)}"
+    asked = f"epsilon {epsilon_text(privacy.epsilon)} at delta {format_rounded_up(privacy.delta)}"
     say("price", f"finding the noise for {asked}")
     job = calibrate(privacy.epsilon, privacy.delta, privacy.sampling_rate, privacy.steps, also=(claim,))
     return job.noise_multiplier, (
@@ -283,17 +245,17 @@ def _noise(privacy: PrivacyTable, query: Query, say: Callable[[str, str], None])
 
 def _public(
     shelf: Shelf, table: PublicTable, config: DiffusionConfig | AdversarialConfig, semantics: Semantics
-) -> PublicPictures:
-    """The public pictures, each with its semantic: as it is labelled, or as the query function sees it."""
+) -> PublicImages:
+    """The public images, each with its semantic: as it is labelled, or as the query function sees it."""
     side, grey = config.architecture.side, config.architecture.channels == 1
-    images, names = read_pictures(shelf.folder / table.pictures, side, grey)
+    images, names = read_image_folder(shelf.folder / table.pictures, side, grey)
     if not table.labels:
-        return PublicPictures(images, semantics.most_probable(images), shelf.vouched)
+        return PublicImages(images, semantics.most_probable(images), shelf.vouched)
     where = shelf.folder / table.labels if table.labels != "folders" else None
     places, labels = read_labels(where, names)
     unknown = sorted(set(labels) - set(semantics.bins))
     if unknown:
         told = ", ".join(unknown[:5])
-        raise BadPictures(f"{len(unknown)} label(s) are no semantics of the query function, such as {told}")
+        raise ImageFolderError(f"{len(unknown)} label(s) are no semantics of the query function, such as {told}")
     number = {name: index for index, name in enumerate(semantics.bins)}
-    return PublicPictures(images[places], np.array([number[label] for label in labels], np.int64), shelf.vouched)
+    return PublicImages(images[places], np.array([number[label] for label in labels], np.int64), shelf.vouched)

@@ -4,13 +4,12 @@ Dockhorn, Cao, Vahdat & Kreis 2023 (DPDM, arXiv 2210.09929): EDM's loss of K noi
 one gradient before it is clipped ("noise multiplicity", section 3.2). Li et al. 2023 (PrivImage, arXiv 2311.12850),
 section 3.4; Ghalebikesabi et al. 2023 (PDP-Diffusion, arXiv 2302.13861). Low-rank fine-tuning: Hu et al. 2021.
 
-All K draws are fresh for each picture and step, and labels are dropped of draws, not of pictures: each draw is then a
+All K draws are fresh for each image and step, and labels are dropped of draws, not of images: each draw is then a
 sample of the whole loss, and the mean of K varies least, at a sensitivity that stays the same.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -23,34 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.diffusion import (
-    Denoiser,
-    DiffusionArchitecture,
-    Reach,
-    ddim,
-    guided,
-    heun,
-    merged,
-    noise_levels,
-    with_lora,
-)
-from agent.nets.pictures import to_bytes, to_unit
-from agent.nets.weights import fill
-from agent.stages.clipping import Unit
-from agent.stages.finetune import Task
-from agent.stages.noise import Entropy, SystemEntropy
-from agent.training.diffusion import (
-    Average,
-    DiffusionTraining,
-    conditions,
-    dropped,
-    local,
-    noised,
-    planes,
-    row_losses,
-    train_denoiser,
-)
-from agent.training.loop import Place, Progress, own_generator, seeded
+from agent.domain import CheckpointStore
+from agent.dp.clipping import PrivacyUnit
+from agent.dp.dpsgd import Task
+from agent.dp.noise import Entropy
+from agent.mechanisms.common.generative_model import DenoisingModel, stratified
+from agent.models.diffusion import edm, edm_training
+from agent.models.image_tensors import to_bytes, to_unit
+from agent.models.training_loop import Progress, device_generator, seeded, torch_generator
 
 FREE: Final = ("device", "sampling_batch")  # of a configuration: they decide where and how fast, not what
 
@@ -59,9 +38,9 @@ FREE: Final = ("device", "sampling_batch")  # of a configuration: they decide wh
 class DiffusionConfig:
     """The public configuration; none of it may be derived from patients."""
 
-    architecture: DiffusionArchitecture
+    architecture: edm.DiffusionArchitecture
     seed: int
-    draws: int = 8  # K, noise draws of each picture in each step (DPDM: 8 to 32)
+    draws: int = 8  # K, noise draws of each image in each step (DPDM: 8 to 32)
     p_mean: float = -1.2  # of ln sigma (EDM, Table 1)
     p_std: float = 1.2
     lr_pretrain: float = 3e-4
@@ -74,7 +53,7 @@ class DiffusionConfig:
     pretrain_batch: int = 128
     sampling_batch: int = 256
     lora_rank: int = 0  # 0: all weights are fine-tuned
-    lora_reach: Reach = "linear"
+    lora_reach: edm.Reach = "linear"
     precision: Literal["float32", "bfloat16"] = "float32"  # of pre-training and sampling; DP-SGD is always float32
     device: str = "cpu"
 
@@ -95,9 +74,9 @@ class DiffusionConfig:
         _ = self.pretraining  # refuses the rest
 
     @property
-    def pretraining(self) -> DiffusionTraining:
+    def pretraining(self) -> edm_training.DiffusionTraining:
         """What of it is of the public training."""
-        return DiffusionTraining(
+        return edm_training.DiffusionTraining(
             self.architecture,
             self.seed,
             batch=self.pretrain_batch,
@@ -117,10 +96,10 @@ class DiffusionConfig:
         return hashlib.sha256(json.dumps({"diffusion": told}, sort_keys=True).encode()).hexdigest()
 
 
-SAMPLERS: Final = {"heun": heun, "ddim": ddim}
+SAMPLERS: Final = {"heun": edm.heun, "ddim": edm.ddim}
 
 
-class Diffusion:
+class Diffusion(DenoisingModel[edm.Denoiser]):
     """A ``GenerativeModel``: a denoiser, its average while it is fine-tuned, and the sampler."""
 
     def __init__(self, config: DiffusionConfig, entropy: Entropy | None = None) -> None:
@@ -131,11 +110,10 @@ class Diffusion:
             entropy: of the noise draws of the fine-tuning; the operating system's unless a test says otherwise.
         """
         self.config = config
-        self._entropy = SystemEntropy() if entropy is None else entropy
         with seeded(config.seed):
-            self._denoiser = Denoiser(config.architecture).to(config.device)
-        self._public = False  # whether it has weights of public pictures
-        self._average: Average | None = None  # of the fine-tuning
+            denoiser = edm.Denoiser(config.architecture)
+        super().__init__(denoiser.to(config.device), entropy)
+        self._public = False  # whether it has weights of public images
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,15 +135,15 @@ class Diffusion:
         images: NDArray[np.uint8],
         labels: NDArray[np.int64],
         steps: int,
-        place: Place,
+        place: CheckpointStore,
         say: Callable[[Progress], None] = lambda _: None,
     ) -> None:
-        """Train on public pictures; what is fine-tuned afterwards, and draws, are the average weights.
+        """Train on public images; what is fine-tuned afterwards, and draws, are the average weights.
 
         Args and errors as of ``GenerativeModel.pretrain`` and ``train_denoiser``.
         """
         self._refuse_begun()
-        self._denoiser = train_denoiser(images, labels, self.config.pretraining, steps, place, say)
+        self._denoiser = edm_training.train_denoiser(images, labels, self.config.pretraining, steps, place, say)
         self._public = True
 
     def task(self) -> Task:
@@ -179,13 +157,13 @@ class Diffusion:
                 if not self._public:
                     raise ValueError("low-rank fine-tuning needs pre-trained weights: pretrain or restore first")
                 with seeded(self.config.seed):
-                    self._denoiser = with_lora(self._denoiser, self.config.lora_rank, self.config.lora_reach)
-            self._average = Average(self._denoiser, self.config.ema)
+                    self._denoiser = edm.with_lora(self._denoiser, self.config.lora_rank, self.config.lora_reach)
+            self._average = edm_training.Average(self._denoiser, self.config.ema)
         adam = functools.partial(torch.optim.Adam, lr=self.config.lr_finetune)
-        return Task(self._denoiser, row_losses, adam, self._expanded, self._average)
+        return Task(self._denoiser, edm_training.row_losses, adam, self._expanded, self._average)
 
     def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
-        """A picture for each label, with the average weights.
+        """An image for each label, with the average weights.
 
         Args:
             labels: (n,), -1 for no condition.
@@ -196,61 +174,49 @@ class Diffusion:
             ValueError: labels of another kind.
         """
         own = self.config
-        levels = noise_levels(own.sampling_steps).to(own.device, torch.float32)
-        denoiser, draw = self._drawing(), local(generator, own.device)
+        levels = edm.noise_levels(own.sampling_steps).to(own.device, torch.float32)
+        denoiser, draw = self._drawing(), device_generator(generator, own.device)
         kind = torch.device(own.device).type
         drawn = [np.empty((0, *self.shape), np.uint8)]
-        wanted = conditions(torch.from_numpy(labels), own.architecture).to(own.device)
+        wanted = edm_training.conditions(torch.from_numpy(labels), own.architecture).to(own.device)
         for part in torch.split(wanted, own.sampling_batch) if len(wanted) else ():
             size = (len(part), own.architecture.channels, own.architecture.side, own.architecture.side)
             noise = torch.randn(size, generator=draw, device=own.device)
             with torch.autocast(kind, torch.bfloat16, enabled=own.precision == "bfloat16"):
-                made = SAMPLERS[own.sampler](guided(denoiser, part, own.guidance), noise, levels)
+                made = SAMPLERS[own.sampler](edm.guided(denoiser, part, own.guidance), noise, levels)
             drawn.append(to_bytes(to_unit(made)))
         return np.concatenate(drawn)
-
-    def state(self) -> dict[str, Tensor]:
-        """The weights that draw, low-rank factors merged, on the CPU."""
-        return {name: tensor.detach().cpu() for name, tensor in self._drawing().state_dict().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take a state of :meth:`state` in the place of a pre-training.
 
         Raises:
-            BadWeights: it is of another configuration.
+            WeightsError: it is of another configuration.
         """
-        self._refuse_begun()
-        fill(self._denoiser, state)
+        super().restore(state)
         self._public = True
 
-    def _refuse_begun(self) -> None:
-        if self._average is not None:
-            raise ValueError("the fine-tuning has begun: build the model anew")
-
-    def _drawing(self) -> Denoiser:
+    def _drawing(self) -> edm.Denoiser:
         """What draws: a copy with the average weights, without adapters."""
-        out = copy.deepcopy(self._denoiser)
-        if self._average is not None:
-            self._average.give(out)
-        return merged(out).train(mode=False)
+        return edm.merged(super()._drawing()).train(mode=False)
 
-    def _expanded(self, unit: Unit) -> Unit:
-        """K noise draws of each picture: rows (noisy, sigma, clean, label), n K of each, for ``row_losses``.
+    def _expanded(self, unit: PrivacyUnit) -> PrivacyUnit:
+        """K noise draws of each image: rows (noisy, sigma, clean, label), n K of each, for ``row_losses``.
 
-        Each unit draws from a generator of its own, seeded by fresh entropy. One stream for all of them would shift
-        when a patient is added: the others would get other draws, and the sum would move by more than one clip.
-
-        Within a picture sigma is stratified: u_k = (u + k / K) mod 1 of one uniform u, then the quantile. Every draw
-        has the law of EDM's Table 1, the mean of K draws varies less.
+        Each unit draws from a generator of its own. Within an image sigma is stratified, and every draw has the law
+        of EDM's Table 1.
         """
         own, images, labels = self.config, *unit.rows
-        seed = int.from_bytes(self._entropy.take(8), "little") >> 1
-        draw = own_generator(seed, own.device)
-        clean = planes(images, own.architecture).to(own.device).repeat_interleave(own.draws, dim=0)
-        asked = conditions(labels, own.architecture).to(own.device).repeat_interleave(own.draws)
-        start = torch.rand(len(images), 1, generator=draw, device=own.device, dtype=torch.float64)
-        share = (start + torch.arange(own.draws, device=own.device) / own.draws).remainder(1.0).flatten()
+        draw = torch_generator(self._unit_seed(), own.device)
+        clean = edm_training.planes(images, own.architecture).to(own.device).repeat_interleave(own.draws, dim=0)
+        asked = edm_training.conditions(labels, own.architecture).to(own.device).repeat_interleave(own.draws)
+        share = stratified(len(images), own.draws, draw)
         sigma = (own.p_mean + own.p_std * torch.special.ndtri(share.clamp(1e-9, 1.0 - 1e-9))).exp().float()
-        return Unit(
-            (noised(clean, sigma, draw), sigma, clean, dropped(asked, own.label_drop, own.architecture, draw))
+        return PrivacyUnit(
+            (
+                edm_training.noised(clean, sigma, draw),
+                sigma,
+                clean,
+                edm_training.dropped(asked, own.label_drop, own.architecture, draw),
+            )
         )

@@ -1,4 +1,4 @@
-"""PrivImage: a generative model, pre-trained on public pictures like the patients', fine-tuned with DP-SGD.
+"""PrivImage: a generative model, pre-trained on public images like the patients', fine-tuned with DP-SGD.
 
 Li, Gong, Li, Zhao, Hou & Wang 2024 (USENIX Security), Algorithm 2; corrected where it leaks. The unit is the patient
 (the paper protects an image), both noises come from a cryptographic generator (the published code draws the
@@ -18,62 +18,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.mechanisms.bench import Bench
-from agent.nets.pictures import to_bytes
-from agent.nets.semantics import Semantics
-from agent.nouns import Cohort, Image, Patient, SyntheticSet
-from agent.stages.adversarial import Adversarial, AdversarialConfig
-from agent.stages.clipping import Unit
-from agent.stages.diffusion import Diffusion, DiffusionConfig
-from agent.stages.finetune import PrivateSgd, best_engine, train_privately
-from agent.stages.generative import GenerativeModel
-from agent.stages.noise import Entropy
-from agent.stages.select import (
-    SHARE,
-    Query,
-    chosen,
-    histogram,
-    proportions,
-    refuse_empty,
-    refuse_faint,
-    refuse_shared,
-    selection,
-)
-from agent.training.loop import own_generator, restored, saved
-from policies.claims import Composed, SubsampledGaussian
+from agent.domain import Cohort, Image, Patient, SyntheticSet
+from agent.dp.clipping import PrivacyUnit
+from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
+from agent.dp.noise import Entropy
+from agent.mechanisms.common.generative_model import GenerativeModel
+from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.privimage import semantic_query
+from agent.mechanisms.privimage.conditional_gan import Adversarial, AdversarialConfig
+from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
+from agent.models.image_tensors import to_bytes
+from agent.models.semantics.classifier import Semantics
+from agent.models.training_loop import load_state, save_state, torch_generator
+from policies.accounting.claims import Composed, SubsampledGaussian
 
 Shares = Literal["even", "noisy"]
-_MOST: Final = 100_000  # pictures of a set
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PublicPictures:
-    """The public set D_p: nobody's patients."""
-
-    images: NDArray[np.uint8]  # (n, s, s) or (n, s, s, 3)
-    bins: NDArray[np.int64]  # (n,): the semantic of each, a bin of the query function
-    vouched: frozenset[str] = frozenset()  # digests that the site says are nobody's patients
-    sha256: str = ""  # of the pictures, as they are trained on; filled in
-
-    def __post_init__(self) -> None:
-        """A bin for each picture."""
-        if self.images.dtype != np.uint8 or not 0 < len(self.images) == len(self.bins):
-            raise ValueError("public pictures are uint8, with a semantic bin for each")
-        digest = hashlib.sha256(str(self.images.shape).encode())
-        digest.update(np.ascontiguousarray(self.images).tobytes())
-        object.__setattr__(self, "sha256", digest.hexdigest())
-
-    @property
-    def component(self) -> str:
-        """What a statement says of the weights that were trained on them, without noise (P6)."""
-        return "public" if self.sha256 in self.vouched else "private"
+_MOST: Final = 100_000  # images of a set
 
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
     """What is drawn at the end: post-processing, of any size."""
 
-    pictures: int = 1000
+    pictures: int = 1000  # that are drawn
     shares: Shares = "even"  # of the classes: a public constant; or by the noisy histogram's totals
 
     def __post_init__(self) -> None:
@@ -86,20 +54,21 @@ class Synthetic:
 class PrivImage:
     """Public configuration of one PrivImage release."""
 
-    classes: tuple[str, ...]  # labels that count; pictures of others are left out
+    classes: tuple[str, ...]  # labels that count; images of others are left out
     model: DiffusionConfig | AdversarialConfig  # PrivImage+D, PrivImage+G
-    semantics: Semantics  # Q, trained on public pictures and frozen
-    query: Query
-    public: PublicPictures
+    semantics: Semantics  # Q, trained on public images and frozen
+    query: semantic_query.Query
+    public: PublicImages
     pretraining_steps: int
     sgd: PrivateSgd
     public_patients: int  # about how many there are, as may be known to all: for the guard before anything is spent
-    share: float = SHARE  # of a class's patients that the guard takes to be in the largest bin
+    share: float = semantic_query.SHARE  # of a class's patients that the guard takes to be in the largest bin
     synthetic: Synthetic = field(default_factory=Synthetic)
     pooled: str = ""  # the one class as which all of ``classes`` count and are drawn; "": each is its own
 
     name: ClassVar[str] = "privimage"
     places: ClassVar[tuple[str, ...]] = ("privimage/histogram", "privimage/pretraining", "privimage/finetuning")
+    fewer: ClassVar[str] = "write so many into [synthetic] pictures"  # what makes the set smaller
 
     def __post_init__(self) -> None:
         """Refuse what does not fit together, and a query that its own noise would drown."""
@@ -116,11 +85,19 @@ class PrivImage:
         without = sorted(set(range(bins)) - set(self.public.bins.tolist()))
         if without:
             told = ", ".join(self.semantics.bins[index] for index in without[:5])
-            raise ValueError(f"{len(without)} semantics have no public picture: {told}; what they select is nothing")
+            raise ValueError(f"{len(without)} semantics have no public image: {told}; they select nothing")
         if not self.pretraining_steps >= 1:
             raise ValueError("pretraining steps: at least 1")
-        refuse_faint(self.query, bins, self.public_patients / rows, rows, self.share)
+        semantic_query.refuse_faint(self.query, bins, self.public_patients / rows, rows, self.share)
         self.claim()
+
+    @property
+    def pictures(self) -> int:
+        """How many a release has."""
+        return self.synthetic.pictures
+
+    def untrained(self) -> None:
+        """No model leaves that the coordinator would have to approve first."""
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -156,7 +133,7 @@ class PrivImage:
         """Where the query function and the pre-training come from (P6): the site's word on both, and no file's."""
         return {"semantics": self.semantics.origin.component, "pretraining": self.public.component}
 
-    def run(self, cohort: Cohort, entropy: Entropy, bench: Bench | None = None) -> SyntheticSet:
+    def run(self, cohort: Cohort, entropy: Entropy, bench: Workspace | None = None) -> SyntheticSet:
         """Query, select, pre-train, fine-tune, draw. Interrupted, it goes on from the bench's places.
 
         No size of the cohort is refused: a set drawn from noise looks like any other, and a refusal would tell.
@@ -164,17 +141,19 @@ class PrivImage:
         Returns:
             The set, (m, s, s[, 3]), its labels classes of the configuration, in random order.
         Raises:
-            SharedPicture: a public picture is a patient's.
-            TooFaint: by its noisy count, a class has too few patients.
-            NothingSelected: no public picture shows what was chosen.
-            Diverged: the training came to numbers that are none.
+            SharedImageError: a public image is a patient's.
+            DrownedHistogramError: by its noisy count, a class has too few patients.
+            NothingSelectedError: no public image shows what was chosen.
+            DivergedError: the training came to numbers that are none.
         """
-        bench = bench or Bench()
+        bench = bench or Workspace()
         patients = self._counted(cohort)
-        refuse_shared(self.public.images, patients)
+        semantic_query.refuse_shared(self.public.images, patients)
         noisy = self._histogram(patients, entropy, bench)  # Algorithm 2, lines 4-13
-        refuse_empty(noisy, self.drawn, self.query)
-        rows, labels = selection(self.public.bins, chosen(noisy, self.query))  # lines 14-21
+        semantic_query.refuse_empty(noisy, self.drawn, self.query)
+        rows, labels = semantic_query.selection(
+            self.public.bins, semantic_query.chosen(noisy, self.query)
+        )  # lines 14-21
         model = self._model(entropy)
         model.pretrain(  # line 22
             self.public.images[rows],
@@ -201,7 +180,7 @@ class PrivImage:
         return Adversarial(self.model, entropy)
 
     def _counted(self, cohort: Cohort) -> tuple[Patient, ...]:
-        """The patients with their pictures of the classes; who has no such picture is left out, by that record alone.
+        """The patients with their images of the classes; who has no such image is left out, by that record alone.
 
         Raises:
             ValueError: the images do not have the configured shape.
@@ -216,28 +195,30 @@ class PrivImage:
                 out.append(Patient(patient.pseudonym, own))
         return tuple(out)
 
-    def _histogram(self, patients: tuple[Patient, ...], entropy: Entropy, bench: Bench) -> NDArray[np.float64]:
+    def _histogram(self, patients: tuple[Patient, ...], entropy: Entropy, bench: Workspace) -> NDArray[np.float64]:
         """The noisy counts (c, NS): asked once. What an interrupted run drew is kept, so that none is drawn again."""
         place = bench.place(self.places[0])
         raw = place.read()
         if raw is not None:
-            kept: NDArray[np.float64] = restored(raw, self.form)[1]["histogram"].numpy()
+            kept: NDArray[np.float64] = load_state(raw, self.form)[1]["histogram"].numpy()
             return kept
-        noisy = histogram(patients, self.semantics, self.drawn, self.query, entropy)
-        place.write(saved(self.form, 0, {"histogram": torch.from_numpy(noisy)}))
+        noisy = semantic_query.histogram(patients, self.semantics, self.drawn, self.query, entropy)
+        place.write(save_state(self.form, 0, {"histogram": torch.from_numpy(noisy)}))
         return noisy
 
-    def _unit(self, patient: Patient) -> Unit:
-        """The patient's pictures (n, s, s[, 3]) uint8 and class numbers (n,)."""
+    def _unit(self, patient: Patient) -> PrivacyUnit:
+        """The patient's images (n, s, s[, 3]) uint8 and class numbers (n,)."""
         pixels = torch.from_numpy(to_bytes(np.stack([image.pixels for image in patient.images])))
-        return Unit((pixels, torch.tensor([self.drawn.index(image.label) for image in patient.images])))
+        return PrivacyUnit((pixels, torch.tensor([self.drawn.index(image.label) for image in patient.images])))
 
     def _set(self, model: GenerativeModel, noisy: NDArray[np.float64], entropy: Entropy) -> SyntheticSet:
         c, m = len(self.drawn), self.synthetic.pictures
-        shares = np.full(c, 1.0 / c) if self.synthetic.shares == "even" else proportions(noisy, self.query)
+        shares = (
+            np.full(c, 1.0 / c) if self.synthetic.shares == "even" else semantic_query.proportions(noisy, self.query)
+        )
         counts = np.floor(shares * m).astype(np.int64)
         counts[np.argsort(counts - shares * m, kind="stable")[: m - counts.sum()]] += 1  # the largest remainders
         dice = np.random.Generator(np.random.PCG64(int.from_bytes(entropy.take(16), "little")))
         labels = dice.permutation(np.repeat(np.arange(c), counts))
-        generator = own_generator(int(dice.integers(1 << 62)))
+        generator = torch_generator(int(dice.integers(1 << 62)))
         return SyntheticSet(model.sample(labels, generator), tuple(self.drawn[i] for i in labels))

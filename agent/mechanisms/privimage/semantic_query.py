@@ -1,9 +1,9 @@
-"""Ask the cohort, with noise, which semantics its pictures show, and select the public pictures of those (PrivImage).
+"""Ask the cohort, with noise, which semantics its images show, and select the public images of those (PrivImage).
 
-Li et al. 2024, sections 3.2 and 3.3, with the patient as the unit (design P1, P2). Each looked-at picture votes for
+Li et al. 2024, sections 3.2 and 3.3, with the patient as the unit (design P1, P2). Each looked-at image votes for
 its k_1 most probable semantics, in the row of its own class; a patient's vote vectors are averaged. A vote vector has
 norm sqrt(k_1), the ball of that radius is convex, and so no patient moves the histogram by more than Theorem 3.1 has
-for one picture, however many pictures and classes there are. What reads patients is :func:`histogram` and
+for one image, however many images and classes there are. What reads patients is :func:`histogram` and
 :func:`refuse_shared`; all the rest sees public constants, or counts that have their noise.
 """
 
@@ -19,11 +19,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nets.pictures import to_bytes
-from agent.nets.semantics import Semantics
-from agent.nouns import Image, Patient
-from agent.stages.noise import Entropy, noisy_sum, uniforms
-from policies.claims import GaussianQuery
+from agent.domain import Image, Patient
+from agent.dp.noise import Entropy, draw_uniforms, noisy_sum
+from agent.models.image_tensors import to_bytes
+from agent.models.semantics.classifier import Semantics
+from policies.accounting.claims import GaussianQuery
+from protos.common.errors import RefusedError
 
 SHARE: Final = 0.5  # of a class's patients, that its largest bin is taken to hold when nothing else is known
 LEAST: Final = 5.0  # patients: a class whose largest bin may hold no more than these is no class
@@ -32,38 +33,38 @@ _SURE: Final = 3.0  # deviations by which a class as large as was stated lies ab
 _PART: Final = 1 << 30  # a patient's mean counts in whole parts of a vote, so that sums are exact in any order
 
 
-class TooFaint(ValueError):
-    """The noise drowns what was asked for. The text holds public numbers, and what the noisy counts say."""
+class DrownedHistogramError(RefusedError, ValueError):
+    """The noise drowns the result. The text contains public numbers, and the noisy counts."""
 
 
-class SharedPicture(ValueError):
-    """A public picture is a patient's. The text counts public files, and is for the site's eyes."""
+class SharedImageError(RefusedError, ValueError):
+    """A public image is a patient's. The text counts public files, and is for the site's eyes."""
 
 
-class NothingSelected(ValueError):
-    """No public picture shows any of the chosen semantics."""
+class NothingSelectedError(RefusedError, ValueError):
+    """No public image shows any of the chosen semantics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
     """The public constants of the semantic histogram. None of them may be derived from patients."""
 
-    votes: int  # k_1: the semantics that a picture votes for
+    votes: int  # k_1: the semantics that an image votes for
     noise: float  # standard deviation on every bin, in votes: the paper's sqrt(k_1) sigma_2
     keep: int  # k_2: the bins that are kept for each class
     images: int = 16  # of a patient, at most, that are looked at: they share the patient's one vote
 
     def __post_init__(self) -> None:
-        """Refuse a query without votes, bins, pictures or noise."""
+        """Refuse a query without votes, bins, images or noise."""
         if not all(type(n) is int and 1 <= n <= 1_000_000 for n in (self.votes, self.keep, self.images)):
             raise ValueError("votes, keep and images are whole numbers from 1 on")
         self.claim()
 
     def claim(self) -> GaussianQuery:
-        """What it costs: a patient's vote vectors are averaged, so it counts as one picture (Theorem 3.1).
+        """What it costs: a patient's vote vectors are averaged, so it counts as one image (Theorem 3.1).
 
         Raises:
-            UnsupportedClaim: there is no such noise.
+            UnsupportedClaimError: there is no such noise.
         """
         return GaussianQuery(self.noise, 1, self.votes)
 
@@ -79,9 +80,9 @@ def refuse_faint(query: Query, bins: int, patients: float, classes: int = 1, sha
         bins: NS.
         patients: that a class has, by a public estimate; of the smallest class.
         classes: rows of the histogram: they want bins of their own.
-        share: of a class's patients whose pictures show one semantic; of the k_2-th bin when that one matters.
+        share: of a class's patients whose images show one semantic; of the k_2-th bin when that one matters.
     Raises:
-        TooFaint: it would. The text says what to change.
+        DrownedHistogramError: it would. The text says what to change.
         ValueError: there are not so many bins, or no such share.
     """
     _fit(query, bins, classes)
@@ -97,7 +98,7 @@ def refuse_faint(query: Query, bins: int, patients: float, classes: int = 1, sha
     coarse = max((b for b in fewer if query.noise <= most_noise(b, patients, share)), default=0)
     if coarse:
         ways.append(f"use coarser semantics, {coarse} bins at most")
-    raise TooFaint(
+    raise DrownedHistogramError(
         f"the noise of {query.noise:g} votes would drown the largest of {bins} bins in a class of {patients:g} "
         f"patients, of whom {share:.0%} are taken to be in it: {'; or '.join(ways)}"
     )
@@ -140,14 +141,14 @@ def histogram(
 ) -> NDArray[np.float64]:
     """The semantic histogram of a cohort, a row for each class, with Gaussian noise on every bin (Theorem 3.1).
 
-    Whether a picture counts depends on its own label; which of a patient's pictures are looked at, on chance. Each
-    patient's pictures go through the network by themselves: the rounding of a batch depends on all that is in it, and
+    Whether an image counts depends on its own label; which of a patient's images are looked at, on chance. Each
+    patient's images go through the network by themselves: the rounding of a batch depends on all that is in it, and
     a vote that flips with somebody else's coming would be a second patient's vote.
 
     Args:
         patients: the cohort.
         semantics: the frozen query function.
-        classes: labels that have a row; pictures of others are left out. None: one row, for pictures of any label.
+        classes: labels that have a row; images of others are left out. None: one row, for images of any label.
         query: the public constants.
         entropy: of the noise and of the choice; in production the system's.
     Returns:
@@ -181,14 +182,14 @@ def _total(
 
 
 def _bounded(images: Sequence[Image], most: int, entropy: Entropy) -> Sequence[Image]:
-    """At most ``most`` of a patient's pictures, chosen uniformly without replacement."""
+    """At most ``most`` of a patient's images, chosen uniformly without replacement."""
     if len(images) <= most:
         return images
-    return [images[i] for i in np.sort(uniforms(entropy, len(images)).argsort()[:most])]
+    return [images[i] for i in np.sort(draw_uniforms(entropy, len(images)).argsort()[:most])]
 
 
 def _voted(probabilities: NDArray[np.float64], votes: int) -> NDArray[np.int64]:
-    """The k_1 most probable bins of each picture, (m, k_1), all different; of equals the first; NaN comes last."""
+    """The k_1 most probable bins of each image, (m, k_1), all different; of equals the first; NaN comes last."""
     return np.argsort(-probabilities, axis=1, kind="stable")[:, :votes].astype(np.int64)
 
 
@@ -211,13 +212,13 @@ def refuse_empty(noisy: NDArray[np.float64], classes: Sequence[str], query: Quer
         classes: their names, which are public configuration; none for a pooled row.
         query: that was asked.
     Raises:
-        TooFaint: some class does not. The budget of the query is spent.
+        DrownedHistogramError: some class does not. The budget of the query is spent.
     """
     line = LEAST + query.noise * _above(noisy.shape[1])
     names = [repr(name) for name in classes] or ["all"]
     empty = [name for name, row in zip(names, noisy, strict=True) if not row.max() > line]
     if empty:
-        raise TooFaint(
+        raise DrownedHistogramError(
             f"too few patients for the noise, by the noisy histogram, in class {', '.join(empty)}: leave it out of "
             "classes, merge it with another, or give the query a larger part of epsilon. The query is spent"
         )
@@ -251,22 +252,22 @@ def chosen(noisy: NDArray[np.float64], query: Query) -> tuple[tuple[int, ...], .
 def selection(
     public_bins: NDArray[np.int64], kept: Sequence[Sequence[int]]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The public pictures that show a chosen semantic.
+    """The public images that show a chosen semantic.
 
     Args:
-        public_bins: (n,) the semantic of each public picture: its label, or its most probable bin.
+        public_bins: (n,) the semantic of each public image: its label, or its most probable bin.
         kept: of :func:`chosen`.
     Returns:
         Their places (m,), rising, and the class that chose the semantic of each (m,): the condition it is trained
         with. Of a pooled row that is 0 and conditions nothing: -1 is the caller's to write.
     Raises:
-        NothingSelected: no picture shows any of them.
+        NothingSelectedError: no image shows any of them.
     """
     owner = {int(b): row for row, some in enumerate(kept) for b in some}
     classes = np.array([owner.get(int(b), -1) for b in public_bins], np.int64)
     places = np.flatnonzero(classes >= 0)
     if not len(places):
-        raise NothingSelected("no public picture shows a chosen semantic: every bin needs public pictures")
+        raise NothingSelectedError("no public picture shows a chosen semantic: every bin needs public pictures")
     return places, classes[places]
 
 
@@ -301,28 +302,28 @@ def proportions(noisy: NDArray[np.float64], query: Query, floor: float = 0.0) ->
 
 
 def refuse_shared(public: NDArray[np.uint8], patients: Iterable[Patient]) -> None:
-    """Refuse a public set that has a picture of the cohort: what is pre-trained on gets no noise.
+    """Refuse a public set that has an image of the cohort: what is pre-trained on gets no noise.
 
-    Both sides are compared as the training sees them, fitted and at 8 bits, by SHA-256; a colour picture whose
+    Both sides are compared as the training sees them, fitted and at 8 bits, by SHA-256; a colour image whose
     channels are equal is a grey one. Only exact copies are found: not what was cropped otherwise, turned, or
     compressed again. A refusal is not covered by the claim: it, and the count, are for the site's eyes.
 
     Args:
         public: (n, s, s) or (n, s, s, 3).
-        patients: the cohort, its pictures fitted to the same size.
+        patients: the cohort, its images fitted to the same size.
     Raises:
-        SharedPicture: there is one. The text says how many of the public files, and nothing of patients.
+        SharedImageError: there is one. The text says how many of the public files, and nothing of patients.
     """
     real = {_digest(to_bytes(image.pixels)) for patient in patients for image in patient.images}
     shared = sum(_digest(picture) in real for picture in public)
     if shared:
-        raise SharedPicture(
-            f"{shared} of {len(public)} public pictures are pictures of the cohort: take them out of the public set"
+        raise SharedImageError(
+            f"{shared} of {len(public)} public images are images of the cohort: remove them from the public set"
         )
 
 
 def _digest(picture: NDArray[np.uint8]) -> bytes:
-    """Of one picture (h, w) or (h, w, 3)."""
+    """Of one image (h, w) or (h, w, 3)."""
     if picture.ndim == 3 and bool((picture == picture[..., :1]).all()):
         picture = picture[..., 0]
     return hashlib.sha256(f"{picture.shape}".encode() + np.ascontiguousarray(picture).tobytes()).digest()

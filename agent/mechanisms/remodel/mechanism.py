@@ -1,10 +1,10 @@
 """Remodelled heads: patients' own scans, each with another face, measured by an attacker before they may leave.
 
-C-DeID-GAN, section 3; corrected where it leaks: see :mod:`agent.stages.remodel`. Nothing is promised (level C): the
-brain is the patient's, bit for bit, and whoever has another scan of it can tell whose it is. What stands behind a
-release is an attack on the faces, on the very set that leaves: an attacker who holds every patient's unaltered head,
-and learned on half of the patients what the method leaves, looks for the other half, and the other way round. Its
-rank-1 rate is the statement's ``reid_rate``, and what it reaches on unaltered heads of another day its power.
+C-DeID-GAN, section 3; corrected where it leaks: see :mod:`agent.defacing.remodel`. There is no formal guarantee
+(level C): the brain is the patient's, bit for bit, and anyone with another scan of it can re-identify it. The
+evidence of a release is an attack on the faces of the very set that leaves. An attacker who has every patient's
+unaltered head, and was trained on half of the patients, looks for the other half, and vice versa. Its rank-1 rate is
+the statement's ``reid_rate``, and its rate on unaltered heads of another day is its power.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.attacks.face_looks import Eye, Look, looked
-from agent.attacks.face_matching import People, first
-from agent.attacks.faces import Attacker
-from agent.heads.change import checked
-from agent.heads.grid import spacing
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.heads.region import Region
-from agent.heads.skin import threshold
-from agent.measures.intervals import Interval, wilson
-from agent.measures.rendering import surface
-from agent.measures.revisit import revisited
-from agent.nouns import CohortTooSmall, Scan, Volume, VolumeSet
-from agent.stages.deface import Examine
-from agent.stages.remodel import Network, remodel
-from policies.claims import NoClaim
+from agent.defacing.change import checked
+from agent.defacing.deface import Examine
+from agent.defacing.face_region import Region
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import threshold
+from agent.defacing.reidentification.attack import Attacker
+from agent.defacing.reidentification.features import Eye, ScanFeatures, extract_features
+from agent.defacing.reidentification.matching import People, first
+from agent.defacing.reidentification.rendering import surface
+from agent.defacing.reidentification.simulated_rescan import revisited
+from agent.defacing.remodel import Network, remodel
+from agent.domain import Scan, Volume, VolumeSet
+from agent.errors import CohortTooSmallError
+from agent.intervals import Interval, wilson
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import spacing
+from policies.accounting.claims import NoClaim
 
-LEAST: Final = 36  # heads, all of them known unaltered: fewer cannot show a power of 0.9 (:mod:`policies.review`)
+LEAST: Final = (
+    36  # heads, all of them known unaltered: fewer cannot show a power of 0.9 (:mod:`policies.review.rules`)
+)
 _NEAR: Final = 0.02  # of a spacing: grids that are one but for rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MatchRate:
     """How many of so many, with Wilson's interval."""
 
     hits: float
@@ -54,11 +57,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remodelled:
-    """What leaves, and what was measured on it. The figures are of patients: for the site's reviewer."""
+    """The heads to release, and their figures. The figures depend on patients: they are for the site's reviewer."""
 
     made: VolumeSet
-    known: Found  # rank-1 on what leaves
-    power: Found  # rank-1 on unaltered heads of another day
+    known: MatchRate  # rank-1 on what leaves
+    power: MatchRate  # rank-1 on unaltered heads of another day
     gallery: int  # heads to choose from
     persons: frozenset[str]  # whose heads are in it
     left_out: dict[str, int]  # why -> scans
@@ -116,14 +119,14 @@ class Remodel:
             say: heads done, and of how many.
 
         Raises:
-            CohortTooSmall: too few heads for the attack to be shown.
+            CohortTooSmallError: too few heads for the attack to be shown.
         """
         left: dict[str, int] = {}
         values, labels, persons, known, made, again = [], [], [], [], [], []
         for number, scan in enumerate(sorted(scans, key=lambda one: one.pseudonym)):
             try:
                 head, new = self._one(scan, examine, rng)
-            except NotDefaced as error:
+            except NotDefacedError as error:
                 left[error.code] = left.get(error.code, 0) + 1
                 continue
             values.append(new)
@@ -135,23 +138,23 @@ class Remodel:
             again.append(self._look(day, head.brain.to_template @ back))
             say(number + 1, len(scans))
         if len(values) < LEAST:
-            raise CohortTooSmall
+            raise CohortTooSmallError
         order = rng.permutation(len(values))  # the order of pseudonyms tells nothing, and that of the set no more
         found, gallery = self._attacked([known[i] for i in order], [made[i] for i in order])
         power, _ = self._attacked([known[i] for i in order], [again[i] for i in order])
         out = VolumeSet(np.stack([values[i] for i in order]), tuple(labels[i] for i in order), self.spacing)
         return Remodelled(out, found, power, gallery, frozenset(persons), dict(sorted(left.items())))
 
-    def _one(self, scan: Scan, examine: Examine, rng: np.random.Generator) -> tuple[Head, NDArray[Any]]:
+    def _one(self, scan: Scan, examine: Examine, rng: np.random.Generator) -> tuple[HeadScan, NDArray[Any]]:
         """The head, and its values with another face, int16 or float32.
 
         Raises:
-            NotDefaced: whatever keeps the face on; ``mixed_series``, it lies on another grid.
+            NotDefacedError: whatever keeps the face on; ``mixed_series``, it lies on another grid.
         """
         head = examine(scan.volume)
         edges = spacing(head.volume.affine)
         if head.volume.values.shape != self.shape or not bool(np.allclose(edges, self.spacing, rtol=_NEAR, atol=0)):
-            raise NotDefaced("mixed_series")
+            raise NotDefacedError("mixed_series")
         keep = head.brain.mask
         change = remodel(head, self.network, self.region, rng, self.network.coarse)
         made = checked(head.volume, keep, change.onto(head.volume, keep, rng))
@@ -160,13 +163,13 @@ class Remodel:
             return head, values.astype(np.float32)
         bounds = np.iinfo(np.int16)
         if not bounds.min <= int(values.min()) <= int(values.max()) <= bounds.max:
-            raise NotDefaced("too_large")
+            raise NotDefacedError("too_large")
         return head, values.astype(np.int16)
 
-    def _look(self, volume: Volume, to_template: NDArray[np.float64]) -> Look:
-        return looked(surface(volume, threshold(volume.values)), to_template, self.eye)
+    def _look(self, volume: Volume, to_template: NDArray[np.float64]) -> ScanFeatures:
+        return extract_features(surface(volume, threshold(volume.values)), to_template, self.eye)
 
-    def _attacked(self, known: list[Look], made: list[Look]) -> tuple[Found, int]:
+    def _attacked(self, known: list[ScanFeatures], made: list[ScanFeatures]) -> tuple[MatchRate, int]:
         """Rank-1 over two halves, each found by an attacker who learned on the other; and the size of a gallery."""
         half = len(known) // 2
         parts = [slice(0, half), slice(half, None)]
@@ -175,4 +178,4 @@ class Remodel:
             choice = self.attacker.learned(People(tuple(known[learn]), tuple(made[learn])))
             scores = choice.matcher(People(tuple(known[find]), tuple(made[find])))
             hits += float(np.diag(first(scores)).sum())
-        return Found(hits, len(known)), half
+        return MatchRate(hits, len(known)), half

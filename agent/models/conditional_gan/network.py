@@ -7,22 +7,20 @@ discriminator (Miyato & Koyama 2018).
 The leaves that hold weights are Linear, Conv2d, GroupNorm and Embedding and nothing else: every gradient engine has
 an exact rule for them. No batch normalisation, which mixes patients. No spectral normalisation either, though GANs
 like it: its power iteration keeps buffers that move along with the training and would leave without noise. GroupNorm
-(Wu & He 2018) sees one picture at a time.
+(Wu & He 2018) sees one image at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, interpolate, silu
-
-from agent.nets.weights import BadWeights, Packed, built, pack, unpack
 
 Norm = Literal["group", "none"]
 KIND: Final = "adversarial"
@@ -36,7 +34,7 @@ class AdversarialArchitecture:
     """The public shape of both networks."""
 
     side: int  # px
-    channels: int  # of the picture: 1 or 3
+    channels: int  # of the image: 1 or 3
     classes: int  # conditions 0 .. classes - 1; one more, the null class, stands for "no condition"
     generator: tuple[int, ...]  # channels at 4, 8, .. side px
     discriminator: tuple[int, ...]  # channels at side, .. 8, 4 px
@@ -62,11 +60,11 @@ class AdversarialArchitecture:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a picture: (side, side) grey, (side, side, 3) RGB."""
+        """Of an image: (side, side) grey, (side, side, 3) RGB."""
         return (self.side, self.side) if self.channels == 1 else (self.side, self.side, 3)
 
     def suited(self, channels: int, classes: int) -> AdversarialArchitecture:
-        """The same networks for other pictures and conditions."""
+        """The same networks for other images and conditions."""
         return replace(self, channels=channels, classes=classes)
 
 
@@ -96,7 +94,7 @@ class _Modulated(nn.Module):
 
 
 class _Up(nn.Module):
-    """A residual block that doubles the picture."""
+    """A residual block that doubles the image."""
 
     def __init__(self, condition: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -112,7 +110,7 @@ class _Up(nn.Module):
 
 
 class _Down(nn.Module):
-    """A residual block that halves the picture."""
+    """A residual block that halves the image."""
 
     def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
         super().__init__()
@@ -137,7 +135,7 @@ def _null(labels: Tensor, classes: int) -> Tensor:
 
 
 class AdversarialGenerator(nn.Module):
-    """Latent and class to a picture. It never sees one."""
+    """Latent and class to an image. It never sees one."""
 
     def __init__(self, architecture: AdversarialArchitecture) -> None:
         """Make the layers, with torch's own initial weights: call inside ``seeded``."""
@@ -161,7 +159,7 @@ class AdversarialGenerator(nn.Module):
 
 
 class AdversarialDiscriminator(nn.Module):
-    """How real a picture of a class looks. The only network that a patient's picture ever enters."""
+    """How real an image of a class looks. The only network that a patient's image ever enters."""
 
     def __init__(self, architecture: AdversarialArchitecture) -> None:
         """Make the layers, with torch's own initial weights: call inside ``seeded``."""
@@ -189,34 +187,3 @@ class AdversarialDiscriminator(nn.Module):
         known = self.embedding(_null(labels, self.architecture.classes))
         out: Tensor = self.realness(x).squeeze(1) + (known * x).sum(dim=1)
         return out
-
-
-def adversarial_bytes(
-    generator: AdversarialGenerator, discriminator: AdversarialDiscriminator, notes: Mapping[str, Any]
-) -> bytes:
-    """Both networks as one network file; ``notes`` say how they were trained."""
-    state = nn.ModuleDict({"generator": generator, "discriminator": discriminator}).state_dict()
-    return pack(KIND, asdict(generator.architecture), notes, state)
-
-
-def adversarial_from(raw: bytes) -> tuple[AdversarialGenerator, AdversarialDiscriminator, Packed]:
-    """Read what :func:`adversarial_bytes` wrote: on the CPU, in evaluation, without gradients.
-
-    Raises:
-        BadWeights: another kind of file, an architecture that cannot be built, or weights that do not fit it.
-    """
-    packed = unpack(raw, KIND)
-    try:
-        told: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in packed.config.items()}
-        architecture = AdversarialArchitecture(**told)
-    except (TypeError, ValueError) as fault:
-        raise BadWeights("the file names no architecture that can be built") from fault
-    generator = built(lambda: AdversarialGenerator(architecture), _part(packed.state, "generator."))
-    discriminator = built(lambda: AdversarialDiscriminator(architecture), _part(packed.state, "discriminator."))
-    if len(packed.state) != len(generator.state_dict()) + len(discriminator.state_dict()):
-        raise BadWeights("the file holds tensors of neither network")
-    return generator, discriminator, packed
-
-
-def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Training the conditional GAN on public pictures: PrivImage's Eq. 3 (Li et al. 2023), table 6.
+"""Training the conditional GAN on public images: PrivImage's Eq. 3 (Li et al. 2023), table 6.
 
 The generator maximises log D(G(z)) in the place of minimising log(1 - D(G(z))), which saturates (Goodfellow et al.
 2014, section 3). One step is one step of the discriminator, as it is for DP-SGD; the generator follows after every so
@@ -17,16 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from agent.nets.adversarial import AdversarialArchitecture, AdversarialDiscriminator, AdversarialGenerator
-from agent.training.loop import optimizer_state, restore_optimizer
-from agent.training.views import Pool
+from agent.models.augmentations import Pool
+from agent.models.conditional_gan.network import (
+    AdversarialArchitecture,
+    AdversarialDiscriminator,
+    AdversarialGenerator,
+)
+from agent.models.training_loop import NetworkTrainer
 
 
 @dataclass(frozen=True, slots=True)
 class Descent:
     """How the generator's side moves: public constants."""
 
-    batch: int  # pictures of one step
+    batch: int  # images of one step
     learning_rate: float
     average: float = 0.999  # of the weights that a moving average keeps in one step, once it has seen enough of them
     first_moment: float = 0.5  # Adam's beta 1: the other player moves, old gradients mislead
@@ -41,10 +45,10 @@ class Descent:
 
 @dataclass(frozen=True, slots=True)
 class Pretraining:
-    """How both networks learn public pictures. The defaults are of short runs with small networks (8 px digits)."""
+    """How both networks learn public images. The defaults are of short runs with small networks (8 px digits)."""
 
     generator: Descent = Descent(64, 1e-3, 0.995)
-    batch: int = 64  # real pictures, and as many made ones
+    batch: int = 64  # real images, and as many made ones
     learning_rate: float = 1e-3  # of the discriminator; 1e-4 in table 6
     update_ratio: int = 1  # steps of the discriminator for one of the generator; 5 in table 6
     r1: float = 0.3  # weight of Mescheder et al.'s penalty; 0: none, as in the paper
@@ -62,8 +66,8 @@ def row_losses(discriminator: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
     """Eq. 3 as the discriminator minimises it, for each row by itself.
 
     Args:
-        discriminator: of (n, c, s, s) pictures and (n,) labels.
-        rows: real pictures, their labels, made pictures, their labels: n of each.
+        discriminator: of (n, c, s, s) images and (n,) labels.
+        rows: real images, their labels, synthetic images, their labels: n of each.
     Returns:
         (n,): -log D(x) - log(1 - D(G(z))), where D is the logistic function of the network's logit.
     """
@@ -71,63 +75,45 @@ def row_losses(discriminator: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
     return softplus(-discriminator(real, real_labels)) + softplus(discriminator(fake, fake_labels))
 
 
-class GeneratorSide:
-    """A generator, its optimiser and its moving average. It meets no real picture: only a discriminator's gradient.
+class GeneratorSide(NetworkTrainer):
+    """A generator, its optimiser and its moving average. It meets no real image: only a discriminator's gradient.
 
     Where the discriminator is private by DP-SGD, so is everything here, as post-processing.
     """
 
+    counter = "g_count"
+
     def __init__(self, generator: AdversarialGenerator, average: AdversarialGenerator, how: Descent) -> None:
         """Move ``generator`` and ``average`` in place."""
-        self.generator, self.average, self.how = generator, average, how
+        self.generator, self.averaged, self.how = generator, average, how
         self.parameters = list(generator.parameters())
-        self.optimizer = _adam(self.parameters, how.learning_rate, how.first_moment)
-        self.count = 0
+        adam = _adam(self.parameters, how.learning_rate, how.first_moment)
+        super().__init__({"generator": generator, "average": average}, {"g_optimizer": adam})
 
     def step(self, discriminator: nn.Module, labels: Tensor, draw: torch.Generator) -> float:
-        """One step on pictures of these classes, (n,) int64; the loss, -log D(G(z)), averaged."""
+        """One step on images of these classes, (n,) int64; the loss, -log D(G(z)), averaged."""
         loss = softplus(
             -discriminator(self.generator(latents(self.generator, len(labels), draw), labels), labels)
         ).mean()
         # of the generator's weights alone: the discriminator's gradients are the engine's affair
         for parameter, gradient in zip(self.parameters, torch.autograd.grad(loss, self.parameters), strict=True):
             parameter.grad = gradient
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.count += 1
+        self.optimizers["g_optimizer"].step()
+        self.optimizers["g_optimizer"].zero_grad()
+        self.done += 1
         self._follow()
         return float(loss.detach())
 
     @torch.no_grad()
     def _follow(self) -> None:
         """The average; over its first steps a plain one, so that a short run forgets where it began."""
-        kept = min(self.how.average, self.count / (self.count + 9.0))
-        for mean, new in zip(self.average.parameters(), self.parameters, strict=True):
+        kept = min(self.how.average, self.done / (self.done + 9.0))
+        for mean, new in zip(self.averaged.parameters(), self.parameters, strict=True):
             mean.lerp_(new, 1.0 - kept)
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, but the discriminator and the random generator."""
-        return {
-            **{f"generator.{name}": t for name, t in self.generator.state_dict().items()},
-            **{f"average.{name}": t for name, t in self.average.state_dict().items()},
-            **optimizer_state(self.optimizer, "g_optimizer"),
-            "g_count": torch.tensor(self.count),
-        }
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state`, with or without other tensors beside it.
-
-        Raises:
-            KeyError, RuntimeError: it is not of these networks.
-        """
-        load(self.generator, state, "generator.")
-        load(self.average, state, "average.")
-        restore_optimizer(self.optimizer, "g_optimizer", state)
-        self.count = int(state["g_count"])
-
-
-class AdversarialTrainer:
-    """A :class:`agent.training.loop.Trainer` of both networks, on public pictures."""
+class AdversarialTrainer(NetworkTrainer):
+    """A :class:`agent.models.training_loop.Trainer` of both networks, on public images."""
 
     def __init__(
         self,
@@ -145,7 +131,7 @@ class AdversarialTrainer:
                 networks are private components for ever (P6).
             how: of the run.
         Raises:
-            ValueError: pictures or labels that do not fit, or pictures that do not differ.
+            ValueError: images or labels that do not fit, or images that do not differ.
         """
         generator, self.discriminator = networks
         architecture, (images, labels) = generator.architecture, pictures
@@ -155,40 +141,31 @@ class AdversarialTrainer:
         self.pool = Pool(images, architecture.side, architecture.channels, device)
         self.labels = torch.from_numpy(labels).to(device)
         self.side = GeneratorSide(generator, average, how.generator)
-        self.optimizer = _adam(list(self.discriminator.parameters()), how.learning_rate, how.generator.first_moment)
-        self.done = 0
+        adam = _adam(list(self.discriminator.parameters()), how.learning_rate, how.generator.first_moment)
+        super().__init__({"discriminator": self.discriminator}, {"d_optimizer": adam})
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, but the random generator."""
-        return {
-            **self.side.state(),
-            **{f"discriminator.{name}": t for name, t in self.discriminator.state_dict().items()},
-            **optimizer_state(self.optimizer, "d_optimizer"),
-            "done": torch.tensor(self.done),
-        }
+        return self.side.state() | super().state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take a state of :meth:`state`."""
         self.side.restore(state)
-        load(self.discriminator, state, "discriminator.")
-        restore_optimizer(self.optimizer, "d_optimizer", state)
-        self.done = int(state["done"])
+        super().restore(state)
 
     def step(self, generator: torch.Generator) -> dict[str, float]:
         """One step of the discriminator, and where it is due one of the generator."""
         chosen = torch.randint(len(self.labels), (self.how.batch,), generator=generator)
         real, labels = self.pool.take(chosen), self.labels[chosen.to(self.labels.device)]
-        fake = made(self.side.generator, labels, generator)
+        fake = draw_images(self.side.generator, labels, generator)
         loss = row_losses(self.discriminator, (real, labels, fake, labels)).mean()
         told = {"loss_d": float(loss.detach())}
         if self.how.r1 > 0 and self.done % self.how.r1_every == 0:
             penalty = _r1(self.discriminator, real, labels)
             loss = loss + self.how.r1 / 2.0 * self.how.r1_every * penalty
             told["r1"] = float(penalty.detach())
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.descend("d_optimizer", loss)
+        self.optimizers["d_optimizer"].zero_grad()
         self.done += 1
         if self.done % self.how.update_ratio == 0:
             chosen = torch.randint(len(self.labels), (self.how.generator.batch,), generator=generator)
@@ -197,7 +174,7 @@ class AdversarialTrainer:
         return told
 
 
-def drawn(architecture: AdversarialArchitecture) -> tuple[AdversarialGenerator, AdversarialDiscriminator]:
+def fresh_networks(architecture: AdversarialArchitecture) -> tuple[AdversarialGenerator, AdversarialDiscriminator]:
     """Both networks with fresh weights: call inside ``seeded``."""
     return AdversarialGenerator(architecture), AdversarialDiscriminator(architecture)
 
@@ -214,8 +191,8 @@ def latents(generator: AdversarialGenerator, count: int, draw: torch.Generator) 
 
 
 @torch.no_grad()
-def made(generator: AdversarialGenerator, labels: Tensor, draw: torch.Generator) -> Tensor:
-    """One picture for each label (n,), (n, c, s, s) in (-1, 1), without a gradient."""
+def draw_images(generator: AdversarialGenerator, labels: Tensor, draw: torch.Generator) -> Tensor:
+    """One image for each label (n,), (n, c, s, s) in (-1, 1), without a gradient."""
     out: Tensor = generator(latents(generator, len(labels), draw), labels)
     return out
 
@@ -226,17 +203,8 @@ def planes(images: Tensor) -> Tensor:
     return axes.float() / 127.5 - 1.0
 
 
-def load(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Take a module's tensors from among others.
-
-    Raises:
-        RuntimeError: some are missing or do not fit.
-    """
-    module.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
-
-
 def _r1(discriminator: nn.Module, real: Tensor, labels: Tensor) -> Tensor:
-    """Mescheder et al. 2018: E|grad D(x)|^2 at real pictures. It needs a second derivative: pre-training only."""
+    """Mescheder et al. 2018: E|grad D(x)|^2 at real images. It needs a second derivative: pre-training only."""
     real = real.detach().requires_grad_(True)
     (slope,) = torch.autograd.grad(discriminator(real, labels).sum(), real, create_graph=True)
     return slope.square().sum(dim=(1, 2, 3)).mean()

@@ -1,9 +1,9 @@
-"""The aligner: how well a picture fits its prompt, s_align of Privacy Distillation (section 3.2).
+"""The aligner: how well an image fits its prompt, s_align of Privacy Distillation (section 3.2).
 
-A small CLIP (Radford et al. 2021): a picture and a prompt each become a unit vector, and s_align is their cosine. The
-paper takes CXR-BERT for the prompts, which needs real reports; here a transformer layer reads the public vocabulary
-of :mod:`agent.nets.conditions`, and both halves learn from public or made pictures. What it is good for stands in its
-file, measured on pictures that it never saw: one that knows nothing ranks at random (:meth:`Aligner.demand`).
+A small CLIP (Radford et al. 2021): an image and a prompt each become a unit vector, and s_align is their cosine. The
+paper uses CXR-BERT for the prompts, which needs real reports; here a transformer layer reads the public vocabulary of
+:mod:`agent.models.diffusion.prompts`, and both halves are trained on public or synthetic images. The file states its
+quality, measured on held-out images: an untrained aligner ranks at random (:meth:`Aligner.demand`).
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, normalize, scaled_dot_product_attention, silu
 
-from agent.nets.conditions import Conditions, conditions_from
-from agent.nets.feature_net import Frozen
-from agent.nets.siamese import Share
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nets.weights import BadWeights, Origin, Provenance, built, pack, unpack
+from agent.intervals import Proportion
+from agent.models.diffusion.prompts import Conditions, conditions_from
+from agent.models.features.feature_net import FrozenNetwork
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.weights import Origin, Provenance, WeightsError, built, pack, unpack
+from protos.common.errors import RefusedError
 
 KIND: Final = "aligner"
 COLDEST: Final = 0.01  # the temperature learns, but not below this (Radford et al. 2021, section 2.5)
-_AT_ONCE: Final = 256  # pictures
+_AT_ONCE: Final = 256  # images
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
-class KnowsNothing(ValueError):
-    """An aligner that does not know which condition a picture shows: the best by its scores is any."""
+class AlignerError(RefusedError, ValueError):
+    """An aligner that does not know which condition an image shows: the best by its scores is any."""
 
 
-class OtherConditions(ValueError):
+class OtherConditionsError(RefusedError, ValueError):
     """An aligner learned other conditions than those asked for: its scores would be of other words."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlignerArchitecture:
-    """A trunk for pictures, a layer for words, and the space where they meet."""
+    """A trunk for images, a layer for words, and the space where they meet."""
 
     trunk: TrunkArchitecture
-    embedding: int = 64  # numbers of the vector that a picture or a prompt becomes
+    embedding: int = 64  # numbers of the vector that an image or a prompt becomes
     grid: int = 4  # the trunk's last map is averaged to grid x grid cells: where fluid stands says what it is
     width: int = 64  # of a word
 
@@ -57,21 +58,23 @@ class AlignerArchitecture:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitness:
-    """What an aligner knows of pictures of its public set that it never saw; of other pictures it says nothing.
+class AlignerQuality:
+    """The aligner's quality on held-out images of its public set. It does not apply to other images.
 
-    A person counts as one trial of the interval, however many pictures there are.
+    A person counts as one trial of the interval, however many images there are.
     """
 
-    right: Share  # of the pictures whose own condition fits best of all conditions
+    right: Proportion  # of the images whose own condition fits best of all conditions
     chance: float  # the share of the commonest condition: what answering it always would reach
-    own: float  # mean s_align of pictures with their own condition
+    own: float  # mean s_align of images with their own condition
     others: float  # and with all others
     findings: tuple[float, ...]  # for each of the conditions' findings: AUC of telling who shows it; see training
 
     def __post_init__(self) -> None:
         """Refuse what is no judgement; NaN is none."""
-        if type(self.right) is not Share or not all(type(v) is float for v in (self.chance, self.own, self.others)):
+        if type(self.right) is not Proportion or not all(
+            type(v) is float for v in (self.chance, self.own, self.others)
+        ):
             raise ValueError("an aligner's fitness is a share and numbers")
         if not (0 < self.chance <= 1 and -1 <= self.own <= 1 and -1 <= self.others <= 1):
             raise ValueError("a chance is a share, and an alignment a cosine")
@@ -79,7 +82,7 @@ class Fitness:
             raise ValueError("there is a finding, and an AUC lies in [0, 1]")
 
 
-class Words(nn.Module):
+class PromptEncoder(nn.Module):
     """Tokens as one vector: embedding and place, one transformer layer, the mean over the words."""
 
     def __init__(self, words: int, length: int, width: int) -> None:
@@ -119,7 +122,7 @@ class AlignerNet(nn.Module):
         self.architecture = architecture
         self.trunk = Trunk(architecture.trunk)
         self.project = nn.Linear(architecture.trunk.widths[-1] * architecture.grid**2, architecture.embedding)
-        self.words = Words(words, length, architecture.width)
+        self.words = PromptEncoder(words, length, architecture.width)
         self.say = nn.Linear(architecture.width, architecture.embedding)
         self.heat = nn.Parameter(torch.tensor(log(0.07)))  # log of the temperature, as CLIP begins
 
@@ -137,10 +140,12 @@ class AlignerNet(nn.Module):
         return self.heat.exp().clamp_min(COLDEST)
 
 
-class Aligner(Frozen):
-    """A trained aligner with the conditions that it learned and what it knows of them."""
+class Aligner(FrozenNetwork):
+    """A trained aligner with its conditions and its quality for each."""
 
-    def __init__(self, name: str, net: AlignerNet, conditions: Conditions, fitness: Fitness, origin: Origin) -> None:
+    def __init__(
+        self, name: str, net: AlignerNet, conditions: Conditions, fitness: AlignerQuality, origin: Origin
+    ) -> None:
         """Freeze the network.
 
         Raises:
@@ -156,21 +161,21 @@ class Aligner(Frozen):
         """Refuse other conditions than those that it learned.
 
         Raises:
-            OtherConditions: other names, templates or length; or the same in another order.
+            OtherConditionsError: other names, templates or length; or the same in another order.
         """
         if conditions.digest != self.conditions.digest:
-            raise OtherConditions("the aligner learned other conditions or templates: train one for these")
+            raise OtherConditionsError("the aligner learned other conditions or templates: train one for these")
 
     def demand(self) -> None:
         """Refuse an aligner that by the lower end of its interval knows no more than chance.
 
         Raises:
-            KnowsNothing: it does not know. The text holds figures of the public set only.
+            AlignerError: it does not know. The text holds figures of the public set only.
         """
         right, chance = self.fitness.right, self.fitness.chance
         if not right.low > chance:
-            raise KnowsNothing(
-                f"of pictures that it never saw, an aligner must find the condition of more than {chance:.3f}, the "
+            raise AlignerError(
+                f"on images outside its training, an aligner must find the condition of more than {chance:.3f}, the "
                 f"share of the commonest. This one finds {right.value:.3f} [{right.low:.3f}, {right.high:.3f}]: "
                 f"train it longer, in a new folder, or on more pictures"
             )
@@ -181,17 +186,17 @@ class Aligner(Frozen):
         return out
 
     def embed(self, images: Tensor) -> Tensor:
-        """Pictures (n, 1 | 3, h, w) in [-1, 1] of any size as (n, embedding) float32 of unit length."""
+        """Images (n, 1 | 3, h, w) in [-1, 1] of any size as (n, embedding) float32 of unit length."""
         return self.net.images(self._seen(images))
 
     def scores(self, images: Tensor, tokens: Tensor) -> Tensor:
-        """s_align of each picture with its own prompt.
+        """s_align of each image with its own prompt.
 
         Args:
             images: (n, 1 | 3, h, w) in [-1, 1], of any size.
             tokens: (n, length) int64, of the conditions that it learned (:meth:`fits`).
         Returns:
-            (n,) float32, cosines; NaN of a picture that is not finite.
+            (n,) float32, cosines; NaN of an image that is not finite.
         Raises:
             ValueError: tokens that are not of these conditions' form, or a prompt without a word.
         """
@@ -213,7 +218,7 @@ class Aligner(Frozen):
 
 
 def aligner_bytes(
-    name: str, net: AlignerNet, conditions: Conditions, fitness: Fitness, notes: Mapping[str, Any]
+    name: str, net: AlignerNet, conditions: Conditions, fitness: AlignerQuality, notes: Mapping[str, Any]
 ) -> bytes:
     """An aligner as one file; its conditions and what it knows of them are part of it."""
     told = {"architecture": asdict(net.architecture), "conditions": conditions.told(), "name": name}
@@ -227,7 +232,7 @@ def aligner_from(raw: bytes, provenance: Provenance = "file") -> Aligner:
         raw: what :func:`aligner_bytes` wrote.
         provenance: ``public`` only where the site's configuration vouches for the file's digest.
     Raises:
-        BadWeights: not such a file, or its configuration describes no aligner.
+        WeightsError: not such a file, or its configuration describes no aligner.
     """
     packed = unpack(raw, KIND)
     try:
@@ -239,7 +244,7 @@ def aligner_from(raw: bytes, provenance: Provenance = "file") -> Aligner:
         if len(fitness.findings) != len(conditions.findings) or not _NAME.fullmatch(str(packed.config["name"])):
             raise ValueError("an aligner has a short lower-case name, and a judgement of its own findings")
     except (TypeError, ValueError, KeyError, AttributeError) as fault:
-        raise BadWeights("the file's configuration describes no aligner") from fault
+        raise WeightsError("the file's configuration describes no aligner") from fault
     net = built(lambda: AlignerNet(architecture, conditions.vocabulary.size, conditions.length), packed.state)
     return Aligner(str(packed.config["name"]), net, conditions, fitness, Origin(provenance, packed.sha256))
 
@@ -250,10 +255,10 @@ def _architecture(told: Mapping[str, Any]) -> AlignerArchitecture:
     return AlignerArchitecture(**{**told, "trunk": TrunkArchitecture(**told["trunk"])})
 
 
-def _fitness(told: Mapping[str, Any]) -> Fitness:
-    _known(told, Fitness)
-    _known(told["right"], Share)
-    return Fitness(**{**told, "right": Share(**told["right"]), "findings": tuple(told["findings"])})
+def _fitness(told: Mapping[str, Any]) -> AlignerQuality:
+    _known(told, AlignerQuality)
+    _known(told["right"], Proportion)
+    return AlignerQuality(**{**told, "right": Proportion(**told["right"]), "findings": tuple(told["findings"])})
 
 
 def _known(told: Mapping[str, Any], kind: type[Any]) -> None:

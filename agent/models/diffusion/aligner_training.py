@@ -1,19 +1,19 @@
-"""Train an aligner on public or made pictures with labels, and judge it on people that it never saw.
+"""Train an aligner on public or synthetic images with labels, and judge it on people that it never saw.
 
-CLIP's symmetric contrast (Radford et al. 2021, Fig. 3) over a batch of pictures and their prompts. CLIP takes every
-other prompt of the batch for wrong; with a few conditions most batches hold the same one twice. So a picture's target
+CLIP's symmetric contrast (Radford et al. 2021, Fig. 3) over a batch of images and their prompts. CLIP takes every
+other prompt of the batch for wrong; with a few conditions most batches hold the same one twice. So an image's target
 is spread over all prompts of its own condition, whatever their template (supervised contrast, Khosla et al. 2020).
 
 Targets spread over prompts that share a finding, by Jaccard's index, were measured too: on phantoms of chests of up
 to two findings the right condition was then found less often (0.86 against 0.90), since half of what is drawn to two
-findings is drawn to each of the wrong ones. Nor are they needed: with targets as here, pictures lie nearer to a
+findings is drawn to each of the wrong ones. Nor are they needed: with targets as here, images lie nearer to a
 prompt the more findings they share with it (mean cosine -0.14 at none, 0.30, 0.45, and 0.84 at all).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from agent.nets.alignment import AlignerArchitecture, AlignerNet, Fitness, aligner_bytes
-from agent.nets.conditions import Conditions
-from agent.nets.siamese import Share
-from agent.nets.trunk import TrunkArchitecture
-from agent.training.loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train
-from agent.training.views import IDENTITY, Pool, Views, eased, run_digest, view
-from agent.wilson import bounds
+from agent.intervals import Proportion, bounds
+from agent.models.augmentations import IDENTITY, Pool, Views, eased, run_digest, view
+from agent.models.diffusion.aligner import AlignerArchitecture, AlignerNet, AlignerQuality, aligner_bytes
+from agent.models.diffusion.prompts import Conditions
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from protos.common.errors import TrainingError
 
 _MOST_WRITTEN: Final = 60_000  # characters of conditions and figures: a file's header holds 65,536
 _SMALL: Final = 64  # pixels a side: up to it a narrow trunk is enough
@@ -39,8 +39,8 @@ _CELLS: Final = 4  # a side, that are read from it
 _AT_ONCE: Final = 256
 
 
-class TooFewPictures(ValueError):
-    """A condition has no public picture to learn from, or none to be judged by: nobody can tell what it is worth."""
+class TooFewPairsError(TrainingError, ValueError):
+    """A condition lacks public images to train on, or to test on, so its quality is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class AlignmentConfig:
 
 
 def suited(side: int, channels: int, steps: int, name: str = "aligner") -> AlignmentConfig:
-    """An aligner for pictures of this size, as it proved itself on phantoms of chests of 32 pixels.
+    """An aligner for images of this size, as it proved itself on phantoms of chests of 32 pixels.
 
-    With six conditions, 150 steps over 600 pictures found that of 0.91 to 0.95 of the held-out ones, and 300 steps
-    over 1200 pictures of 0.96 to 0.97 (three seeds). Above 32 pixels nothing was measured.
+    With six conditions, 150 steps over 600 images found that of 0.91 to 0.95 of the held-out ones, and 300 steps
+    over 1200 images of 0.96 to 0.97 (three seeds). Above 32 pixels nothing was measured.
 
     Raises:
         ValueError: no trunk has this side or these channels.
@@ -86,31 +86,18 @@ def suited(side: int, channels: int, steps: int, name: str = "aligner") -> Align
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labelled:
-    """Public or made pictures with their conditions, never the cohort (P6)."""
+    """Public or synthetic images with their conditions, never the cohort (P6)."""
 
     images: NDArray[np.uint8]  # (n, s, s) or (n, s, s, 3)
     labels: NDArray[np.int64]  # (n,): places of names; -1: of no condition, and left out
     owners: NDArray[np.int64]  # (n,): whose each is; who is held out is not learned from
 
     def __post_init__(self) -> None:
-        """One label and one owner for each picture."""
+        """One label and one owner for each image."""
         if not self.labels.shape == self.owners.shape == (len(self.images),):
             raise ValueError("a label and an owner is a whole number, one for each picture")
         if not all(np.issubdtype(a.dtype, np.integer) for a in (self.labels, self.owners)):
             raise ValueError("a label and an owner is a whole number, one for each picture")
-
-
-def train_aligner(
-    images: NDArray[np.uint8],
-    labels: NDArray[np.int64],
-    conditions: Conditions,
-    config: AlignmentConfig,
-    folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
-) -> bytes:
-    """Train an aligner where every picture is of another person: see :func:`train_aligner_of`."""
-    owners = np.arange(len(images), dtype=np.int64)
-    return train_aligner_of(Labelled(images, labels, owners), conditions, config, folder, say)
 
 
 def train_aligner_of(
@@ -123,17 +110,18 @@ def train_aligner_of(
     """Train, and judge on people that it never saw; the file says what it is worth, however little that is.
 
     Args:
-        labelled: public or made pictures; every condition of several people, to learn from and to judge by.
+        labelled: public or synthetic images; every condition of several people, to learn from and to judge by.
         conditions: what is asked for; the aligner answers for these and no others.
         config: of the run.
         folder: of its checkpoint; a run that was killed goes on from there.
         say: told of the progress.
     Returns:
-        The file that :func:`agent.nets.alignment.aligner_from` reads; :meth:`Aligner.demand` refuses a poor one.
+        The file that :func:`agent.models.diffusion.aligner.aligner_from` reads; :meth:`Aligner.demand` refuses a poor
+        one.
     Raises:
-        ValueError: pictures or labels of another shape or type, pictures that do not differ, an unknown label.
-        TooFewPictures: a condition has too few people.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        ValueError: images or labels of another shape or type, images that do not differ, an unknown label.
+        TooFewPairsError: a condition has too few people.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     learn, judged = split(labelled, conditions, config)
     trunk = config.architecture.trunk
@@ -150,11 +138,11 @@ def train_aligner_of(
 def split(
     labelled: Labelled, conditions: Conditions, config: AlignmentConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Places of the pictures to learn from and to judge by; nobody is in both, and every condition is.
+    """Places of the images to learn from and to judge by; nobody is in both, and every condition is.
 
     Raises:
         ValueError: a label that is no condition; one condition only, or too many.
-        TooFewPictures: a condition has too few people for both.
+        TooFewPairsError: a condition has too few people for both.
     """
     labels, owners = labelled.labels, labelled.owners
     if not len(labels) or not -1 <= labels.min() <= labels.max() < conditions.count:
@@ -178,7 +166,7 @@ def split(
     shown, apart = labels >= 0, np.isin(owners, sorted(held))
     learn, judged = np.flatnonzero(shown & ~apart), np.flatnonzero(shown & apart)
     if not all(len(np.unique(labels[part])) == conditions.count for part in (learn, judged)):
-        raise TooFewPictures("every condition needs public pictures of several people: add some, or leave it out")
+        raise TooFewPairsError("every condition needs public pictures of several people: add some, or leave it out")
     return learn, judged
 
 
@@ -187,20 +175,20 @@ def contrast(images: Tensor, prompts: Tensor, labels: Tensor, temperature: Tenso
 
     Args:
         images: (n, d) of unit length.
-        prompts: (n, d) of unit length: each picture's own.
-        labels: (n,) the condition of both: all prompts of a picture's own are right.
+        prompts: (n, d) of unit length: each image's own.
+        labels: (n,) the condition of both: all prompts of an image's own are right.
         temperature: what cosines are divided by.
     """
     same = (labels[:, None] == labels).to(images)
     target = same / same.sum(dim=1, keepdim=True)
     logits = images @ prompts.T / temperature
-    # which pictures are right for a prompt, and which prompts for a picture, is one symmetric matrix
+    # which images are right for a prompt, and which prompts for an image, is one symmetric matrix
     both = target * (log_softmax(logits, dim=1) + log_softmax(logits.T, dim=1))
     return -both.sum(dim=1).mean() / 2
 
 
-class _Trainer:
-    """One contrast of a batch of pictures with their prompts."""
+class _Trainer(LossTrainer):
+    """One contrast of a batch of images with their prompts."""
 
     def __init__(
         self, pool: Pool, labels: Tensor, learn: NDArray[np.int64], conditions: Conditions, config: AlignmentConfig
@@ -210,47 +198,30 @@ class _Trainer:
         with seeded(config.seed):
             net = AlignerNet(config.architecture, conditions.vocabulary.size, conditions.length)
         self.net = net.to(pool.device)
-        self.optimizer = torch.optim.AdamW(
-            self.net.parameters(), config.learning_rate, weight_decay=config.weight_decay
-        )
-        self.done = 0
+        rate, decay = config.learning_rate, config.weight_decay
+        adam = torch.optim.AdamW(self.net.parameters(), rate, weight_decay=decay)
+        super().__init__({"net": self.net}, {"optimizer": adam})
+        self.clipped = self.net
 
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **{f"net.{name}": t for name, t in self.net.state_dict().items()},
-            **optimizer_state(self.optimizer, "optimizer"),
-            "done": torch.tensor(self.done),
-        }
+    def rate(self) -> float:
+        return self.config.learning_rate * eased(self.done, self.config.steps)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        own = {n.removeprefix("net."): t for n, t in state.items() if n.startswith("net.")}
-        self.net.load_state_dict(own)
-        restore_optimizer(self.optimizer, "optimizer", state)
-        self.done = int(state["done"])
-
-    def step(self, generator: torch.Generator) -> dict[str, float]:
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         chosen = self.learn[torch.randperm(len(self.learn), generator=generator)[: self.config.batch]]
         seen = view(self.pool.take(chosen), self.config.views, generator)
         labels = self.labels[chosen].to(self.pool.device)
         tokens = self.conditions.tokens(labels, generator)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * eased(self.done, self.config.steps)
         loss = contrast(self.net.images(seen), self.net.prompts(tokens), labels, self.net.temperature())
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
-        self.optimizer.step()
-        self.done += 1
-        return {"contrast": float(loss.detach())}
+        return loss, {"contrast": float(loss.detach())}
 
 
 def judge(
     net: AlignerNet, pool: Pool, labelled: Labelled, places: NDArray[np.int64], conditions: Conditions
-) -> Fitness:
-    """What an aligner knows of held-out pictures, by the first template: what reranking will ask it.
+) -> AlignerQuality:
+    """The aligner's quality on held-out images, with the first template, as reranking uses it.
 
     A finding's AUC is that of the mean cosine with the conditions that show it less the mean with those that do not;
-    0.5 where every condition or none of the pictures differs in it.
+    0.5 where every condition or none of the images differs in it.
     """
     with torch.no_grad():
         parts = np.array_split(places, -(-len(places) // _AT_ONCE))
@@ -262,8 +233,8 @@ def judge(
     right = float((cosines.argmax(axis=1) == labels).mean())
     low, high = bounds(right * people, people)
     own = np.eye(conditions.count, dtype=bool)[labels]
-    return Fitness(
-        Share(right, min(low, right), max(high, right)),  # but for rounding
+    return AlignerQuality(
+        Proportion(right, min(low, right), max(high, right)),  # but for rounding
         float(np.bincount(labels).max() / len(labels)),
         _cosine(cosines[own]),
         _cosine(cosines[~own]),
@@ -278,7 +249,7 @@ def _cosine(values: NDArray[np.float64]) -> float:
 
 
 def _auc(cosines: NDArray[np.float64], labels: NDArray[np.int64], showing: list[bool]) -> float:
-    """The share of pairs of pictures, one that shows the finding and one that does not, in the right order."""
+    """The share of pairs of images, one that shows the finding and one that does not, in the right order."""
     shows = np.array(showing)
     there = shows[labels]
     if shows.all() or there.all() or not there.any():

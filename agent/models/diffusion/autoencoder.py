@@ -1,12 +1,12 @@
-"""The autoencoder of a latent diffusion model: pictures as small latents of standard deviation about 1, and back.
+"""The autoencoder of a latent diffusion model: images as small latents of standard deviation about 1, and back.
 
 Rombach, Blattmann, Lorenz, Esser & Ommer 2022, "High-resolution image synthesis with latent diffusion models" (arXiv
 2112.10752), section 3.1 and appendix G; Privacy Distillation, section 2.1. MONAI's network, without attention: a
-latent is a place of the picture, and any size costs its pixels. Only groups of one picture's channels are normalised,
+latent is a place of the image, and any size costs its pixels. Only groups of one image's channels are normalised,
 never a batch.
 
-It is trained on public or made pictures (:mod:`agent.training.autoencoder`) and never on the cohort: a decoder that
-saw patients is a private component of all that it decodes (P6).
+It is trained on public or synthetic images (:mod:`agent.models.diffusion.autoencoder_training`) and never on the
+cohort: a decoder that saw patients is a private component of all that it decodes (P6).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from agent.nets.feature_net import Frozen
-from agent.nets.pictures import Shape
-from agent.nets.weights import BadWeights, Origin, Provenance, built, pack, unpack
+from agent.models.features.feature_net import FrozenNetwork
+from agent.models.image_tensors import Shape
+from agent.models.weights import Origin, Provenance, WeightsError, built, pack, unpack
 
 KIND: Final = "autoencoder"
 MOST: Final = 4096  # of any number of an architecture
@@ -30,10 +30,10 @@ _PIXELS: Final = 1 << 22  # at once, at most, when there is nothing to different
 
 @dataclass(frozen=True, slots=True)
 class AutoencoderArchitecture:
-    """The public shape of an autoencoder; every level but the first halves the picture."""
+    """The public shape of an autoencoder; every level but the first halves the image."""
 
     side: int  # px, a multiple of 2^(levels - 1)
-    channels: int  # of the picture: 1 or 3
+    channels: int  # of the image: 1 or 3
     latent: int  # channels of the latents
     widths: tuple[int, ...]  # feature channels of each level, the finest first
     blocks: int  # residual blocks of each level
@@ -60,16 +60,16 @@ class AutoencoderArchitecture:
 
     @property
     def shape(self) -> Shape:
-        """Of a picture: (side, side) grey or (side, side, 3) RGB."""
+        """Of an image: (side, side) grey or (side, side, 3) RGB."""
         return (self.side, self.side) if self.channels == 1 else (self.side, self.side, 3)
 
     @property
     def latents(self) -> tuple[int, int, int]:
-        """Of a picture's latents: (c, h, w)."""
+        """Of an image's latents: (c, h, w)."""
         return (self.latent, self.side // self.factor, self.side // self.factor)
 
     def fitted(self, channels: int) -> AutoencoderArchitecture:
-        """The same network for grey (1) or colour (3) pictures."""
+        """The same network for grey (1) or colour (3) images."""
         return replace(self, channels=channels)
 
 
@@ -85,7 +85,7 @@ PRESETS: Final[Mapping[str, AutoencoderArchitecture]] = {
 
 
 class AutoencoderNet(nn.Module):
-    """What is trained: q(z | x), a Gaussian for every place, and the picture behind z. Latents are not yet scaled."""
+    """What is trained: q(z | x), a Gaussian for every place, and the image behind z. Latents are not yet scaled."""
 
     def __init__(self, architecture: AutoencoderArchitecture) -> None:
         """Make the layers; call inside ``seeded``."""
@@ -108,7 +108,7 @@ class AutoencoderNet(nn.Module):
         )
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Pictures (n, c, s, s) in [-1, 1] -> mean and standard deviation of their latents, (n, *latents) each."""
+        """Images (n, c, s, s) in [-1, 1] -> mean and standard deviation of their latents, (n, *latents) each."""
         mean, deviation = self.kl.encode(x)
         return mean, deviation
 
@@ -118,7 +118,7 @@ class AutoencoderNet(nn.Module):
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """The picture behind the mean of the latents."""
+        """The image behind the mean of the latents."""
         return self.decode(self.encode(x)[0])
 
     @property
@@ -129,7 +129,7 @@ class AutoencoderNet(nn.Module):
 
     @torch.no_grad()
     def centre(self, mean: Tensor) -> None:
-        """Move the origin of the latents to ``mean`` (c,), without a change to any picture.
+        """Move the origin of the latents to ``mean`` (c,), without a change to any image.
 
         Diffusion ends in noise of mean 0, so latents should have it too. The 1x1 convolutions before and behind the
         latents take the shift up: what the first subtracts, the second adds.
@@ -139,7 +139,7 @@ class AutoencoderNet(nn.Module):
         behind.bias += behind.weight[:, :, 0, 0] @ mean
 
 
-class Autoencoder(Frozen):
+class Autoencoder(FrozenNetwork):
     """A trained autoencoder, frozen, with the scale of its latents."""
 
     def __init__(self, net: AutoencoderNet, scale: float, origin: Origin) -> None:
@@ -147,7 +147,7 @@ class Autoencoder(Frozen):
 
         Args:
             net: trained.
-            scale: 1 / the standard deviation of the latents of the pictures that it was trained on.
+            scale: 1 / the standard deviation of the latents of the images that it was trained on.
             origin: of the file.
         Raises:
             ValueError: a scale that is not positive and finite.
@@ -164,22 +164,22 @@ class Autoencoder(Frozen):
 
     @property
     def shape(self) -> Shape:
-        """Of a picture: (s, s) or (s, s, 3)."""
+        """Of an image: (s, s) or (s, s, 3)."""
         return self.architecture.shape
 
     @property
     def latent(self) -> tuple[int, int, int]:
-        """Of a picture's latents: (c, h, w)."""
+        """Of an image's latents: (c, h, w)."""
         return self.architecture.latents
 
     def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The scaled latents of pictures. Each picture's are its own: they depend on no other picture.
+        """The scaled latents of images. Each image's are its own: they depend on no other image.
 
         Args:
             x: (n, c, s, s) in [-1, 1], of exactly the architecture's size and channels. Differentiable.
             generator: None for the mean of q(z | x); else of a draw from it, whose numbers come from this generator.
         Returns:
-            (n, *latent) float32, of standard deviation about 1 over pictures like those of the training.
+            (n, *latent) float32, of standard deviation about 1 over images like those of the training.
         Raises:
             ValueError: another shape.
         """
@@ -194,7 +194,7 @@ class Autoencoder(Frozen):
         return mean * self.scale
 
     def decode(self, z: Tensor) -> Tensor:
-        """The pictures behind scaled latents.
+        """The images behind scaled latents.
 
         Args:
             z: (n, *latent), as :meth:`encode` gives them. Differentiable.
@@ -208,7 +208,7 @@ class Autoencoder(Frozen):
         return drawn.float().clamp(-1.0, 1.0)
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
-        """The scaled latents of pictures (n, 1 | 3, h, w) of any size: the one map that there is."""
+        """The scaled latents of images (n, 1 | 3, h, w) of any size: the one map that there is."""
         del depth
         return [self.encode(self.prepared(images, exactly=self.architecture.side))]
 
@@ -246,7 +246,7 @@ def autoencoder_from(raw: bytes, provenance: Provenance = "file") -> Autoencoder
         raw: what :func:`autoencoder_bytes` wrote.
         provenance: ``public`` only where the site's configuration vouches for the file's digest.
     Raises:
-        BadWeights: not such a file, or its configuration describes no autoencoder.
+        WeightsError: not such a file, or its configuration describes no autoencoder.
     """
     packed = unpack(raw, KIND)
     try:
@@ -258,6 +258,6 @@ def autoencoder_from(raw: bytes, provenance: Provenance = "file") -> Autoencoder
         architecture = AutoencoderArchitecture(**{**told, "widths": tuple(told["widths"])})
         scale = _scale(packed.config["scale"])
     except (TypeError, ValueError) as fault:
-        raise BadWeights("the file's configuration describes no autoencoder") from fault
+        raise WeightsError("the file's configuration describes no autoencoder") from fault
     net = built(lambda: AutoencoderNet(architecture), packed.state)
     return Autoencoder(net, scale, Origin(provenance, packed.sha256))

@@ -1,4 +1,4 @@
-"""Training an autoencoder on public pictures: absolute error, features, a faint KL, and a patch discriminator.
+"""Training an autoencoder on public images: absolute error, features, a faint KL, and a patch discriminator.
 
 Rombach et al. 2022 (arXiv 2112.10752), section 3.1 and appendix G, Eq. 25; Esser, Rombach & Ommer 2021 (VQGAN, arXiv
 2012.09841), Eq. 6 and 7; Zhang et al. 2018 (LPIPS, arXiv 1801.03924), Eq. 1, with weights of 1 and a feature network
@@ -6,13 +6,13 @@ of the registry in the place of a trained VGG; Isola et al. 2017 (patches, arXiv
 
 The adversarial loss is weighed anew in every step, so that at the decoder's last layer its gradient is so many times
 as long as that of the reconstruction (Esser et al., Eq. 7). A constant weight would have to be found again for every
-size and kind of picture, and one too large draws texture that no patient has.
+size and kind of image, and one too large draws texture that no patient has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -23,27 +23,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 
-from agent.nets.autoencoder import AutoencoderArchitecture, AutoencoderNet, autoencoder_bytes
-from agent.nets.feature_net import FeatureNet
-from agent.nets.features import RandomFeatures
-from agent.training.diffusion import Average, local
-from agent.training.loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train
-from agent.training.views import Pool, eased, run_digest
+from agent.models.augmentations import Pool, eased, run_digest
+from agent.models.diffusion.autoencoder import AutoencoderArchitecture, AutoencoderNet, autoencoder_bytes
+from agent.models.diffusion.edm_training import Average
+from agent.models.features.extractors import RandomFeatures
+from agent.models.features.feature_net import FeatureNet
+from agent.models.training_loop import NetworkTrainer, Plan, Progress, device_generator, seeded, train
+from protos.common.errors import TrainingError
 
-LOOKED_AT: Final = 1024  # pictures, at most, of which mean and deviation of the latents are taken
-LEAST_SPREAD: Final = 1e-3  # of the latents; below, they say nothing of the picture
+LOOKED_AT: Final = 1024  # images, at most, of which mean and deviation of the latents are taken
+LEAST_SPREAD: Final = 1e-3  # of the latents; below, they say nothing of the image
 HEAVIEST: Final = 1e4  # Esser et al.'s code: the most that the adversarial loss may weigh
 _BETAS: Final = (0.5, 0.9)  # of Adam, Rombach et al.'s code
 _GROUPS: Final = 8
-_LEAST: Final = 8  # pixels a side: below, a patch is larger than the picture
+_LEAST: Final = 8  # pixels a side: below, a patch is larger than the image
 
 
-class Collapsed(ValueError):
-    """The latents do not tell one picture from another, and nothing could be drawn from them."""
+class AutoencoderCollapsedError(TrainingError, ValueError):
+    """The latents do not tell one image from another, and nothing could be drawn from them."""
 
     def __init__(self) -> None:
         """Say what may help."""
-        super().__init__("the latents tell no picture from another: more steps, a lower rate, or a smaller KL weight")
+        super().__init__("the latents do not distinguish images: try more steps, a lower rate or a smaller KL weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class AutoencoderTraining:
     seed: int = 0
     batch: int = 8  # in short runs, more and smaller steps are better than fewer and larger ones
     lr: float | None = None  # None: 2e-3, measured; of networks wider than 64, 1e-4
-    kl: float = 1e-6  # times the sum over a picture's latents: enough to bound them, too little to blur (section 3.1)
+    kl: float = 1e-6  # times the sum over an image's latents: enough to bound them, too little to blur (section 3.1)
     perceptual: float = 0.3  # weight of the distance of features; the mean absolute error weighs 1
     adversarial: float = 0.1  # length of its gradient at the last layer, as a share of the reconstruction's
     warmup: float = 0.5  # share of the steps without a discriminator
@@ -100,7 +101,7 @@ class AutoencoderTraining:
         return self.steps if self.adversarial == 0.0 else round(self.warmup * self.steps)
 
     def run(self, images: NDArray[np.uint8], features: FeatureNet) -> str:
-        """What the checkpoints are of: SHA-256 of configuration, feature network and pictures."""
+        """What the checkpoints are of: SHA-256 of configuration, feature network and images."""
         told = asdict(self) | {"features": features.origin.sha256}
         return run_digest({k: v for k, v in told.items() if k not in ("checkpoint_every", "say_every")}, images)
 
@@ -112,25 +113,25 @@ def train_autoencoder(
     say: Callable[[Progress], None] = lambda _: None,
     features: FeatureNet | None = None,
 ) -> bytes:
-    """Train on public pictures, then measure the scale of the latents on the same pictures.
+    """Train on public images, then measure the scale of the latents on the same images.
 
     Args:
         images: (n, h, w) or (n, h, w, 3) uint8; resized to the architecture's side. Public or made, never the cohort:
             everything decoded later is of its provenance (P6).
         config: of the run.
         folder: of its checkpoint; a run that was killed goes on from there, to the same file.
-        say: told of the progress: absolute, perceptual, kl (of a picture, in nats), and adversarial, discriminator.
+        say: told of the progress: absolute, perceptual, kl (of an image, in nats), and adversarial, discriminator.
         features: of the perceptual loss; None for random ones. They are part of what the run is called.
     Returns:
-        The file that :func:`agent.nets.autoencoder.autoencoder_from` reads.
+        The file that :func:`agent.models.diffusion.autoencoder.autoencoder_from` reads.
     Raises:
-        ValueError: pictures of another kind, or that do not differ; or features that nobody vouches for.
-        Collapsed: the latents tell no picture from another; the checkpoint stays.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        ValueError: images of another kind, or that do not differ; or features that nobody vouches for.
+        AutoencoderCollapsedError: the latents tell no image from another; the checkpoint stays.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     own = features_for(config.architecture.channels) if features is None else features
     if own.origin.component != "public":
-        raise ValueError("the perceptual loss takes features that are random, or public by the site's word")
+        raise ValueError("the perceptual loss takes features that are random, or public (vouched for by the site)")
     pool = Pool(images, config.architecture.side, config.architecture.channels, torch.device(config.device))
     trainer = AutoencoderTrainer(pool, config, own)
     run = config.run(images, own)
@@ -150,12 +151,12 @@ def features_for(channels: int) -> RandomFeatures:
 
 @torch.no_grad()
 def scaled(net: AutoencoderNet, pool: Pool) -> float:
-    """Move the latents' origin to their mean; 1 / their standard deviation, over pictures, channels and places.
+    """Move the latents' origin to their mean; 1 / their standard deviation, over images, channels and places.
 
-    Rombach et al., appendix G: latents are divided by the deviation of those of the training pictures.
+    Rombach et al., appendix G: latents are divided by the deviation of those of the training images.
 
     Raises:
-        Collapsed: they hardly differ, or are no numbers.
+        AutoencoderCollapsedError: they hardly differ, or are no numbers.
     """
     # evenly through the set, so that whatever lies beside each other in it is seen
     count = len(pool.images)
@@ -164,16 +165,16 @@ def scaled(net: AutoencoderNet, pool: Pool) -> float:
     mean = z.mean(dim=(0, 2, 3))
     z = z - mean[:, None, None]
     spread = float(z.square().mean().sqrt())
-    # of one place over pictures: a latent that is the same for every picture may still differ from place to place
+    # of one place over images: a latent that is the same for every image may still differ from place to place
     between = float((z - z.mean(dim=0)).square().mean().sqrt())
     if not (between > LEAST_SPREAD and spread < math.inf):
-        raise Collapsed
+        raise AutoencoderCollapsedError
     net.centre(mean.to(net.last.dtype))
     return 1.0 / spread
 
 
 def perceptual(features: FeatureNet, drawn: Tensor, real: Tensor) -> Tensor:
-    """LPIPS (Zhang et al. 2018, Eq. 1) with weights of 1: a number, the mean over pictures, summed over levels.
+    """LPIPS (Zhang et al. 2018, Eq. 1) with weights of 1: a number, the mean over images, summed over levels.
 
     At every place the channels are scaled to unit length; what is left is their squared distance, mean over places.
     """
@@ -185,7 +186,7 @@ def perceptual(features: FeatureNet, drawn: Tensor, real: Tensor) -> Tensor:
 
 
 def divergence(mean: Tensor, deviation: Tensor) -> Tensor:
-    """KL(q(z | x) | N(0, 1)) of a picture, in nats: summed over its latents, the mean over pictures."""
+    """KL(q(z | x) | N(0, 1)) of an image, in nats: summed over its latents, the mean over images."""
     each = 0.5 * (mean.square() + deviation.square() - 1.0) - deviation.log()
     return each.float().flatten(1).sum(dim=1).mean()
 
@@ -199,21 +200,23 @@ def balance(rebuilt: Tensor, fooled: Tensor, last: Tensor) -> Tensor:
 
 
 def discriminator(channels: int, patches: int, side: int) -> nn.Module:
-    """MONAI's patch discriminator, normalised within groups of one picture's channels; call inside ``seeded``."""
+    """MONAI's patch discriminator, normalised within groups of one image's channels; call inside ``seeded``."""
     from monai.networks.nets.patchgan_discriminator import PatchDiscriminator  # noqa: PLC0415 - it costs seconds
 
     return PatchDiscriminator(
         spatial_dims=2,
         channels=patches,
         in_channels=channels,
-        # patches of 70 px, 34 in small pictures and 16 in tiny ones: what is larger, the reconstruction sees to
+        # patches of 70 px, 34 in small images and 16 in tiny ones: what is larger, the reconstruction sees to
         num_layers_d=1 if side < 16 else 2 if side < 128 else 3,
         norm=("group", {"num_groups": _GROUPS}),
     )
 
 
-class AutoencoderTrainer:
-    """Autoencoder and discriminator with their optimisers; :meth:`state` is all that the next step depends on."""
+class AutoencoderTrainer(NetworkTrainer):
+    """Autoencoder and discriminator with their optimisers."""
+
+    average: Average
 
     def __init__(self, pool: Pool, config: AutoencoderTraining, features: FeatureNet) -> None:
         """Draw the initial weights from ``config.seed``."""
@@ -222,40 +225,17 @@ class AutoencoderTrainer:
         with seeded(config.seed):
             net, judge = AutoencoderNet(own), discriminator(own.channels, config.patches, own.side)
         self.net, self.judge = net.to(config.device), judge.to(config.device)
-        self.average = Average(self.net, config.ema)
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate, betas=_BETAS)
-        self.judging = torch.optim.Adam(self.judge.parameters(), lr=config.rate, betas=_BETAS)
-        self.done = 0
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, but the generator."""
-        return {
-            **{f"net.{name}": t for name, t in self.net.state_dict().items()},
-            **{f"judge.{name}": t for name, t in self.judge.state_dict().items()},
-            **self.average.state(),
-            **optimizer_state(self.optimizer, "optimizer"),
-            **optimizer_state(self.judging, "judging"),
-            "done": torch.tensor(self.done),
-        }
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state`.
-
-        Raises:
-            KeyError, RuntimeError: it is not of this configuration.
-        """
-        for prefix, module in (("net.", self.net), ("judge.", self.judge)):
-            module.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
-        self.average.restore(state)
-        restore_optimizer(self.optimizer, "optimizer", state)
-        restore_optimizer(self.judging, "judging", state)
-        self.done = int(state["done"])
+        each = {"optimizer": self.net, "judging": self.judge}
+        super().__init__(
+            {"net": self.net, "judge": self.judge},
+            {name: torch.optim.Adam(part.parameters(), lr=config.rate, betas=_BETAS) for name, part in each.items()},
+            Average(self.net, config.ema),
+        )
 
     def step(self, generator: torch.Generator) -> dict[str, float]:
         """One step of the autoencoder on a batch drawn with replacement; later, one of the discriminator."""
-        draw = local(generator, self.config.device)
-        for group in (*self.optimizer.param_groups, *self.judging.param_groups):
-            group["lr"] = self.config.rate * eased(self.done, self.config.steps)
+        draw = device_generator(generator, self.config.device)
+        self.set_rate(self.config.rate * eased(self.done, self.config.steps))
         real = self.pool.take(torch.randint(len(self.pool.images), (self.config.batch,), generator=generator))
         with self._mixed():
             mean, deviation = self.net.encode(real)
@@ -282,9 +262,7 @@ class AutoencoderTrainer:
             loss = loss + self.config.adversarial * balance(rebuilt, fooled, self.net.last) * fooled
             self.judge.requires_grad_(True)
             told["adversarial"] = fooled.item()
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        self.optimizer.step()
+        self.descend("optimizer", loss)
         return told
 
     def _judge(self, real: Tensor, drawn: Tensor) -> float:
@@ -292,9 +270,7 @@ class AutoencoderTrainer:
         with self._mixed():
             of_real, of_drawn = self.judge(real)[-1].float(), self.judge(drawn)[-1].float()
         loss = 0.5 * (relu(1.0 - of_real).mean() + relu(1.0 + of_drawn).mean())
-        self.judging.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        self.judging.step()
+        self.descend("judging", loss)
         return loss.item()
 
     def _mixed(self) -> torch.autocast:

@@ -4,9 +4,9 @@ Karras, Aittala, Aila & Laine 2022, "Elucidating the design space of diffusion-b
 2206.00364): Table 1 (last column), Eq. 5, Algorithms 1 and 2. Song, Meng & Ermon 2020 (DDIM, arXiv 2010.02502). Ho &
 Salimans 2022 (guidance, arXiv 2207.12598). Hu et al. 2021 (LoRA, arXiv 2106.09685).
 
-Every parameter lies in a Linear, Conv2d, GroupNorm or Embedding of exactly that type, adapters too: the engines that
-form gradients per patient know these four, and nothing normalises over a batch. Importing this module imports MONAI,
-which takes seconds: what only parses a command line must not.
+Every parameter is in a Linear, Conv2d, GroupNorm or Embedding of exactly that type, adapters too: the engines for
+gradients per patient support these four, and nothing normalises over a batch. Importing this module imports MONAI,
+which takes seconds, so modules that only parse a command line must not.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from agent.nets.weights import BadWeights, Packed, built, pack, unpack
-
 KIND: Final = "diffusion"
-SIGMA_DATA: Final = 0.5  # EDM's standard deviation of pictures in [-1, 1]
+SIGMA_DATA: Final = 0.5  # EDM's standard deviation of images in [-1, 1]
 SIGMA_MIN: Final = 0.002  # EDM, section 3: where sampling ends and begins
 SIGMA_MAX: Final = 80.0
 RHO: Final = 7.0
@@ -39,7 +37,7 @@ class DiffusionArchitecture:
     """The public shape of a denoiser. Attention is always at the lowest level, between the two halves."""
 
     side: int  # px, a multiple of 2^(levels - 1)
-    channels: int  # of the picture: 1 or 3
+    channels: int  # of the image: 1 or 3
     classes: int  # conditions 0 .. classes - 1; ``classes`` itself is "no condition"
     widths: tuple[int, ...]  # feature channels of each level, the finest first
     blocks: int  # residual blocks of each level
@@ -68,11 +66,11 @@ class DiffusionArchitecture:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a picture: (side, side) grey or (side, side, 3) RGB."""
+        """Of an image: (side, side) grey or (side, side, 3) RGB."""
         return (self.side, self.side) if self.channels == 1 else (self.side, self.side, 3)
 
     def fitted(self, channels: int, classes: int) -> DiffusionArchitecture:
-        """The same network for grey (1) or colour (3) pictures of so many classes."""
+        """The same network for grey (1) or colour (3) images of so many classes."""
         return replace(self, channels=channels, classes=classes)
 
 
@@ -81,7 +79,7 @@ def _preset(side: int, widths: tuple[int, ...], blocks: int, attention: str, gro
     return DiffusionArchitecture(side, 3, 10, widths, blocks, tuple(a == "a" for a in attention), head, groups)
 
 
-# Parameters for RGB pictures of 10 classes, counted (PrivImage's in brackets, Tables 4 and 5): tiny8 178,131 · tiny16
+# Parameters for RGB images of 10 classes, counted (PrivImage's in brackets, Tables 4 and 5): tiny8 178,131 · tiny16
 # 281,459 · small32 1,709,571 (1.75 M) · base32 6,082,627 (6.1 M) · big32 80,521,155 (PDP-Diffusion: 80 M) · small64
 # 2,247,171 (2.00 M) · big64 88,222,851. A grey net has fewer by some hundreds; a class costs 4 times the first width.
 PRESETS: Final[Mapping[str, DiffusionArchitecture]] = {
@@ -96,7 +94,7 @@ PRESETS: Final[Mapping[str, DiffusionArchitecture]] = {
 
 
 class Denoiser(nn.Module):
-    """D(x; sigma, y), the expected picture behind a noisy one (EDM, Eq. 7 and Table 1, last column)."""
+    """D(x; sigma, y), the expected image behind a noisy one (EDM, Eq. 7 and Table 1, last column)."""
 
     def __init__(self, architecture: DiffusionArchitecture) -> None:
         # two seconds, and every process of an agent would pay them for a network that few of them build
@@ -125,7 +123,7 @@ class Denoiser(nn.Module):
         """Denoise.
 
         Args:
-            x: (n, c, s, s) pictures in [-1, 1] plus noise of standard deviation ``sigma``.
+            x: (n, c, s, s) images in [-1, 1] plus noise of standard deviation ``sigma``.
             sigma: (n,) float32, positive.
             labels: (n,) int64, 0 .. classes.
         Returns:
@@ -294,7 +292,7 @@ class LowRankConv(nn.Module):
 def with_lora(denoiser: Denoiser, rank: int, reach: Reach = "linear") -> Denoiser:
     """A copy of which only low-rank factors and the table of classes are trained; it draws the same at first.
 
-    The classes stay trainable as a whole: they are what the private pictures bring and the public ones may not have.
+    The classes stay trainable as a whole: they are what the private images bring and the public ones may not have.
     Factors are drawn from the global generator: call it within ``seeded``.
 
     Raises:
@@ -323,24 +321,3 @@ def merged(denoiser: Denoiser) -> Denoiser:
             if isinstance(child, LowRankLinear | LowRankConv):
                 setattr(parent, name, child.merged())
     return out
-
-
-def diffusion_bytes(denoiser: Denoiser, notes: Mapping[str, Any]) -> bytes:
-    """A denoiser as a network file, its adapters merged; ``notes`` say how it was trained."""
-    return pack(KIND, asdict(denoiser.architecture), notes, merged(denoiser).state_dict())
-
-
-def diffusion_from(raw: bytes) -> tuple[Denoiser, Packed]:
-    """Read what :func:`diffusion_bytes` wrote, in evaluation mode.
-
-    Raises:
-        BadWeights: no denoiser, an architecture that cannot be built, or weights that do not fit it.
-    """
-    packed = unpack(raw, KIND)
-    try:
-        told = dict(packed.config)
-        told |= {name: tuple(told[name]) for name in ("widths", "attention")}
-        architecture = DiffusionArchitecture(**told)
-    except (TypeError, ValueError, KeyError) as fault:
-        raise BadWeights("the file names no architecture that can be built") from fault
-    return built(lambda: Denoiser(architecture), packed.state).requires_grad_(requires_grad=True), packed

@@ -1,24 +1,26 @@
-"""Training a denoiser on public pictures: EDM's loss, Adam, dropped labels, a moving average of the weights.
+"""Training a denoiser on public images: EDM's loss, Adam, dropped labels, a moving average of the weights.
 
 Karras et al. 2022 (EDM, arXiv 2206.00364): Eq. 2 and 8, Table 1. The loss is also the one that DP-SGD takes, row by
-row, in ``agent.stages.diffusion``.
+row, in ``agent.mechanisms.privimage.diffusion``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.nets.diffusion import Denoiser, DiffusionArchitecture, loss_weight
-from agent.training.loop import Place, Plan, Progress, optimizer_state, restore_optimizer, seeded, train
+from agent.domain import CheckpointStore
+from agent.models.diffusion.edm import Denoiser, DiffusionArchitecture, loss_weight
+from agent.models.training_loop import LossTrainer, Plan, Progress, device_generator, seeded, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class DiffusionTraining:
     lr: float = 3e-4
     p_mean: float = -1.2  # of ln sigma
     p_std: float = 1.2
-    label_drop: float = 0.1  # share of pictures that are shown without their label
+    label_drop: float = 0.1  # share of images that are shown without their label
     ema: float = 0.999  # what the average keeps in one step, later on
     precision: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
@@ -56,7 +58,7 @@ class DiffusionTraining:
             raise ValueError(f"not usable for a training: {', '.join(wrong)}")
 
     def run(self, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> str:
-        """What the checkpoints are of: SHA-256 of configuration, pictures and labels. The length may change."""
+        """What the checkpoints are of: SHA-256 of configuration, images and labels. The length may change."""
         told = asdict(self)
         for free in ("checkpoint_every", "say_every"):
             del told[free]
@@ -71,7 +73,7 @@ def planes(images: Tensor, architecture: DiffusionArchitecture) -> Tensor:
     """(n, s, s) or (n, s, s, 3) uint8 as (n, c, s, s) float32 in [-1, 1].
 
     Raises:
-        ValueError: pictures of another type, size or number of channels.
+        ValueError: images of another type, size or number of channels.
     """
     if images.dtype != torch.uint8:
         raise ValueError("pictures to learn are uint8: convert them first, and decide what a NaN is")
@@ -99,13 +101,36 @@ def row_losses(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
 
     Args:
         model: a ``Denoiser``, or what behaves like one.
-        rows: noisy pictures (n, c, s, s), sigma (n,), clean pictures (n, c, s, s), labels (n,).
+        rows: noisy images (n, c, s, s), sigma (n,), clean images (n, c, s, s), labels (n,).
     Returns:
         (n,) float32; about 1 for a network that has learned nothing.
     """
     noisy, sigma, clean, labels = rows
     error: Tensor = model(noisy, sigma, labels) - clean
     return loss_weight(sigma) * error.square().flatten(1).mean(dim=1)
+
+
+RowLosses = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+
+
+class Denoising(Protocol):
+    """The settings of every training of a denoiser."""
+
+    @property
+    def lr(self) -> float:
+        """Of Adam."""
+
+    @property
+    def ema(self) -> float:
+        """What the average keeps in one step, later on."""
+
+    @property
+    def precision(self) -> str:
+        """float32, or bfloat16 in the network."""
+
+    @property
+    def device(self) -> str:
+        """Where the network is."""
 
 
 class Average:
@@ -149,84 +174,62 @@ class Average:
             named[name].copy_(tensor)
 
 
-class DiffusionTrainer:
-    """Denoiser, optimiser and average; :meth:`state` is all that the next step depends on, but the generator."""
+class DenoiserTrainer(LossTrainer):
+    """A denoiser, Adam and an average; a subclass draws the rows of a batch."""
+
+    counter = "count"
+    average: Average
+
+    def __init__(self, denoiser: nn.Module, losses: RowLosses, how: Denoising) -> None:
+        """Train ``denoiser``, which has been moved to its device, down the mean of the rows' ``losses``."""
+        adam = torch.optim.Adam(denoiser.parameters(), lr=how.lr)
+        super().__init__({"denoiser": denoiser}, {"optimizer": adam}, Average(denoiser, how.ema))
+        self._losses, self._how = losses, how
+
+    @abstractmethod
+    def rows(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """A batch drawn with replacement, as ``losses`` takes it."""
+
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+        """The mean of the batch; about 1 at the start."""
+        rows, kind = self.rows(generator), torch.device(self._how.device).type
+        with torch.autocast(kind, torch.bfloat16, enabled=self._how.precision == "bfloat16"):
+            loss = self._losses(self.networks["denoiser"], rows).mean()
+        return loss, {"loss": loss.item()}
+
+
+class DiffusionTrainer(DenoiserTrainer):
+    """Images and labels, on the training's device."""
 
     def __init__(self, training: DiffusionTraining, images: Tensor, labels: Tensor) -> None:
         """Draw the initial weights from ``training.seed``.
 
         Args:
-            training: its architecture fits the pictures.
+            training: its architecture fits the images.
             images: (n, s, s) or (n, s, s, 3) uint8, n >= 1.
             labels: (n,) int64, -1 for none.
         Raises:
-            ValueError: pictures or labels of another kind.
+            ValueError: images or labels of another kind.
         """
         if not 1 <= len(images) == len(labels):
             raise ValueError("a training needs pictures, with a label for each (-1: none)")
-        planes(images[:1], training.architecture)  # refuses pictures of another kind
+        planes(images[:1], training.architecture)  # refuses images of another kind
         self.training = training
         self.images = images.to(training.device)
         self.labels = conditions(labels, training.architecture).to(training.device)
         with seeded(training.seed):
             denoiser = Denoiser(training.architecture)
         self.denoiser = denoiser.to(training.device)
-        self.average = Average(self.denoiser, training.ema)
-        self.optimizer = torch.optim.Adam(self.denoiser.parameters(), lr=training.lr)
-        self.count = 0
+        super().__init__(self.denoiser, row_losses, training)
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on."""
-        own = {f"denoiser.{name}": value for name, value in self.denoiser.state_dict().items()}
-        own |= self.average.state() | optimizer_state(self.optimizer, "optimizer")
-        return own | {"count": torch.tensor(self.count)}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state`.
-
-        Raises:
-            KeyError, RuntimeError: it is not of this configuration.
-        """
-        own = {n.removeprefix("denoiser."): t for n, t in state.items() if n.startswith("denoiser.")}
-        self.denoiser.load_state_dict(own)
-        self.average.restore(state)
-        restore_optimizer(self.optimizer, "optimizer", state)
-        self.count = int(state["count"])
-
-    def step(self, generator: torch.Generator) -> dict[str, float]:
-        """One step of Adam on a batch drawn with replacement.
-
-        Returns:
-            loss: the mean of the batch; about 1 at the start.
-        """
-        rows = self._rows(local(generator, self.training.device))
-        with self._mixed():
-            loss = row_losses(self.denoiser, rows).mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
-        self.optimizer.step()
-        self.count += 1
-        self.average.after(self.count)
-        return {"loss": loss.item()}
-
-    def _rows(self, draw: torch.Generator) -> tuple[Tensor, ...]:
-        own, device = self.training, draw.device
-        chosen = torch.randint(len(self.images), (own.batch,), generator=draw, device=device)
+    def rows(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Noisy images, sigma, clean images, labels."""
+        own, draw = self.training, device_generator(generator, self.training.device)
+        chosen = torch.randint(len(self.images), (own.batch,), generator=draw, device=draw.device)
         clean = planes(self.images[chosen], own.architecture)
-        sigma = (own.p_mean + own.p_std * torch.randn(own.batch, generator=draw, device=device)).exp()
+        sigma = (own.p_mean + own.p_std * torch.randn(own.batch, generator=draw, device=draw.device)).exp()
         labels = dropped(self.labels[chosen], own.label_drop, own.architecture, draw)
         return noised(clean, sigma, draw), sigma, clean, labels
-
-    def _mixed(self) -> torch.autocast:
-        kind = torch.device(self.training.device).type
-        return torch.autocast(kind, torch.bfloat16, enabled=self.training.precision == "bfloat16")
-
-
-def local(generator: torch.Generator, device: str) -> torch.Generator:
-    """The generator itself on a CPU; elsewhere one of that device, seeded from it."""
-    if torch.device(device).type == "cpu":
-        return generator
-    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
 
 
 def noised(clean: Tensor, sigma: Tensor, draw: torch.Generator) -> Tensor:
@@ -246,24 +249,24 @@ def train_denoiser(
     labels: NDArray[np.int64],
     training: DiffusionTraining,
     steps: int,
-    place: Place,
+    place: CheckpointStore,
     say: Callable[[Progress], None] = lambda _: None,
 ) -> Denoiser:
-    """Train on public pictures, with checkpoints at ``place``.
+    """Train on public images, with checkpoints at ``place``.
 
     Args:
         images: (n, s, s) or (n, s, s, 3) uint8, of the architecture's shape. They must be public (P6).
-        labels: (n,) int64, -1 for a picture without a condition.
+        labels: (n,) int64, -1 for an image without a condition.
         training: of the run.
         steps: of Adam.
         place: of this run alone; one that was interrupted goes on.
         say: told of the progress.
     Returns:
-        The denoiser with its average weights, on the configured device. A class that no picture had begins as
+        The denoiser with its average weights, on the configured device. A class that no image had begins as
         "no condition".
     Raises:
-        ValueError: pictures or labels that do not fit.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        ValueError: images or labels that do not fit.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trainer = DiffusionTrainer(training, torch.from_numpy(images), torch.from_numpy(labels))
     plan = Plan(steps, training.run(images, labels), training.seed, training.checkpoint_every, training.say_every)

@@ -4,10 +4,10 @@ Rombach, Blattmann, Lorenz, Esser & Ommer 2022, "High-resolution image synthesis
 2112.10752), section 3.3; Privacy Distillation, section 2.1. Ho & Salimans 2022 (guidance, arXiv 2207.12598). Meng et
 al. 2021 (SDEdit, arXiv 2108.01073).
 
-A prompt's tokens are looked up in a table, places in another, and the UNet attends to their sums. Token 0, "nothing",
-has a learned row like any word: prompts are filled up with it, and a prompt of nothing else is "no condition". Every
-parameter lies in a Linear, Conv2d, GroupNorm, LayerNorm or Embedding of exactly that type: the engines that form
-gradients per patient know these five, and nothing normalises over a batch.
+A prompt's tokens are looked up in a table, positions in another, and the UNet attends to their sums. Token 0,
+"nothing", has a learned row like any word: prompts are padded with it, and a prompt of nothing else is "no
+condition". Every parameter is in a Linear, Conv2d, GroupNorm, LayerNorm or Embedding of exactly that type: the
+engines for gradients per patient support these five, and nothing normalises over a batch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.nets.autoencoder import KIND as AUTOENCODER
-from agent.nets.autoencoder import Autoencoder, autoencoder_from
-from agent.nets.conditions import Conditions, conditions_from
-from agent.nets.noise_schedule import Drawing, Noising, Predict, denoised
-from agent.nets.pictures import to_bytes, to_unit
-from agent.nets.weights import BadWeights, Provenance, built, pack, unpack
+from agent.models.diffusion.autoencoder import KIND as AUTOENCODER
+from agent.models.diffusion.autoencoder import Autoencoder, autoencoder_from
+from agent.models.diffusion.noise_schedule import Drawing, Noising, Predict, denoised
+from agent.models.diffusion.prompts import Conditions, conditions_from
+from agent.models.image_tensors import to_bytes, to_unit
+from agent.models.weights import Provenance, WeightsError, built, pack, unpack
+from protos.common.errors import TrainingError
 
 KIND: Final = "latent-diffusion"
 MOST: Final = 8192  # of any number of an architecture
 
 
-class NotFinite(ValueError):
+class LatentNotFiniteError(TrainingError, ValueError):
     """A network draws what is no number: its training has diverged. Nothing of it is shown."""
 
 
@@ -171,7 +172,7 @@ def planes(images: Tensor, autoencoder: Autoencoder) -> Tensor:
     """(n, s, s) or (n, s, s, 3) uint8 as (n, c, s, s) float32 in [-1, 1].
 
     Raises:
-        ValueError: pictures of another type or shape than the autoencoder's.
+        ValueError: images of another type or shape than the autoencoder's.
     """
     if images.dtype != torch.uint8:
         raise ValueError("pictures are uint8: convert them first, and decide what a NaN is")
@@ -182,11 +183,11 @@ def planes(images: Tensor, autoencoder: Autoencoder) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ComputeSettings:
     """What decides how fast, and in last bits only what."""
 
     device: str = "cpu"
-    batch: int = 256  # pictures at once
+    batch: int = 256  # images at once
     bfloat16: bool = False  # of the denoiser's products
 
     def local(self, generator: torch.Generator) -> torch.Generator:
@@ -197,8 +198,8 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawer:
-    """All that it takes to draw: what a released model file holds."""
+class LatentSampler:
+    """All parts needed to draw: the contents of a released model file."""
 
     denoiser: LatentDenoiser
     autoencoder: Autoencoder
@@ -206,9 +207,9 @@ class Drawer:
     drawing: Drawing
 
     def sample(
-        self, labels: NDArray[np.int64], generator: torch.Generator, where: Where | None = None
+        self, labels: NDArray[np.int64], generator: torch.Generator, where: ComputeSettings | None = None
     ) -> NDArray[np.uint8]:
-        """A picture for each label.
+        """An image for each label.
 
         Args:
             labels: (n,) places of the conditions' names, -1 for no condition.
@@ -218,9 +219,9 @@ class Drawer:
             (n, s, s) or (n, s, s, 3).
         Raises:
             ValueError: labels of no condition.
-            NotFinite: the network says no numbers.
+            LatentNotFiniteError: the network says no numbers.
         """
-        where = where or Where()
+        where = where or ComputeSettings()
         tokens, draw = self.conditions.tokens(torch.from_numpy(labels), generator), where.local(generator)
         drawn = [np.empty((0, *self.autoencoder.shape), np.uint8)]
         for part in torch.split(tokens, where.batch) if len(tokens) else ():
@@ -234,25 +235,25 @@ class Drawer:
         labels: NDArray[np.int64],
         strength: float,
         generator: torch.Generator,
-        where: Where | None = None,
+        where: ComputeSettings | None = None,
     ) -> NDArray[np.uint8]:
-        """Pictures like these: noised to the time ``strength`` T and drawn from there (SDEdit, Algorithm 1).
+        """Images like these: noised to the time ``strength`` T and drawn from there (SDEdit, Algorithm 1).
 
         Args:
             images: (n, s, s) or (n, s, s, 3).
             labels: (n,) as of :meth:`sample`.
-            strength: in (0, 1]; at 1 nothing of a picture is left.
+            strength: in (0, 1]; at 1 nothing of an image is left.
             generator: as of :meth:`sample`.
             where: to compute.
         Returns:
             Like ``images``.
         Raises:
             ValueError: as :meth:`sample`, or images that do not fit, or another strength.
-            NotFinite: the network says no numbers.
+            LatentNotFiniteError: the network says no numbers.
         """
         if len(images) != len(labels):
             raise ValueError("pictures need a label each (-1: none)")
-        where, begin = where or Where(), self.drawing.begun(strength)
+        where, begin = where or ComputeSettings(), self.drawing.begun(strength)
         noising, time = Noising(self.drawing.prediction), self.drawing.times[begin]
         tokens, draw = self.conditions.tokens(torch.from_numpy(labels), generator), where.local(generator)
         drawn = [np.empty((0, *self.autoencoder.shape), np.uint8)]
@@ -266,19 +267,19 @@ class Drawer:
         return np.concatenate(drawn)
 
     @torch.no_grad()
-    def _drawn(self, noisy: Tensor, tokens: Tensor, begin: int, where: Where) -> NDArray[np.uint8]:
-        """Pictures behind noisy latents (n, c, h, w), on the host."""
+    def _drawn(self, noisy: Tensor, tokens: Tensor, begin: int, where: ComputeSettings) -> NDArray[np.uint8]:
+        """Images behind noisy latents (n, c, h, w), on the host."""
         denoiser = self.denoiser.to(where.device)
         with torch.autocast(torch.device(where.device).type, torch.bfloat16, enabled=where.bfloat16):
             predict = guided(denoiser, tokens.to(where.device), self.drawing.guidance)
             z = denoised(predict, noisy, self.drawing, begin)
         made = self.autoencoder.decode(z)
         if not bool(torch.isfinite(z).all() and torch.isfinite(made).all()):
-            raise NotFinite("the model draws what is no number: train it with a smaller learning rate")
+            raise LatentNotFiniteError("the model's output is not finite: train it with a smaller learning rate")
         return to_bytes(to_unit(made))
 
 
-def latent_bytes(drawer: Drawer, notes: Mapping[str, Any]) -> bytes:
+def latent_bytes(drawer: LatentSampler, notes: Mapping[str, Any]) -> bytes:
     """All that it takes to draw as one file; ``notes`` say how it was trained. The same model, the same bytes.
 
     Raises:
@@ -297,7 +298,7 @@ def latent_bytes(drawer: Drawer, notes: Mapping[str, Any]) -> bytes:
     return pack(KIND, config, notes, state)
 
 
-def latent_from(raw: bytes, provenance: Provenance = "file") -> Drawer:
+def latent_from(raw: bytes, provenance: Provenance = "file") -> LatentSampler:
     """Read a model.
 
     Args:
@@ -306,14 +307,14 @@ def latent_from(raw: bytes, provenance: Provenance = "file") -> Drawer:
     Returns:
         What draws, on the CPU.
     Raises:
-        BadWeights: not such a file, or its parts are of no model that can be built or do not fit together.
+        WeightsError: not such a file, or its parts are of no model that can be built or do not fit together.
     """
     packed = unpack(raw, KIND)
     parts: dict[str, dict[str, Tensor]] = {"denoiser": {}, "autoencoder": {}}
     for name, tensor in packed.state.items():
         part, _, rest = name.partition(".")
         if part not in parts:
-            raise BadWeights("the file holds a tensor of no part of a model")
+            raise WeightsError("the file holds a tensor of no part of a model")
         parts[part][rest] = tensor
     try:
         if packed.config.keys() != {"denoiser", "autoencoder", "conditions", "drawing"}:
@@ -328,6 +329,6 @@ def latent_from(raw: bytes, provenance: Provenance = "file") -> Drawer:
         drawing = Drawing(**packed.config["drawing"])
         architecture.demand(autoencoder, conditions)
     except (TypeError, ValueError, KeyError) as fault:
-        raise BadWeights("the file's configuration describes no latent diffusion model") from fault
+        raise WeightsError("the file's configuration describes no latent diffusion model") from fault
     denoiser = built(lambda: LatentDenoiser(architecture), parts["denoiser"])
-    return Drawer(denoiser, autoencoder, conditions, drawing)
+    return LatentSampler(denoiser, autoencoder, conditions, drawing)

@@ -1,16 +1,16 @@
-"""Training a latent diffusion model: pictures are encoded once, then epsilon or v of noisy latents is learned.
+"""Training a latent diffusion model: images are encoded once, then epsilon or v of noisy latents is learned.
 
 Privacy Distillation, Eq. 1 (Ho, Jain & Abbeel 2020, DDPM, Eq. 14, on latents: Rombach et al. 2022, Eq. 3), with a
 prompt that is dropped now and then; v-prediction: Salimans & Ho 2022 (arXiv 2202.00512), section 4. Whether the
-pictures are public or patients' is the caller's to know. The loss is also the one that DP-SGD takes, row by row, in
-``agent.stages.latent``.
+images are public or patients' is the caller's to know. The loss is also the one that DP-SGD takes, row by row, in
+``agent.mechanisms.distillation.latent_model``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
@@ -19,14 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.nets.autoencoder import Autoencoder
-from agent.nets.conditions import Conditions
-from agent.nets.latent_diffusion import LatentArchitecture, LatentDenoiser, planes
-from agent.nets.noise_schedule import TIMES, Noising, Prediction
-from agent.training.diffusion import Average, local
-from agent.training.loop import Place, Plan, Progress, optimizer_state, restore_optimizer, seeded, train
+from agent.domain import CheckpointStore
+from agent.models.diffusion.autoencoder import Autoencoder
+from agent.models.diffusion.edm_training import DenoiserTrainer
+from agent.models.diffusion.latent import LatentArchitecture, LatentDenoiser, planes
+from agent.models.diffusion.noise_schedule import TIMES, Noising, Prediction
+from agent.models.diffusion.prompts import Conditions
+from agent.models.training_loop import Plan, Progress, device_generator, seeded, train
 
-AT_ONCE: Final = 64  # pictures that are encoded together
+AT_ONCE: Final = 64  # images that are encoded together
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class LatentTraining:
     prediction: Prediction = "v"
     batch: int = 32
     lr: float = 2e-3
-    label_drop: float = 0.1  # share of pictures that are shown without their prompt
+    label_drop: float = 0.1  # share of images that are shown without their prompt
     ema: float = 0.995  # what the average keeps in one step, later on
     precision: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
@@ -70,13 +71,13 @@ class LatentTraining:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
-    """What is learned: latents and their conditions. As private as the pictures behind them."""
+class EncodedSet:
+    """What is learned: latents and their conditions. As private as the images behind them."""
 
     latents: Tensor  # (n, c, h, w) float32
     labels: Tensor  # (n,) int64 on the CPU, -1 for none
     conditions: Conditions
-    sha256: str  # of pictures, labels, autoencoder and conditions
+    sha256: str  # of images, labels, autoencoder and conditions
 
 
 def encoded(
@@ -85,7 +86,7 @@ def encoded(
     autoencoder: Autoencoder,
     conditions: Conditions,
     device: str = "cpu",
-) -> Encoded:
+) -> EncodedSet:
     """The latents of a training set, once for the whole training.
 
     Args:
@@ -95,7 +96,7 @@ def encoded(
         conditions: public.
         device: where the latents are to lie.
     Raises:
-        ValueError: pictures or labels that do not fit, or latents that are no numbers.
+        ValueError: images or labels that do not fit, or latents that are no numbers.
     """
     if not 1 <= len(images) == len(labels):
         raise ValueError("a training needs pictures, with a label for each (-1: none)")
@@ -109,7 +110,7 @@ def encoded(
     digest = hashlib.sha256(f"{images.shape} {autoencoder.origin.sha256} {conditions.digest}".encode())
     digest.update(np.ascontiguousarray(images).tobytes())
     digest.update(np.ascontiguousarray(labels, dtype="<i8").tobytes())
-    return Encoded(latents, told, conditions, digest.hexdigest())
+    return EncodedSet(latents, told, conditions, digest.hexdigest())
 
 
 def row_losses(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
@@ -132,10 +133,10 @@ def dropped(labels: Tensor, share: float, draw: torch.Generator) -> Tensor:
     return torch.where(lost, -1, labels)
 
 
-class LatentTrainer:
-    """Denoiser, optimiser and average; :meth:`state` is all that the next step depends on, but the generator."""
+class LatentTrainer(DenoiserTrainer):
+    """Encoded images and prompts."""
 
-    def __init__(self, training: LatentTraining, data: Encoded) -> None:
+    def __init__(self, training: LatentTraining, data: EncodedSet) -> None:
         """Draw the initial weights from ``training.seed``.
 
         Args:
@@ -148,81 +149,42 @@ class LatentTrainer:
         with seeded(training.seed):
             denoiser = LatentDenoiser(training.architecture)
         self.denoiser = denoiser.to(training.device)
-        self.average = Average(self.denoiser, training.ema)
-        self.optimizer = torch.optim.Adam(self.denoiser.parameters(), lr=training.lr)
-        self.count = 0
+        super().__init__(self.denoiser, row_losses, training)
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on."""
-        own = {f"denoiser.{name}": value for name, value in self.denoiser.state_dict().items()}
-        own |= self.average.state() | optimizer_state(self.optimizer, "optimizer")
-        return own | {"count": torch.tensor(self.count)}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state`.
-
-        Raises:
-            KeyError, RuntimeError: it is not of this configuration.
-        """
-        own = {n.removeprefix("denoiser."): t for n, t in state.items() if n.startswith("denoiser.")}
-        self.denoiser.load_state_dict(own)
-        self.average.restore(state)
-        restore_optimizer(self.optimizer, "optimizer", state)
-        self.count = int(state["count"])
-
-    def step(self, generator: torch.Generator) -> dict[str, float]:
-        """One step of Adam on a batch drawn with replacement.
-
-        Returns:
-            loss: the mean of the batch; about 1 at the start.
-        """
-        rows = self._rows(generator)
-        with self._mixed():
-            loss = row_losses(self.denoiser, rows).mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
-        self.optimizer.step()
-        self.count += 1
-        self.average.after(self.count)
-        return {"loss": loss.item()}
-
-    def _rows(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def rows(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Noisy latents, times, targets, tokens."""
         own, data = self.training, self.data
         chosen = torch.randint(len(data.latents), (own.batch,), generator=generator)
         labels = dropped(data.labels[chosen], own.label_drop, generator)
         tokens = data.conditions.tokens(labels, generator).to(own.device)
-        draw = local(generator, own.device)
+        draw = device_generator(generator, own.device)
         clean = data.latents[chosen.to(own.device)]
         t = torch.randint(TIMES, (own.batch,), generator=draw, device=own.device)
         noise = torch.randn(clean.shape, generator=draw, device=own.device)
         return self.noising.noised(clean, t, noise), t, self.noising.target(clean, t, noise), tokens
 
-    def _mixed(self) -> torch.autocast:
-        kind = torch.device(self.training.device).type
-        return torch.autocast(kind, torch.bfloat16, enabled=self.training.precision == "bfloat16")
-
 
 def train_latent_denoiser(
-    data: Encoded,
+    data: EncodedSet,
     training: LatentTraining,
     steps: int,
-    place: Place,
+    place: CheckpointStore,
     say: Callable[[Progress], None] = lambda _: None,
 ) -> LatentDenoiser:
-    """Train on encoded pictures, with checkpoints at ``place``.
+    """Train on encoded images, with checkpoints at ``place``.
 
     Args:
         data: of :func:`encoded`, on the training's device.
         training: of the run.
         steps: of Adam.
-        place: of this run alone; one that was interrupted goes on. Sealed, where the pictures are patients'.
+        place: of this run alone; one that was interrupted goes on. Sealed, where the images are patients'.
         say: told of the progress.
     Returns:
-        The denoiser with its average weights, on the configured device. Words of conditions that no picture had begin
+        The denoiser with its average weights, on the configured device. Words of conditions that no image had begin
         as "nothing".
     Raises:
         ValueError: latents or prompts of another shape than the architecture's.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     own, words = training.architecture, data.conditions.vocabulary
     fits = (tuple(data.latents.shape[1:]), words.size, data.conditions.length)
@@ -236,8 +198,8 @@ def train_latent_denoiser(
     return trainer.denoiser
 
 
-def _said(data: Encoded) -> set[int]:
-    """The tokens that some picture's prompts may hold, and "nothing"."""
+def _said(data: EncodedSet) -> set[int]:
+    """The tokens that some image's prompts may hold, and "nothing"."""
     names = [data.conditions.names[label] for label in np.unique(data.labels.numpy()) if label >= 0]
     prompts = [prompt for name in names for prompt in data.conditions.prompts(name)]
     return {0, *data.conditions.vocabulary.tokens(prompts, data.conditions.length).flatten().tolist()}

@@ -1,4 +1,4 @@
-"""Near-duplicates as a latent model makes them: what a verifier is to recognise as the same picture."""
+"""Near-duplicates as a latent model makes them: what a verifier is to recognise as the same image."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from agent.nets.autoencoder import Autoencoder
-from agent.training.verification import NearDuplicates
+from agent.models.diffusion.autoencoder import Autoencoder
+from agent.models.recognition.verifier_training import NearDuplicates
 
 # noise on the latents, in units of their deviation, which the autoencoder's scale makes 1; 0: the round trip
 NEAR: Final = (0.0, 0.1, 0.2, 0.35)
 
 
 def near_duplicates(through: Autoencoder) -> NearDuplicates:
-    """Pictures through the autoencoder, with noise on the latents: for each a level of ``NEAR``, by chance.
+    """Images through the autoencoder, with noise on the latents: for each a level of ``NEAR``, by chance.
 
     What a latent model remembers comes back so: blurred where the decoder blurs, and a little beside the original.
-    Two pictures of one person, from a hospital's machine both, do not show that.
+    Two images of one person, from a hospital's machine both, do not show that.
 
     Args:
-        through: of public pictures, on the device of the training.
+        through: of public images, on the device of the training.
     Returns:
         What makes of images (n, c, s, s) in [-1, 1] as many of that shape, by the generator alone.
     """

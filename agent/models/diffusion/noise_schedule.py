@@ -4,12 +4,11 @@ Ho, Jain & Abbeel 2020 (DDPM, arXiv 2006.11239), Eq. 4; Rombach et al. 2022 (lat
 Salimans & Ho 2022 (v, arXiv 2202.00512), Appendix D; Song, Meng & Ermon 2020 (DDIM, arXiv 2010.02502), Eq. 12; Liu,
 Ren, Lin & Zhao 2022 (PNDM, arXiv 2202.09778), Eq. 9 and 13.
 
-MONAI 1.6 steps from t to t - T / n, but visits other times: DDIM's lie (T - 1) / (n - 1) apart, so that every step
-asks about less noise than there is, and noise stays; PNDM's lack the second visit of its second time, so that the
-whole rest is asked about one step too far. Here both visit the times that their steps make: T - T / n, ..., T / n, 0,
-and then no noise at all. Of latents of standard deviation 1 a sixtieth is left at the first of 20 times; a last step
-from T / n would cost more: it paints with the mean of what is possible. Latents are never clipped: they have no
-bounds, as pictures have.
+MONAI 1.6 steps from t to t - T / n, but visits other times: DDIM's are (T - 1) / (n - 1) apart, so that every step
+removes less noise than there is, and noise remains; PNDM's lack the second visit of its second time, so that all
+later steps are one step off. Here both visit the times of their steps: T - T / n, ..., T / n, 0, and then no noise at
+all. For latents of standard deviation 1 a sixtieth is left at the first of 20 times; a last step from T / n would
+cost more: it paints with the mean of what is possible. Latents are never clipped: unlike images, they have no bounds.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Drawing:
         return tuple(range(TIMES - apart, -1, -apart))
 
     def begun(self, strength: float) -> int:
-        """The place in :attr:`times` where pictures are taken up that keep more the smaller ``strength`` is.
+        """The place in :attr:`times` where images are taken up that keep more the smaller ``strength`` is.
 
         Meng et al. 2021 (SDEdit, arXiv 2108.01073), Algorithm 1: noise to t = strength T, and denoise from there.
 
@@ -97,7 +96,7 @@ def _scheduler(prediction: Prediction, sampler: Sampler | None = None) -> Any:
 
 
 class Noising:
-    """What a training adds to latents, and what the network shall say of it."""
+    """The noise that training adds to latents, and the network's target."""
 
     def __init__(self, prediction: Prediction) -> None:
         """Make MONAI's schedule."""

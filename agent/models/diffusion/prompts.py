@@ -1,9 +1,9 @@
-"""What a picture may be asked to show: labels, put into words by templates over a public vocabulary.
+"""Conditions of an image: labels, put into words by templates over a public vocabulary.
 
-Privacy Distillation trains with each picture's own radiology report. A report links a drawn picture to one patient,
+Privacy Distillation trains with each image's own radiology report. A report links a drawn image to one patient,
 and the marks that de-identification leaves in it are what such models learn by heart first. Here a condition is a
 label, a prompt is a public template with that label in it, and there is no way to pass any other text: not per
-picture, not per patient. A word that stands in no template and no label has no token.
+image, not per patient. A word that stands in no template and no label has no token.
 
 A label's findings are its parts at "+": ``edema+effusion`` shows two, ``none`` is one of its own.
 """
@@ -20,6 +20,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from protos.common.canonical_json import canonical
+from protos.common.errors import ConfigError
+
 TEMPLATES: Final = ("image with {}", "image showing {}", "{}")  # neutral: of any modality
 MOST: Final = 4_096  # conditions
 LONGEST: Final = 64  # tokens of a prompt
@@ -30,7 +33,7 @@ _MOST_TEMPLATES: Final = 16
 _MOST_WRITTEN: Final = 49_152  # characters as JSON: the header of a network's file holds 65,536 in all
 
 
-class UnknownWord(ValueError):
+class UnknownWordError(ConfigError, ValueError):
     """A text holds a word of no template and no label. It is not repeated: it may be a patient's."""
 
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class Vocabulary:
         """Texts as tokens: (n, length) int64, filled up with 0.
 
         Raises:
-            UnknownWord: a word that is not in the vocabulary.
+            UnknownWordError: a word that is not in the vocabulary.
             ValueError: a text longer than ``length`` words.
         """
         number = {word: place for place, word in enumerate(self.words, start=1)}
@@ -71,7 +74,7 @@ class Vocabulary:
                 raise ValueError(f"a prompt has {length} words at most")
             for place, token in enumerate(found):
                 if token is None:
-                    raise UnknownWord
+                    raise UnknownWordError
                 row[place] = token
         return rows
 
@@ -120,7 +123,7 @@ class Conditions:
     @property
     def digest(self) -> str:
         """SHA-256 of names, templates and length: the same tokens mean the same prompts."""
-        return hashlib.sha256(json.dumps(self.told(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(canonical(self.told())).hexdigest()
 
     def told(self) -> dict[str, Any]:
         """What :func:`conditions_from` reads: for a file's configuration."""
@@ -133,7 +136,7 @@ class Conditions:
             ValueError: no condition has this name. It is not repeated.
         """
         if name not in self.names:
-            raise ValueError("a label is none of the conditions")
+            raise ValueError("a label is not one of the conditions")
         return self.names.index(name)
 
     def prompts(self, name: str) -> tuple[str, ...]:
@@ -159,7 +162,7 @@ class Conditions:
         if labels.ndim != 1 or labels.dtype != torch.int64:
             raise ValueError("labels are (n,) int64")
         if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < self.count:
-            raise ValueError("a label is none of the conditions")
+            raise ValueError("a label is not one of the conditions")
         rows = labels.cpu()
         chosen = torch.zeros_like(rows)
         if generator is not None:

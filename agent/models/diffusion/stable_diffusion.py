@@ -2,7 +2,7 @@
 
 Rombach et al. 2022 (arXiv 2112.10752); Chambon et al. 2022 (RoentGen, arXiv 2211.12737); Privacy Distillation,
 section 2.1: only the denoiser learns, autoencoder and text encoder stay as they were published. Nothing here reads a
-file: :mod:`agent.edges.stable` does.
+file: :mod:`agent.models.diffusion.stable_loading` does.
 
 The networks are diffusers' and transformers' own, an extra that few sites install. They are built from their
 configuration and filled with tensors by name, on our side: ``from_pretrained``, which looks for files on the network,
@@ -22,9 +22,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from agent.nets.feature_net import Frozen
-from agent.nets.pictures import Shape, with_channels
-from agent.nets.weights import BadWeights, Origin, built
+from agent.models.features.feature_net import FrozenNetwork
+from agent.models.image_tensors import Shape, with_channels
+from agent.models.weights import Origin, WeightsError, built
+from protos.common.errors import ConfigError
 
 Prediction = Literal["v", "epsilon"]
 _PREDICTIONS: Final[Mapping[str, Prediction]] = {"epsilon": "epsilon", "v_prediction": "v"}
@@ -40,7 +41,7 @@ _LONGEST: Final = 1 << 20  # of a number in a configuration
 _DEEPEST: Final = 128  # layers
 
 
-class NeedsStable(RuntimeError):
+class StableMissingError(ConfigError, RuntimeError):
     """The libraries that hold these networks are not installed."""
 
     def __init__(self) -> None:
@@ -66,18 +67,18 @@ def part_of(config: bytes, weights: bytes) -> Part:
         config: JSON; keys that begin with "_" are about files and versions, and are left out.
         weights: safetensors; half precision becomes float32.
     Raises:
-        BadWeights: neither, or a value that is not finite.
+        WeightsError: neither, or a value that is not finite.
     """
     try:
         state = safetensors.torch.load(weights)
     except (safetensors.SafetensorError, KeyError, ValueError) as fault:
-        raise BadWeights("the weights are not safetensors of known types") from fault
+        raise WeightsError("the weights are not safetensors of known types") from fault
     told = {key: value for key, value in table(config).items() if not key.startswith("_")}
     numbers = [n for value in told.values() for n in (value if isinstance(value, list) else [value])]
     if not all(-_LONGEST <= n <= _LONGEST for n in numbers if isinstance(n, int | float)):
-        raise BadWeights("a number of the configuration is not usable")
+        raise WeightsError("a number of the configuration is not usable")
     if not all(bool(torch.isfinite(t).all()) for t in state.values() if t.is_floating_point()):
-        raise BadWeights("a weight is not finite")
+        raise WeightsError("a weight is not finite")
     return Part(told, {n: t.float() if t.is_floating_point() else t for n, t in state.items()})
 
 
@@ -85,14 +86,14 @@ def table(raw: bytes) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-        BadWeights: it is none.
+        WeightsError: it is none.
     """
     try:
         told = json.loads(raw)
     except (ValueError, RecursionError) as fault:
-        raise BadWeights("a configuration is not JSON") from fault
+        raise WeightsError("a configuration is not JSON") from fault
     if not isinstance(told, dict):
-        raise BadWeights("a configuration is a JSON object")
+        raise WeightsError("a configuration is a JSON object")
     return told
 
 
@@ -128,26 +129,26 @@ def schedule_of(told: Mapping[str, Any]) -> Schedule:
     """The schedule of a folder's ``scheduler_config.json``; which sampler stands there is left out.
 
     Raises:
-        BadWeights: one that is not known.
+        WeightsError: one that is not known.
     """
     kinds = {"scaled_linear": True, "linear": False}
     prediction = _PREDICTIONS.get(str(told.get("prediction_type", "epsilon")))
     scaled = kinds.get(str(told.get("beta_schedule")))
     if prediction is None or scaled is None or told.get("trained_betas") or told.get("rescale_betas_zero_snr"):
-        raise BadWeights("the scheduler's noise is not one of Stable Diffusion's")
+        raise WeightsError("the scheduler's noise is not one of Stable Diffusion's")
     try:
         return Schedule(prediction, told["num_train_timesteps"], told["beta_start"], told["beta_end"], scaled)
     except (KeyError, TypeError, ValueError) as fault:
-        raise BadWeights("the scheduler's configuration describes no schedule") from fault
+        raise WeightsError("the scheduler's configuration describes no schedule") from fault
 
 
-class StableAutoencoder(Frozen):
-    """A published autoencoder with the face of :class:`agent.nets.autoencoder.Autoencoder`."""
+class StableAutoencoder(FrozenNetwork):
+    """A published autoencoder with the face of :class:`agent.models.diffusion.autoencoder.Autoencoder`."""
 
     def __init__(self, net: Any, shape: Shape, origin: Origin) -> None:
-        """Freeze diffusers' AutoencoderKL for pictures of this shape, (s, s) grey or (s, s, 3).
+        """Freeze diffusers' AutoencoderKL for images of this shape, (s, s) grey or (s, s, 3).
 
-        It sees colour: a grey picture is shown to it three times, and of what it decodes the luma is taken.
+        It sees colour: a grey image is shown to it three times, and of what it decodes the luma is taken.
 
         Raises:
             ValueError: a side that it cannot halve so often.
@@ -163,7 +164,7 @@ class StableAutoencoder(Frozen):
         self.freeze()
 
     def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """As :meth:`agent.nets.autoencoder.Autoencoder.encode`."""
+        """As :meth:`agent.models.diffusion.autoencoder.Autoencoder.encode`."""
         self._fit(x, (self.channels, *self.shape[:2]), "pictures")
         told = self.net.encode(with_channels(x, 3)).latent_dist
         z: Tensor = told.mean.float()
@@ -173,13 +174,13 @@ class StableAutoencoder(Frozen):
         return z * self.scale
 
     def decode(self, z: Tensor) -> Tensor:
-        """As :meth:`agent.nets.autoencoder.Autoencoder.decode`."""
+        """As :meth:`agent.models.diffusion.autoencoder.Autoencoder.decode`."""
         self._fit(z, self.latent, "latents")
         drawn: Tensor = self.net.decode(z / self.scale).sample
         return with_channels(drawn.float(), self.channels).clamp(-1.0, 1.0)
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
-        """The scaled latents of pictures (n, 1 | 3, h, w) of any size: the one map that there is."""
+        """The scaled latents of images (n, 1 | 3, h, w) of any size: the one map that there is."""
         del depth
         return [self.encode(self.prepared(images, exactly=self.shape[0]))]
 
@@ -230,7 +231,7 @@ class StableDenoiser(nn.Module):
         return self
 
     def forward(self, z: Tensor, t: Tensor, tokens: Tensor) -> Tensor:
-        """Say what the noise is, or v: the :class:`Schedule` of the folder tells which, and what noise ``t`` means.
+        """Predict the noise, or v: the :class:`Schedule` of the folder says which, and the noise level of ``t``.
 
         Args:
             z: (n, c, h, w) noisy latents.
@@ -267,55 +268,57 @@ def stable_autoencoder(part: Part, shape: Shape, origin: Origin) -> StableAutoen
     """Build the autoencoder of a folder.
 
     Raises:
-        NeedsStable: diffusers is not installed.
-        BadWeights: it is no autoencoder of Stable Diffusion's, or its tensors do not fit.
+        StableMissingError: diffusers is not installed.
+        WeightsError: it is no autoencoder of Stable Diffusion's, or its tensors do not fit.
     """
     try:
         from diffusers import AutoencoderKL  # noqa: PLC0415 - an extra, and it costs ten seconds
     except ImportError as fault:
-        raise NeedsStable from fault
+        raise StableMissingError from fault
     told = part.config
     scale = told.get("scaling_factor", 0.18215)  # the folders of version 1 do not say it
     if not (type(scale) is float and math.isfinite(scale) and scale > 0.0):
-        raise BadWeights("the scale of latents is positive and finite")
+        raise WeightsError("the scale of latents is positive and finite")
     shifted = any(told.get(key) for key in ("shift_factor", "latents_mean", "latents_std"))
     if shifted or told.get("in_channels", 3) != 3:
-        raise BadWeights("the autoencoder is of another family: its latents are shifted, or its pictures no colour")
+        raise WeightsError(
+            "the autoencoder is of another family: its latents are shifted, or its images are not in colour"
+        )
     state = {_renamed(name): tensor for name, tensor in part.state.items()}
     net = _made(lambda: AutoencoderKL(**told), state)
     try:
         return StableAutoencoder(net, shape, origin)
     except ValueError as fault:
-        raise BadWeights(str(fault)) from fault
+        raise WeightsError(str(fault)) from fault
 
 
 def stable_denoiser(unet: Part, text: Part, clip: ClipTokens) -> StableDenoiser:
     """Build the denoiser and the text encoder of a folder.
 
     Raises:
-        NeedsStable: diffusers or transformers are not installed.
-        BadWeights: other networks, tensors that do not fit, or parts that do not fit together.
+        StableMissingError: diffusers or transformers are not installed.
+        WeightsError: other networks, tensors that do not fit, or parts that do not fit together.
     """
     try:
         from diffusers import UNet2DConditionModel  # noqa: PLC0415 - an extra, and it costs ten seconds
         from transformers import CLIPTextConfig, CLIPTextModel  # noqa: PLC0415
     except ImportError as fault:
-        raise NeedsStable from fault
+        raise StableMissingError from fault
     if any(unet.config.get(key) is not None for key in _MORE):
-        raise BadWeights("the denoiser wants to be told more than a time and a prompt: it is of another family")
+        raise WeightsError("the denoiser needs more inputs than a time and a prompt: it is of another family")
     told = {key: text.config[key] for key in _TEXT if key in text.config}
     layers = told.get("num_hidden_layers")
     if type(layers) is not int or not 1 <= layers <= _DEEPEST:
-        raise BadWeights("the text encoder's configuration describes none")
+        raise WeightsError("the text encoder's configuration is not one of a text encoder")
     if told.get("hidden_size") != unet.config.get("cross_attention_dim"):
-        raise BadWeights("the denoiser does not listen to this text encoder: they are of two folders")
+        raise WeightsError("the denoiser does not fit this text encoder: they are from different folders")
     # published files name the network's outer module, and list the places, which are no weights
     state = {name.removeprefix("text_model."): tensor for name, tensor in text.state.items()}
     state.pop("embeddings.position_ids", None)
     reader = _made(lambda: CLIPTextModel(CLIPTextConfig(**told)), state)
     net = _made(lambda: UNet2DConditionModel(**unet.config), dict(unet.state))
     if clip.length > told.get("max_position_embeddings", 0) or int(clip.tokens([""]).max()) >= told["vocab_size"]:
-        raise BadWeights("the text encoder does not know these tokens: they are of two folders")
+        raise WeightsError("the text encoder does not know these tokens: they are from different folders")
     return StableDenoiser(net.requires_grad_(requires_grad=True), reader, clip)
 
 
@@ -323,22 +326,22 @@ def clip_tokens(words: Mapping[str, int], merges: Sequence[tuple[str, str]], pad
     """Build CLIP's tokenizer (Radford et al. 2021) from its vocabulary and merges.
 
     Raises:
-        NeedsStable: transformers is not installed.
-        BadWeights: no vocabulary, or one that numbers a token twice or does not know the marks.
+        StableMissingError: transformers is not installed.
+        WeightsError: no vocabulary, or one that numbers a token twice or does not know the marks.
     """
     try:
         from transformers import CLIPTokenizer  # noqa: PLC0415 - an extra, and it costs ten seconds
     except ImportError as fault:
-        raise NeedsStable from fault
+        raise StableMissingError from fault
     marks = {"<|startoftext|>", "<|endoftext|>", pad}
     if not (marks <= words.keys() and all(type(n) is int for n in words.values()) and 3 <= length <= 1024):
-        raise BadWeights("the vocabulary has no beginning, end or filling, or prompts have no length")
+        raise WeightsError("the vocabulary has no beginning, end or filling, or prompts have no length")
     if sorted(words.values()) != list(range(len(words))):
-        raise BadWeights("the vocabulary does not number its tokens from 0")
+        raise WeightsError("the vocabulary does not number its tokens from 0")
     try:
         made = CLIPTokenizer(vocab=dict(words), merges=list(merges), pad_token=pad, model_max_length=length)
     except Exception as fault:  # the reader is not Python: it raises what it likes
-        raise BadWeights("the vocabulary and its merges do not fit together") from fault
+        raise WeightsError("the vocabulary and its merges do not fit together") from fault
     return ClipTokens(made, length)
 
 
@@ -350,7 +353,7 @@ def _made(make: Callable[[], nn.Module], state: Mapping[str, Tensor]) -> Any:
         if name in saved:
             continue
         if not name.endswith("position_ids"):
-            raise BadWeights(f"a number that is in no file would be made up: {name}")
+            raise WeightsError(f"a number is in no file: {name}")
         buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
     return net
 

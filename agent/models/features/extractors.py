@@ -1,4 +1,4 @@
-"""The registry of feature networks, and the two that need nobody's weights: random, and learned on public pictures.
+"""The two feature networks that need nobody's weights: random, and learned on public images.
 
 Random features are the default: they leak nothing, need no file and are the same everywhere. Random networks can rank
 generators (Fréchet distance in a random convolutional network's features), and their Gram matrices describe style;
@@ -8,11 +8,10 @@ their numbers do not compare with those of Inception.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
@@ -20,22 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, conv2d, pad, relu
 
-from agent.nets.feature_net import FeatureNet, Frozen, depth_of
-from agent.nets.official import WrongFile, load_official
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nets.weights import BadWeights, Origin, Provenance, built, pack, unpack
-
-__all__ = ["FEATURES", "FeatureNet", "LearnedFeatures", "RandomFeatures", "Source", "features_bytes", "features_from"]
+from agent.models.features.feature_net import FrozenNetwork, depth_of
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.weights import Origin, Provenance, WeightsError, built, pack, unpack
 
 KIND: Final = "features"
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 SMALLEST: Final = 4  # pixels a side: below, there is no texture left to describe, and nothing is halved any more
 
 
-class RandomFeatures(Frozen):
+class RandomFeatures(FrozenNetwork):
     """A convolutional network with fixed random orthogonal filters: provenance ``random``.
 
-    Level i is two 3x3 convolutions with ReLU at 1 / 2^i of the picture's size (VGG's first block, without its
+    Level i is two 3x3 convolutions with ReLU at 1 / 2^i of the image's size (VGG's first block, without its
     training), after averaging by 2. Filters are orthogonal, so that no level loses what the one before it saw; the
     first layer's are then freed of their mean, but for one, so that brightness does not drown contrast. Drawn by
     Philox from the seed, factored in float64: the same numbers on every machine, and nobody's global generator moves.
@@ -49,7 +45,7 @@ class RandomFeatures(Frozen):
             width: channels of the first level; doubled at every level, to 8 times at most.
             depth: levels, so maps.
             channels: 1 (colour is seen as its luma) or 3.
-            most: pixels a side; larger pictures are averaged down to it.
+            most: pixels a side; larger images are averaged down to it.
         Raises:
             ValueError: a parameter out of range.
         """
@@ -71,7 +67,7 @@ class RandomFeatures(Frozen):
         self.freeze()
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
-        """Feature maps (n, c_i, h_i, w_i) after every level; the first has the picture's own size."""
+        """Feature maps (n, c_i, h_i, w_i) after every level; the first has the image's own size."""
         x, out = self.prepared(images, most=self.most), []
         for level in range(depth_of(depth, len(self.filters) // 2)):
             if level and min(x.shape[-2:]) >= 2 * SMALLEST:
@@ -98,8 +94,8 @@ def _filters(rng: np.random.Generator, outputs: int, inputs: int, place: int) ->
     return rows.reshape(outputs, inputs, 3, 3).astype(np.float32)
 
 
-class LearnedFeatures(Frozen):
-    """A trunk trained by self-supervision on public pictures (:mod:`agent.training.representation`)."""
+class LearnedFeatures(FrozenNetwork):
+    """A trunk trained by self-supervision on public images (:mod:`agent.models.features.simclr_training`)."""
 
     def __init__(self, name: str, trunk: Trunk, origin: Origin) -> None:
         """Freeze the trunk.
@@ -136,7 +132,7 @@ def features_from(raw: bytes, provenance: Provenance = "file") -> LearnedFeature
         raw: what :func:`features_bytes` wrote.
         provenance: ``public`` only where the site's configuration vouches for the file's digest.
     Raises:
-        BadWeights: not such a file, or its configuration describes no trunk.
+        WeightsError: not such a file, or its configuration describes no trunk.
     """
     packed = unpack(raw, KIND)
     try:
@@ -144,49 +140,6 @@ def features_from(raw: bytes, provenance: Provenance = "file") -> LearnedFeature
             raise ValueError("learned features have an architecture and a name")
         architecture = TrunkArchitecture(**packed.config["architecture"])
     except (TypeError, ValueError) as fault:
-        raise BadWeights("the file's configuration describes no feature network") from fault
+        raise WeightsError("the file's configuration describes no feature network") from fault
     trunk = built(lambda: Trunk(architecture), packed.state)
     return LearnedFeatures(str(packed.config["name"]), trunk, Origin(provenance, packed.sha256))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """What a feature network is made from: a seed, or a file with the digest that is pinned for it."""
-
-    seed: int = 0
-    raw: bytes = field(default=b"", repr=False)
-    sha256: str = ""
-
-
-def _random(source: Source) -> FeatureNet:
-    if source.raw or source.sha256:
-        raise BadWeights("random features have a seed and no file")
-    return RandomFeatures(source.seed)
-
-
-def _learned(source: Source) -> FeatureNet:
-    if not hmac.compare_digest(hashlib.sha256(source.raw).hexdigest(), source.sha256):
-        raise WrongFile("the file does not have the SHA-256 that was pinned for it")
-    return features_from(source.raw)
-
-
-def _official(kind: str) -> Callable[[Source], FeatureNet]:
-    def read(source: Source) -> FeatureNet:
-        net, _ = load_official(kind, source.raw, source.sha256)
-        assert isinstance(net, Frozen)
-        return net
-
-    return read
-
-
-FEATURES: Final[Mapping[str, Callable[[Source], FeatureNet]]] = {
-    "random": _random,
-    "learned": _learned,
-    "vgg19": _official("vgg19"),
-    "vgg19-unnormalised": _official("vgg19-unnormalised"),
-    "moco": _official("moco"),
-    "resnet18": _official("resnet18"),
-    "resnet34": _official("resnet34"),
-    "resnet50": _official("resnet50"),
-    "inception": _official("inception"),
-}

@@ -7,15 +7,15 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from agent.nets.pictures import resized, with_channels
-from agent.nets.weights import Origin
+from agent.models.image_tensors import resized, with_channels
+from agent.models.weights import Origin
 
 
 class FeatureNet(Protocol):
-    """A frozen network that looks at pictures. Its name and digest stand beside every number made with it.
+    """A frozen network that computes features. Every figure made with it names the network and its digest.
 
-    Pictures are (n, 1 | 3, h, w) in [-1, 1], as :func:`agent.nets.pictures.to_tensor` gives them; resizing, channels
-    and normalisation are the network's own affair. Gradients flow to the pictures, never to the parameters.
+    Images are (n, 1 | 3, h, w) in [-1, 1], as :func:`agent.models.image_tensors.to_tensor` gives them; resizing,
+    channels and normalisation are the network's own affair. Gradients flow to the images, never to the parameters.
     """
 
     @property
@@ -33,10 +33,10 @@ class FeatureNet(Protocol):
         """(n, d) float32."""
 
 
-class Frozen(torch.nn.Module):
+class FrozenNetwork(torch.nn.Module):
     """What the feature networks here have in common: always in evaluation, no gradient for a weight.
 
-    The parameters follow the pictures to their device.
+    The parameters follow the images to their device.
     """
 
     def __init__(self, name: str, origin: Origin, channels: int = 3) -> None:
@@ -52,12 +52,12 @@ class Frozen(torch.nn.Module):
         return self.eval()
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation: whoever calls ``train()`` on a whole does not mean its judge."""
+        """Stay in evaluation mode: ``train()`` on a model that contains this network must not change it."""
         del mode
         return super().train(False)
 
     def prepared(self, images: Tensor, most: int | None = None, exactly: int | None = None) -> Tensor:
-        """Pictures with this network's channels, at most ``most`` or ``exactly`` so many pixels a side.
+        """Images with this network's channels, at most ``most`` or ``exactly`` so many pixels a side.
 
         Raises:
             ValueError: not (n, 1 | 3, h, w).

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, interpolate, max_pool2d, relu
 
-from agent.nets.feature_net import Frozen, depth_of
-from agent.nets.resnet import FrozenNorm
-from agent.nets.weights import Origin
+from agent.models.features.feature_net import FrozenNetwork, depth_of
+from agent.models.features.resnet import FrozenNorm
+from agent.models.weights import Origin
 
 SEEN: Final = 299  # pixels a side
 Kernel = tuple[int, int]
@@ -25,7 +25,7 @@ Layer = tuple[str, int, int, Kernel, int, bool]  # name, inputs, outputs, kernel
 _ONE, _THREE, _FIVE, _WIDE, _TALL = (1, 1), (3, 3), (5, 5), (1, 7), (7, 1)
 
 
-class Unit(nn.Module):
+class ConvUnit(nn.Module):
     """Convolution, batch normalisation, ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int, padded: bool) -> None:
@@ -61,7 +61,7 @@ class Mixed(nn.Module):
         """Make the units; ``a+b`` in a branch is such a pair, and ``pool`` comes first in the last branch."""
         super().__init__()
         for name, inputs, outputs, kernel, stride, padded in layers:
-            self.add_module(name, Unit(inputs, outputs, kernel, stride, padded))
+            self.add_module(name, ConvUnit(inputs, outputs, kernel, stride, padded))
         self.branches, self.pool = branches, pool
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,17 +151,17 @@ def _e(inputs: int, pool: Callable[[Tensor], Tensor]) -> Mixed:
     return Mixed(layers, (("branch1x1",), single, double, ("pool", "branch_pool")), pool)
 
 
-class InceptionV3(Frozen):
+class InceptionV3(FrozenNetwork):
     """Four maps (64, 192, 768 and 2048 channels); the embedding is the mean of the last: FID's "pool3"."""
 
     def __init__(self, origin: Origin) -> None:
         """Make the layers, without weights that mean anything: they come from a file."""
         super().__init__("inception-2015-12-05", origin)
-        self.Conv2d_1a_3x3 = Unit(3, 32, _THREE, 2, padded=False)
-        self.Conv2d_2a_3x3 = Unit(32, 32, _THREE, 1, padded=False)
-        self.Conv2d_2b_3x3 = Unit(32, 64, _THREE, 1, padded=True)
-        self.Conv2d_3b_1x1 = Unit(64, 80, _ONE, 1, padded=False)
-        self.Conv2d_4a_3x3 = Unit(80, 192, _THREE, 1, padded=False)
+        self.Conv2d_1a_3x3 = ConvUnit(3, 32, _THREE, 2, padded=False)
+        self.Conv2d_2a_3x3 = ConvUnit(32, 32, _THREE, 1, padded=False)
+        self.Conv2d_2b_3x3 = ConvUnit(32, 64, _THREE, 1, padded=True)
+        self.Conv2d_3b_1x1 = ConvUnit(64, 80, _ONE, 1, padded=False)
+        self.Conv2d_4a_3x3 = ConvUnit(80, 192, _THREE, 1, padded=False)
         self.Mixed_5b, self.Mixed_5c, self.Mixed_5d = _a(192, 32), _a(256, 64), _a(288, 64)
         self.Mixed_6a = _b(288)
         self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = (
@@ -175,7 +175,7 @@ class InceptionV3(Frozen):
         self.freeze()
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
-        """Maps of pictures at 299 pixels: 73, 35, 17 and 8 a side."""
+        """Maps of images at 299 pixels: 73, 35, 17 and 8 a side."""
         # bilinear without a low-pass, as published: smoother resizing gives other numbers
         x = interpolate(self.prepared(images), (SEEN, SEEN), mode="bilinear", align_corners=False)
         out = []

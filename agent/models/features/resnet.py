@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, max_pool2d, relu
 
-from agent.nets.feature_net import Frozen, depth_of
-from agent.nets.weights import Origin
+from agent.models.features.feature_net import FrozenNetwork, depth_of
+from agent.models.weights import Origin
 
 Size = Literal["resnet18", "resnet34", "resnet50"]
 BLOCKS: Final[dict[str, tuple[int, int, int, int]]] = {
@@ -25,7 +25,7 @@ SEEN: Final = 224  # pixels a side
 
 
 def imagenet(images: Tensor) -> Tensor:
-    """Pictures (n, 3, h, w) in [-1, 1] with ImageNet's mean and deviation taken out."""
+    """Images (n, 3, h, w) in [-1, 1] with ImageNet's mean and deviation taken out."""
     mean = torch.tensor([0.485, 0.456, 0.406], device=images.device, dtype=images.dtype)
     deviation = torch.tensor([0.229, 0.224, 0.225], device=images.device, dtype=images.dtype)
     return ((images + 1.0) * 0.5 - mean[:, None, None]) / deviation[:, None, None]
@@ -115,7 +115,7 @@ def stages(size: Size) -> list[list[nn.Module]]:
     return out
 
 
-class ResNet(Frozen):
+class ResNet(FrozenNetwork):
     """A residual network without its classifier. Maps are its four stages, the embedding their last mean."""
 
     def __init__(self, name: str, size: Size, origin: Origin) -> None:
@@ -127,7 +127,7 @@ class ResNet(Frozen):
         self.freeze()
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
-        """(n, c_i, 56 / 2^i, 56 / 2^i), of pictures at 224 pixels."""
+        """(n, c_i, 56 / 2^i, 56 / 2^i), of images at 224 pixels."""
         x = imagenet(self.prepared(images, exactly=SEEN))
         x, out = max_pool2d(relu(self.bn1(self.conv1(x))), 3, 2, 1), []
         for layer in (self.layer1, self.layer2, self.layer3, self.layer4)[: depth_of(depth, 4)]:

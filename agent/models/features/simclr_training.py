@@ -1,12 +1,12 @@
-"""Train feature networks on public pictures without labels: SimCLR (Chen et al. 2020).
+"""Train feature networks on public images without labels: SimCLR (Chen et al. 2020).
 
-Two random views of every picture of a batch; the projection of one must find that of the other among all the rest
+Two random views of every image of a batch; the projection of one must find that of the other among all the rest
 (NT-Xent, Eq. 1). The projection is thrown away: what stays is the trunk, whose mean map is the embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -17,21 +17,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from agent.nets.features import features_bytes
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.training.loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train
-from agent.training.views import SELF_SUPERVISED, Pool, Views, eased, run_digest, view
+from agent.models.augmentations import SELF_SUPERVISED, Pool, Views, eased, run_digest, view
+from agent.models.features.extractors import features_bytes
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from protos.common.errors import TrainingError
 
-LEAST_APART: Final = 1e-4  # mean 1 - cosine of two pictures; below, the network tells none apart
-LOOKED_AT: Final = 256  # pictures, at most, to see whether it does
+LEAST_APART: Final = 1e-4  # mean 1 - cosine of two images; below, the network tells none apart
+LOOKED_AT: Final = 256  # images, at most, to see whether it does
 
 
-class Collapsed(ValueError):
-    """The network gives every picture the same embedding, and would be blind wherever it is used."""
+class FeaturesCollapsedError(TrainingError, ValueError):
+    """The network gives every image the same embedding, and would be blind wherever it is used."""
 
     def __init__(self) -> None:
         """Say what may help."""
-        super().__init__("the network tells no picture from another: more steps, a lower rate, or other views")
+        super().__init__("the network does not distinguish images: try more steps, a lower rate or other views")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,10 @@ class RepresentationConfig:
     name: str
     architecture: TrunkArchitecture
     steps: int = 2_000
-    batch: int = 64  # pictures; twice as many views
+    batch: int = 64  # images; twice as many views
     projection: int = 64  # numbers that are compared
     temperature: float = 0.2
-    learning_rate: float = 3e-4  # at 1e-3 short runs collapse: every picture gets one and the same embedding
+    learning_rate: float = 3e-4  # at 1e-3 short runs collapse: every image gets one and the same embedding
     weight_decay: float = 1e-4
     seed: int = 0
     views: Views = SELF_SUPERVISED
@@ -66,7 +67,7 @@ def train_features(
     say: Callable[[Progress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> bytes:
-    """Train a feature network on public pictures.
+    """Train a feature network on public images.
 
     Args:
         images: (n, h, w) or (n, h, w, 3): public or made, never the cohort (P6).
@@ -75,25 +76,25 @@ def train_features(
         say: told of the progress.
         device: where the network is trained.
     Returns:
-        The file that :func:`agent.nets.features.features_from` reads.
+        The file that :func:`agent.models.features.extractors.features_from` reads.
     Raises:
-        ValueError: pictures of another shape or type, that do not differ, or fewer than a batch.
-        Collapsed: the network tells no picture from another; the checkpoint stays.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        ValueError: images of another shape or type, that do not differ, or fewer than a batch.
+        FeaturesCollapsedError: the network tells no image from another; the checkpoint stays.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     if not len(images) >= config.batch:
-        raise ValueError("fewer pictures than one batch takes")
+        raise ValueError("fewer images than one batch needs")
     pool = Pool(images, config.architecture.side, config.architecture.channels, device)
     trainer = _Trainer(pool, len(images), config)
     digest = run_digest(asdict(config), images)
     train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
     if not _apart(trainer.trunk, pool, len(images)) > LEAST_APART:
-        raise Collapsed
+        raise FeaturesCollapsedError
     return features_bytes(config.name, trainer.trunk, {"run": digest, "seed": config.seed, "steps": config.steps})
 
 
 def _apart(trunk: Trunk, pool: Pool, count: int) -> float:
-    """The mean of 1 - cosine over pairs of pictures, as the trained network sees them."""
+    """The mean of 1 - cosine over pairs of images, as the trained network sees them."""
     with torch.no_grad():
         seen = pool.take(torch.arange(min(count, LOOKED_AT)))
         embedded = normalize(trunk(seen)[-1].float().mean(dim=(2, 3)), dim=1)
@@ -110,7 +111,7 @@ def contrast(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     return cross_entropy(alike, partner)
 
 
-class _Trainer:
+class _Trainer(LossTrainer):
     """One SimCLR step at a time."""
 
     def __init__(self, pool: Pool, count: int, config: RepresentationConfig) -> None:
@@ -120,36 +121,16 @@ class _Trainer:
             trunk = Trunk(config.architecture)
             head = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, config.projection))
         self.trunk, self.head = trunk.to(pool.device), head.to(pool.device)
-        self.optimizer = torch.optim.AdamW(
-            [*self.trunk.parameters(), *self.head.parameters()],
-            config.learning_rate,
-            weight_decay=config.weight_decay,
-        )
-        self.done = 0
+        both = [*self.trunk.parameters(), *self.head.parameters()]
+        adam = torch.optim.AdamW(both, config.learning_rate, weight_decay=config.weight_decay)
+        super().__init__({"trunk": self.trunk, "head": self.head}, {"optimizer": adam})
 
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **{f"trunk.{name}": t for name, t in self.trunk.state_dict().items()},
-            **{f"head.{name}": t for name, t in self.head.state_dict().items()},
-            **optimizer_state(self.optimizer, "optimizer"),
-            "done": torch.tensor(self.done),
-        }
+    def rate(self) -> float:
+        return self.config.learning_rate * eased(self.done, self.config.steps)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        for prefix, module in (("trunk.", self.trunk), ("head.", self.head)):
-            module.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
-        restore_optimizer(self.optimizer, "optimizer", state)
-        self.done = int(state["done"])
-
-    def step(self, generator: torch.Generator) -> dict[str, float]:
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         chosen = self.pool.take(torch.randperm(self.count, generator=generator)[: self.config.batch])
         views = torch.cat([view(chosen, self.config.views, generator) for _ in range(2)])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * eased(self.done, self.config.steps)
         first, second = self.head(self.trunk(views)[-1].mean(dim=(2, 3))).chunk(2)
         loss = contrast(first, second, self.config.temperature)
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        self.optimizer.step()
-        self.done += 1
-        return {"nt_xent": float(loss.detach())}
+        return loss, {"nt_xent": float(loss.detach())}

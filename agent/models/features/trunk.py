@@ -1,7 +1,7 @@
 """The convolutional trunk that learned features and recognisers share: residual blocks with GroupNorm.
 
-GroupNorm (Wu & He 2018) and not BatchNorm: no picture's map depends on the pictures beside it, so an embedding is a
-function of one picture, in training too. Residual blocks as in He et al. 2016, halved by averaging.
+GroupNorm (Wu & He 2018) and not BatchNorm: no image's map depends on the images beside it, so an embedding is a
+function of one image, in training too. Residual blocks as in He et al. 2016, halved by averaging.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _GROUPS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TrunkArchitecture:
-    """The size of a trunk. It halves the picture between its levels, so ``side`` / 2^(depth - 1) is left."""
+    """The size of a trunk. It halves the image between its levels, so ``side`` / 2^(depth - 1) is left."""
 
-    side: int  # pixels a side that it sees; pictures are resized to it
+    side: int  # pixels a side that it sees; images are resized to it
     channels: int = 3  # 1 or 3
     width: int = 32  # channels of the first level, doubled at every level
     depth: int = 4  # levels

@@ -10,14 +10,14 @@ from typing import Final
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
-from agent.nets.feature_net import Frozen, depth_of
-from agent.nets.resnet import imagenet
-from agent.nets.weights import Origin
+from agent.models.features.feature_net import FrozenNetwork, depth_of
+from agent.models.features.resnet import imagenet
+from agent.models.weights import Origin
 
 LAYERS: Final = ((64, 64), (128, 128), (256, 256, 256, 256), (512, 512, 512, 512), (512, 512, 512, 512))
 
 
-class Vgg19(Frozen):
+class Vgg19(FrozenNetwork):
     """The maps relu1_2, relu2_2, relu3_4, relu4_4 and relu5_4; k-SALSA's code compares styles in the first."""
 
     def __init__(self, origin: Origin, normalised: bool = True, most: int = 256) -> None:
@@ -26,7 +26,7 @@ class Vgg19(Frozen):
         Args:
             origin: of the file.
             normalised: by ImageNet's mean and deviation, as it was trained. k-SALSA's published code does not.
-            most: pixels a side; larger pictures are averaged down to it, as k-SALSA does at 256.
+            most: pixels a side; larger images are averaged down to it, as k-SALSA does at 256.
         """
         super().__init__("vgg19" if normalised else "vgg19-unnormalised", origin)
         self.normalised, self.most = normalised, most
@@ -44,7 +44,7 @@ class Vgg19(Frozen):
         self.freeze()
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
-        """The last map of each block; block i has 1 / 2^i of the picture's side."""
+        """The last map of each block; block i has 1 / 2^i of the image's side."""
         x, out = self.prepared(images, most=self.most), []
         if self.normalised:
             x = imagenet(x)

@@ -1,8 +1,8 @@
 """Published weight files, when a site has them: by their authors' names, with a pinned digest, and never as code.
 
 A file is safetensors, or a torch file that holds tensors and plain values only. The digest comes from the caller, who
-vouches for the file; what a file says of itself counts for nothing. Tensors that are missing, unknown or of another
-shape are named, and the file refused.
+vouches for the file; the file's own statements are ignored. If tensors are missing, unknown or of another shape, the
+error names them and the file is refused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from agent.nets.inception import InceptionV3
-from agent.nets.official_stylegan import decoder_of, generator_of
-from agent.nets.resnet import ResNet, Size
-from agent.nets.restyle_official import FaceEncoder, Fit, ResNetEncoder, RestyleEncoder
-from agent.nets.stylegan import Generator
-from agent.nets.vgg import Vgg19
-from agent.nets.weights import BadWeights, Origin, fill
+from agent.models.features.inception import InceptionV3
+from agent.models.features.resnet import ResNet, Size
+from agent.models.features.vgg import Vgg19
+from agent.models.published.stylegan import decoder_of, generator_of
+from agent.models.stylegan.network import Generator
+from agent.models.stylegan.restyle_published import EncoderShape, FaceEncoder, ResNetEncoder, RestyleEncoder
+from agent.models.weights import Origin, WeightsError, fill
 
 _Net = TypeVar("_Net", bound=nn.Module)
 _DEEP: Final = 6  # dictionaries in one another
@@ -38,7 +38,7 @@ _CODE: Final = (
 )
 
 
-class WrongFile(BadWeights):
+class PublishedWeightsError(WeightsError):
     """The bytes do not have the digest that was pinned."""
 
 
@@ -62,14 +62,14 @@ def load_official(kind: str, raw: bytes, sha256: str) -> tuple[nn.Module, Origin
     Returns:
         The network, frozen, and its origin, ``file``: the site's configuration may vouch for it as public.
     Raises:
-        WrongFile: another digest.
-        BadWeights: an unknown kind, code, a damaged file, or tensors that do not fit.
+        PublishedWeightsError: another digest.
+        WeightsError: an unknown kind, code, a damaged file, or tensors that do not fit.
     """
     if kind not in OFFICIAL:
-        raise BadWeights(f"official files are of one of the kinds {', '.join(sorted(OFFICIAL))}")
+        raise WeightsError(f"official files are of one of the kinds {', '.join(sorted(OFFICIAL))}")
     found = hashlib.sha256(raw).hexdigest()
     if not hmac.compare_digest(found, sha256):
-        raise WrongFile("the file does not have the SHA-256 that was pinned for it")
+        raise PublishedWeightsError("the file does not have the SHA-256 that was pinned for it")
     origin = Origin("file", found)
     return OFFICIAL[kind](tensors(raw), origin), origin
 
@@ -78,18 +78,18 @@ def tensors(raw: bytes) -> dict[str, Tensor]:
     """Every tensor of a file; names of nested dictionaries are joined by dots. Anything else in it is left out.
 
     Raises:
-        BadWeights: neither safetensors nor a torch file of plain values, or no tensor in it.
+        WeightsError: neither safetensors nor a torch file of plain values, or no tensor in it.
     """
     length = int.from_bytes(raw[:8], "little")
     if raw[8:9] == b"{" and length <= len(raw) - 8:
         try:
             out: dict[str, Tensor] = dict(safetensors.torch.load(raw))
         except (safetensors.SafetensorError, KeyError, ValueError) as fault:
-            raise BadWeights("the file is not safetensors of known types") from fault
+            raise WeightsError("the file is not safetensors of known types") from fault
     else:
         out = _plain(raw)
     if not out:
-        raise BadWeights("the file holds no tensor")
+        raise WeightsError("the file holds no tensor")
     return out
 
 
@@ -100,7 +100,7 @@ def _plain(raw: bytes) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             told = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as fault:  # whatever a strange file makes the reader say, the file is refused
-        raise BadWeights(_CODE) from fault
+        raise WeightsError(_CODE) from fault
     out: dict[str, Tensor] = {}
     _flatten(told, "", _DEEP, out)
     return out
@@ -137,10 +137,10 @@ def _taken(state: Mapping[str, Tensor], layout: _Layout) -> dict[str, Tensor]:
     """The tensors of a network, by its own names."""
     prefix = next((p for p in layout.prefixes if any(name.startswith(p) for name in state)), None)
     if prefix is None:
-        raise BadWeights(f"the file has no tensor named {layout.prefixes[0]}*")
+        raise WeightsError(f"the file has no tensor named {layout.prefixes[0]}*")
     unknown = [n for n in state if not n.startswith(prefix) and not re.fullmatch(layout.others, n)]
     if unknown:
-        raise BadWeights(f"{len(unknown)} unknown tensor(s): {', '.join(sorted(unknown)[:5])}")
+        raise WeightsError(f"{len(unknown)} unknown tensor(s): {', '.join(sorted(unknown)[:5])}")
     own = {n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)}
     return {n: t for n, t in own.items() if not re.fullmatch(layout.unused, n)}
 
@@ -148,7 +148,7 @@ def _taken(state: Mapping[str, Tensor], layout: _Layout) -> dict[str, Tensor]:
 def _filled(module: _Net, state: Mapping[str, Tensor]) -> _Net:
     """A module that was made on the meta device, with its weights."""
     if not all(bool(torch.isfinite(t).all()) for t in state.values() if t.is_floating_point()):
-        raise BadWeights("a weight is not finite")
+        raise WeightsError("a weight is not finite")
     own = {n: t.shape for n, t in module.state_dict().items()}
     if own.keys() == state.keys() and all(state[n].shape == shape for n, shape in own.items()):
         module = module.to_empty(device="cpu")  # no memory is taken for a file that does not fit
@@ -190,7 +190,7 @@ def _stylegan2_ada(state: Mapping[str, Tensor], origin: Origin) -> Generator:
     del origin
     own = _taken(state, _Layout(("G_ema.", ""), r"(?!)", r"(?:G|D)\..+"))
     if not all(bool(torch.isfinite(t).all()) for t in own.values() if t.is_floating_point()):
-        raise BadWeights("a weight is not finite")
+        raise WeightsError("a weight is not finite")
     return generator_of(own)
 
 
@@ -203,16 +203,16 @@ def _restyle(state: Mapping[str, Tensor], origin: Origin) -> Restyle:
         if part in parts:
             parts[part][rest] = tensor
         elif name != "latent_avg" and part not in ("optimizer", "opts", "discriminator_state_dict"):
-            raise BadWeights(f"unknown tensor: {name}")
+            raise WeightsError(f"unknown tensor: {name}")
     if "latent_avg" not in state or not all(parts.values()):
-        raise BadWeights("a ReStyle file holds encoder.*, decoder.* and latent_avg")
+        raise WeightsError("a ReStyle file holds encoder.*, decoder.* and latent_avg")
     if not all(bool(torch.isfinite(t).all()) for t in state.values() if t.is_floating_point()):
-        raise BadWeights("a weight is not finite")
+        raise WeightsError("a weight is not finite")
     generator = decoder_of(parts["decoder"], state["latent_avg"])
     a = generator.architecture
     if a.w_dim != 512 or a.channels != 3:
-        raise BadWeights("ReStyle's encoders answer styles of 512 numbers for colour pictures")
-    fit = Fit(a.resolution, a.num_ws)
+        raise WeightsError("ReStyle's encoders answer styles of 512 numbers for colour pictures")
+    fit = EncoderShape(a.resolution, a.num_ws)
     with torch.device("meta"):
         encoder = FaceEncoder(fit) if "input_layer.0.weight" in parts["encoder"] else ResNetEncoder(fit)
     own = {n: t for n, t in parts["encoder"].items() if not re.fullmatch(_COUNTS, n)}

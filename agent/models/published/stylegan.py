@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from agent.nets.blur import low_pass
-from agent.nets.stylegan import Architecture, Generator
-from agent.nets.weights import BadWeights, fill
+from agent.models.stylegan.network import Architecture, Generator
+from agent.models.stylegan.resampling import low_pass
+from agent.models.weights import WeightsError, fill
 
 _BLOCK: Final = re.compile(r"synthesis\.b(\d{1,4})\.torgb\.weight")
 _FULL: Final = re.compile(r"mapping\.fc(\d{1,2})\.weight")
@@ -26,7 +26,7 @@ def generator_of(state: Mapping[str, Tensor]) -> Generator:
     """A generator from StyleGAN2-ADA's own state (``G_ema``); its sizes are read from the shapes.
 
     Raises:
-        BadWeights: no such generator (one with classes has more tensors), or tensors that do not fit.
+        WeightsError: no such generator (one with classes has more tensors), or tensors that do not fit.
     """
     try:
         rgb = {int(m[1]): state[name] for name in state if (m := _BLOCK.fullmatch(name))}
@@ -37,7 +37,7 @@ def generator_of(state: Mapping[str, Tensor]) -> Generator:
         # a top as wide as the bottom says only that the base is at least this
         a = Architecture(top, rgb[top].shape[0], first.shape[1], first.shape[0], layers, width * top, most)
     except (KeyError, ValueError, IndexError) as fault:
-        raise BadWeights("the tensors are those of no StyleGAN2-ADA generator") from fault
+        raise WeightsError("the tensors are those of no StyleGAN2-ADA generator") from fault
     if first.ndim != 2 or sum(t.numel() for t in state.values()) != _size(a):
         _compare(a, state)
     with torch.device("meta"):  # nothing is drawn, and a wrong file cannot ask for more memory than it brings
@@ -58,7 +58,7 @@ def _compare(a: Architecture, state: Mapping[str, Tensor]) -> None:
         own = Generator(a).state_dict()
     wrong = sorted(own.keys() ^ state.keys())
     wrong += [n for n in own if n in state and own[n].shape != state[n].shape]
-    raise BadWeights(f"{len(wrong)} tensor(s) missing, unknown or of another shape: {', '.join(wrong[:5])}")
+    raise WeightsError(f"{len(wrong)} tensor(s) missing, unknown or of another shape: {', '.join(wrong[:5])}")
 
 
 def decoder_of(state: Mapping[str, Tensor], average: Tensor) -> Generator:
@@ -68,19 +68,20 @@ def decoder_of(state: Mapping[str, Tensor], average: Tensor) -> Generator:
         state: its tensors, without ``decoder.``.
         average: (512,) or (num_ws, 512), the latent average, the same for every layer.
     Raises:
-        BadWeights: names or shapes of no such decoder, another resampling filter, or an average that differs between
+        WeightsError: names or shapes of no such decoder, another resampling filter, or an average that differs
+        between
             layers.
     """
     if average.ndim == 2 and len(average) and bool((average == average[:1]).all()):
         average = average[0]
     if average.ndim != 1:
-        raise BadWeights("the latent average is not one style for all layers")
+        raise WeightsError("the latent average is not one style for all layers")
     out: dict[str, Tensor] = {"mapping.w_avg": average.float()}
     unknown = []
     for name, tensor in state.items():
         if _FIXED.fullmatch(name):
             if tensor.shape != (4, 4) or not torch.allclose(tensor.float(), 4.0 * low_pass()):
-                raise BadWeights(f"{name} is not the filter 1, 3, 3, 1")
+                raise WeightsError(f"{name} is not the filter 1, 3, 3, 1")
             continue
         own = _renamed(name)
         if own is None:
@@ -88,7 +89,7 @@ def decoder_of(state: Mapping[str, Tensor], average: Tensor) -> Generator:
         else:
             out[own] = _reshaped(own, tensor)
     if unknown:
-        raise BadWeights(f"{len(unknown)} unknown tensor(s): {', '.join(sorted(unknown)[:5])}")
+        raise WeightsError(f"{len(unknown)} unknown tensor(s): {', '.join(sorted(unknown)[:5])}")
     for name in [n for n in out if n.endswith((".conv0.weight", ".conv1.weight"))]:
         out[name.replace(".weight", ".resample_filter")] = low_pass()
         out[name.rsplit(".", 2)[0] + ".resample_filter"] = low_pass()

@@ -1,10 +1,10 @@
-"""Recognisers: one unit vector for a picture, close for pictures of one person, and the distance that separates.
+"""Recognisers: one unit vector for an image, close for images of one person, and the distance that separates.
 
 An identity embedding in the manner of siamese networks, trained with an angular margin (ArcFace, Deng et al. 2019).
-AnonFACES measures re-identification with a face network and its distance threshold (section 4.1); this is that
-network for any modality, and its threshold is calibrated on people it never saw, at a false match rate that the file
-states. One recogniser that finds nothing proves little: measure with two of other seeds and architectures; and one
-that knows nobody proves nothing at all: :meth:`Calibration.demand`.
+AnonFACES measures re-identification with a face network and its distance threshold (section 4.1). This network does
+so for any modality, and its threshold is calibrated on held-out people, at a false match rate that the file states. A
+single recogniser that finds nothing proves little: measure with two more, of other seeds and architectures. One that
+recognises nobody proves nothing at all: :meth:`Calibration.demand`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, linear, normalize
 
-from agent.nets.feature_net import Frozen
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nets.weights import BadWeights, Origin, Provenance, built, pack, unpack
+from agent.intervals import Proportion
+from agent.models.features.feature_net import FrozenNetwork
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.weights import Origin, Provenance, WeightsError, built, pack, unpack
+from protos.common.errors import RefusedError
 
 KIND: Final = "recogniser"
-KNOWN: Final = 0.5  # of the pairs of one person's pictures a recogniser must match more than this share
-APART: Final = 0.25  # and by this much more than of two persons' pictures
+KNOWN: Final = 0.5  # of the pairs of one person's images a recogniser must match more than this share
+APART: Final = 0.25  # and by this much more than of two persons' images
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
@@ -44,42 +46,26 @@ class RecogniserArchitecture:
             raise ValueError("the grid is no finer than the trunk's last map")
 
 
-class KnowsNobody(ValueError):
-    """A recogniser that cannot tell who is who: that it finds nobody says nothing."""
+class RecogniserError(RefusedError, ValueError):
+    """A recogniser that cannot recognise people, so that its finding nobody means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A share with Wilson's 95 % interval."""
+class RecogniserQuality:
+    """A recogniser's quality on people of its public set who are in neither training nor calibration.
 
-    value: float
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        """NaN is no share."""
-        if not all(type(v) is float for v in (self.value, self.low, self.high)):
-            raise ValueError("a share is a number")
-        if not 0 <= self.low <= self.value <= self.high <= 1:
-            raise ValueError("a share lies in [0, 1], and within its interval")
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """How well a recogniser knows people of its public set whom neither training nor the threshold saw.
-
-    Pairs of pictures share people, so a person counts as one trial of each interval, however many pictures there are.
-    All of it is said of pictures of the public set's kind; of pictures of another kind it says nothing.
+    Pairs of images share people, so a person counts as one trial of each interval, however many images there are. The
+    figures apply to images of the public set's kind, not to others.
     """
 
     equal_error: float
-    matched: Share  # true matches at the file's threshold: pairs of one person's pictures
-    mistaken: Share  # false matches at the file's threshold: pairs of two persons' pictures
-    first: Share  # rank 1: the nearest of one picture of everybody is the person's own
+    matched: Proportion  # true matches at the file's threshold: pairs of one person's images
+    mistaken: Proportion  # false matches at the file's threshold: pairs of two persons' images
+    first: Proportion  # rank 1: the nearest of one image of everybody is the person's own
 
     def __post_init__(self) -> None:
         """Refuse what is no judgement."""
-        if not all(type(share) is Share for share in (self.matched, self.mistaken, self.first)):
+        if not all(type(share) is Proportion for share in (self.matched, self.mistaken, self.first)):
             raise ValueError("a judgement is made of shares")
         if type(self.equal_error) is not float or not 0 <= self.equal_error <= 1:
             raise ValueError("an equal error rate lies in [0, 1]")
@@ -93,12 +79,12 @@ class Calibration:
     truth is a little wider. Who vouches for a file vouches for these figures too.
     """
 
-    threshold: float  # Euclidean distance between unit vectors, below which two pictures are one person's
+    threshold: float  # Euclidean distance between unit vectors, below which two images are one person's
     false_match_rate: float  # asked for
     impostors: int  # pairs of two persons, on the calibration identities
     low: float  # the interval of the false match rate, on the calibration identities
     high: float
-    judged: Judged  # at this threshold, on identities of neither training nor calibration
+    judged: RecogniserQuality  # at this threshold, on identities of neither training nor calibration
 
     def __post_init__(self) -> None:
         """A threshold that means something."""
@@ -107,29 +93,29 @@ class Calibration:
             raise ValueError("a calibration is a threshold, rates and a number of pairs")
         if not (0 < self.threshold <= 2 and 0 < self.false_match_rate < 1 and 0 <= self.low <= self.high <= 1):
             raise ValueError("a threshold lies in (0, 2] and rates in [0, 1]")
-        if type(self.judged) is not Judged:
+        if type(self.judged) is not RecogniserQuality:
             raise ValueError("a calibration comes with its judgement")
 
     def demand(self) -> None:
         """Refuse a recogniser that knows too few people again to vet anything.
 
-        Of people whom it never saw it must match more than ``KNOWN`` of the pairs of one person's pictures, and
-        ``APART`` more than of the pairs of two persons', with the worse end of both intervals. This is about the
-        public set: whether it knows anybody of a cohort, only that cohort's own pictures can show.
+        For held-out people it must match more than ``KNOWN`` of the pairs of one person's images, and ``APART`` more
+        than of the pairs of two people, with the worse end of both intervals. This is about the public set: only the
+        cohort's own images can show whether it recognises the cohort.
 
         Raises:
-            KnowsNobody: it does not. The text holds figures of the public set only.
+            RecogniserError: it does not. The text holds figures of the public set only.
         """
         true, false = self.judged.matched, self.judged.mistaken
         if not (true.low > KNOWN and true.low > false.high + APART):
-            raise KnowsNobody(
-                f"of people it never saw, a recogniser must match more than {KNOWN:g} of the pairs of one person's "
+            raise RecogniserError(
+                f"on people it was not trained on, it must match more than {KNOWN:g} of the pairs of one person's "
                 f"pictures, and {APART:g} more than of two persons'. This one matches {_said(true)} and mistakes "
                 f"{_said(false)}: train it longer, in a new folder, or on more people with more pictures each"
             )
 
 
-def _said(share: Share) -> str:
+def _said(share: Proportion) -> str:
     return f"{share.value:.3f} [{share.low:.3f}, {share.high:.3f}]"
 
 
@@ -150,7 +136,7 @@ class IdentityNet(nn.Module):
         return out
 
 
-class Recogniser(Frozen):
+class Recogniser(FrozenNetwork):
     """A trained recogniser with its threshold."""
 
     def __init__(self, name: str, net: IdentityNet, calibration: Calibration, origin: Origin) -> None:
@@ -168,7 +154,7 @@ class Recogniser(Frozen):
 
     @property
     def threshold(self) -> float:
-        """Euclidean distance below which two pictures count as one person's."""
+        """Euclidean distance below which two images count as one person's."""
         return self.calibration.threshold
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
@@ -177,7 +163,7 @@ class Recogniser(Frozen):
         return out
 
     def embed(self, images: Tensor) -> Tensor:
-        """Pictures (n, 1 | 3, h, w) in [-1, 1] of any size as (n, d) float32 of unit length."""
+        """Images (n, 1 | 3, h, w) in [-1, 1] of any size as (n, d) float32 of unit length."""
         return normalize(self.net(self._seen(images)).float(), dim=1)
 
     def _seen(self, images: Tensor) -> Tensor:
@@ -220,7 +206,7 @@ def recogniser_from(raw: bytes, provenance: Provenance = "file") -> Recogniser:
         raw: what :func:`recogniser_bytes` wrote.
         provenance: ``public`` only where the site's configuration vouches for the file's digest.
     Raises:
-        BadWeights: not such a file, or its configuration describes no recogniser.
+        WeightsError: not such a file, or its configuration describes no recogniser.
     """
     packed = unpack(raw, KIND)
     try:
@@ -235,7 +221,7 @@ def recogniser_from(raw: bytes, provenance: Provenance = "file") -> Recogniser:
         if not _NAME.fullmatch(name):
             raise ValueError("a recogniser has a short lower-case name")
     except (TypeError, ValueError, KeyError, AttributeError) as fault:
-        raise BadWeights("the file's configuration describes no recogniser") from fault
+        raise WeightsError("the file's configuration describes no recogniser") from fault
     net = built(lambda: IdentityNet(architecture), packed.state)
     return Recogniser(name, net, calibration, Origin(provenance, packed.sha256))
 
@@ -243,11 +229,11 @@ def recogniser_from(raw: bytes, provenance: Provenance = "file") -> Recogniser:
 def _calibration(told: Mapping[str, Any]) -> Calibration:
     _known(told, Calibration)
     judged = dict(told["judged"])
-    _known(judged, Judged)
+    _known(judged, RecogniserQuality)
     for name in ("matched", "mistaken", "first"):
-        _known(judged[name], Share)
-        judged[name] = Share(**judged[name])
-    return Calibration(**{**told, "judged": Judged(**judged)})
+        _known(judged[name], Proportion)
+        judged[name] = Proportion(**judged[name])
+    return Calibration(**{**told, "judged": RecogniserQuality(**judged)})
 
 
 def _known(told: Mapping[str, Any], kind: type[Any]) -> None:

@@ -1,12 +1,12 @@
 """Train a recogniser on public or made people, and calibrate its threshold on people it never saw.
 
 Identities are split three ways: those it learns, those that settle the threshold, those that it is judged by. ArcFace
-(Deng et al. 2019) over the first part, in batches of P people with K pictures each.
+(Deng et al. 2019) over the first part, in batches of P people with K images each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -15,24 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.siamese import (
-    AngularMargin,
-    Calibration,
-    IdentityNet,
-    Judged,
-    KnowsNobody,
-    RecogniserArchitecture,
-    Share,
-    distances,
-    recogniser_bytes,
-)
-from agent.nets.trunk import TrunkArchitecture
-from agent.training.loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train
-from agent.training.views import IDENTITY, Pool, Views, eased, run_digest, view
-from agent.wilson import bounds
+from agent.intervals import Proportion, bounds
+from agent.models.augmentations import IDENTITY, Pool, Views, eased, run_digest, view
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition import recogniser
+from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from protos.common.errors import TrainingError
 
 ENOUGH = 3.0  # impostor pairs expected at the stated rate: with fewer, the threshold would be one pair's accident
-COMPARED = 3_000  # pictures, at most, whose pairs are all compared
+COMPARED = 3_000  # images, at most, whose pairs are all compared
 _SMALL = 64  # pixels a side: up to it a narrow trunk is enough, and learns at a higher rate
 _CELLS = 8  # a side, that are read from the last map
 Seen = tuple[Tensor, NDArray[np.int64]]  # (n, d) unit vectors, and (n,) whose each is
@@ -43,7 +34,7 @@ class RecognitionConfig:
     """How one recogniser is trained. Two of other seeds and architectures are two opinions."""
 
     name: str
-    architecture: RecogniserArchitecture
+    architecture: recogniser.RecogniserArchitecture
     steps: int = 2_000
     people: int = 16  # P: identities of a batch
     pictures: int = 4  # K: of each
@@ -69,10 +60,10 @@ class RecognitionConfig:
 
 
 def suited(name: str, side: int, channels: int, steps: int) -> RecognitionConfig:
-    """A recogniser for pictures of this size, as it proved itself on phantoms of eyes of 32 and 64 pixels.
+    """A recogniser for images of this size, as it proved itself on phantoms of eyes of 32 and 64 pixels.
 
     It is narrow, goes down to about eight pixels a side and keeps them apart: where a vessel lies is identity. A
-    batch has two pictures each of many people rather than many of few. Above 64 pixels nothing was measured.
+    batch has two images each of many people rather than many of few. Above 64 pixels nothing was measured.
 
     Raises:
         ValueError: no trunk has this side or these channels.
@@ -81,7 +72,7 @@ def suited(name: str, side: int, channels: int, steps: int) -> RecognitionConfig
     while side % (1 << depth) == 0 and side >> depth >= _CELLS and depth < 8:
         depth += 1
     trunk = TrunkArchitecture(side, channels, width=8 if small else 32, depth=depth)
-    architecture = RecogniserArchitecture(trunk, grid=min(_CELLS, trunk.left))
+    architecture = recogniser.RecogniserArchitecture(trunk, grid=min(_CELLS, trunk.left))
     rate = 5e-3 if small else 1e-3
     return RecognitionConfig(name, architecture, steps, people=32, pictures=2, learning_rate=rate)
 
@@ -95,24 +86,24 @@ def second_opinion(config: RecognitionConfig) -> RecognitionConfig:
     depth = max(1, a.trunk.depth - 1)
     width = a.trunk.width + 8 * max(1, a.trunk.width // 16)
     trunk = replace(a.trunk, depth=depth, width=width, most=max(a.trunk.most, width))
-    other = RecogniserArchitecture(trunk, a.embedding, min(a.grid + 1, trunk.left))
+    other = recogniser.RecogniserArchitecture(trunk, a.embedding, min(a.grid + 1, trunk.left))
     return replace(config, name=f"{config.name[:30]}-b", architecture=other, seed=config.seed + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained:
+class TrainedRecogniser:
     """A recogniser's file, with its threshold and judgement."""
 
     file: bytes = field(repr=False)
-    calibration: Calibration
+    calibration: recogniser.Calibration
 
     @property
-    def judged(self) -> Judged:
+    def judged(self) -> recogniser.RecogniserQuality:
         """How well it knows people that neither training nor the threshold saw."""
         return self.calibration.judged
 
 
-class TooFewPeople(ValueError):
+class TooFewPeopleError(TrainingError, ValueError):
     """The public set cannot train and calibrate a recogniser as asked."""
 
 
@@ -123,7 +114,7 @@ def train_recogniser(
     folder: Path,
     say: Callable[[Progress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
-) -> Trained:
+) -> TrainedRecogniser:
     """Train, calibrate, judge, and give nothing that may not judge a release.
 
     Args:
@@ -134,10 +125,10 @@ def train_recogniser(
         say: told of the progress.
         device: where the network is trained.
     Raises:
-        ValueError: pictures or identities of another shape or type, or pictures that do not differ.
-        TooFewPeople: somebody has one picture, or too few people to calibrate at the stated rate.
-        KnowsNobody: of people whom it never saw it knows too few again (:meth:`Calibration.demand`).
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        ValueError: images or identities of another shape or type, or images that do not differ.
+        TooFewPeopleError: somebody has one image, or too few people to calibrate at the stated rate.
+        RecogniserError: of people whom it never saw it knows too few again (:meth:`Calibration.demand`).
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trained = fit_recogniser(images, identities, config, folder, say, device)
     trained.calibration.demand()
@@ -151,10 +142,10 @@ def fit_recogniser(
     folder: Path,
     say: Callable[[Progress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
-) -> Trained:
+) -> TrainedRecogniser:
     """The same however little it knows, for an experiment that says how much that is; AnonFACES refuses the rest.
 
-    Args, raises: as :func:`train_recogniser`; ``KnowsNobody`` only where there is no threshold at all.
+    Args, raises: as :func:`train_recogniser`; ``RecogniserError`` only where there is no threshold at all.
     """
     parts = split(images, identities, config)
     trunk = config.architecture.trunk
@@ -165,43 +156,63 @@ def fit_recogniser(
     settled, unseen = ((_embedded(trainer.net, pool, part), identities[part]) for part in parts[1:])
     calibration = calibrated(settled, unseen, config.false_match_rate)
     told = {"run": digest, "seed": config.seed, "steps": config.steps}
-    return Trained(recogniser_bytes(config.name, trainer.net, calibration, told), calibration)
+    return TrainedRecogniser(recogniser.recogniser_bytes(config.name, trainer.net, calibration, told), calibration)
 
 
 def split(
     images: NDArray[np.uint8], identities: NDArray[np.int64], config: RecognitionConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Places of the pictures to learn, to calibrate and to judge by; nobody is in two of them.
+    """Places of the images to learn, to calibrate and to judge by; nobody is in two of them.
 
     Raises:
-        ValueError: not one whole number for each picture.
-        TooFewPeople: somebody has one picture, or there are too few people for the rate.
+        ValueError: not one whole number for each image.
+        TooFewPeopleError: somebody has one image, or there are too few people for the rate.
     """
-    if identities.shape != (len(images),) or not np.issubdtype(identities.dtype, np.integer):
+    too_few = "too few people to train, calibrate and judge"
+    learn, settle, judge_by = divided(len(images), identities, config.held_out, config.seed, (2, too_few))
+    if not _pairs(identities[settle])[1] * config.false_match_rate >= ENOUGH:
+        raise TooFewPeopleError("too few people to calibrate at this false match rate: add people, or raise the rate")
+    return learn, settle, judge_by
+
+
+def divided(
+    count: int, identities: NDArray[np.int64], share: float, seed: int, fewest: tuple[int, str]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Places of images to learn, to settle by and to judge by; nobody is in two of them.
+
+    Args:
+        count: of the images.
+        identities: (count,) who is on each.
+        share: of the people, in each of the last two.
+        seed: of the division.
+        fewest: people in each of the last two, and what a refusal says.
+    Raises:
+        ValueError: not one whole number for each image.
+        TooFewPeopleError: somebody has one image, or there are too few people.
+    """
+    if identities.shape != (count,) or not np.issubdtype(identities.dtype, np.integer):
         raise ValueError("an identity is a whole number, one for each picture")
     people, counts = np.unique(identities, return_counts=True)
     if not len(people) or not counts.min() >= 2:
-        raise TooFewPeople("everybody needs two pictures or more")
-    held = round(config.held_out * len(people))
-    if not (held >= 2 and len(people) - 2 * held >= 2):
-        raise TooFewPeople("too few people to train, calibrate and judge")
-    order = np.random.Generator(np.random.Philox(config.seed)).permutation(people)
+        raise TooFewPeopleError("every person needs two or more images")
+    held = round(share * len(people))
+    if not (held >= fewest[0] and len(people) - 2 * held >= 2):
+        raise TooFewPeopleError(fewest[1])
+    order = np.random.Generator(np.random.Philox(seed)).permutation(people)
     chosen = (order[2 * held :], order[held : 2 * held], order[:held])
     learn, settle, judge_by = (np.flatnonzero(np.isin(identities, some)) for some in chosen)
-    if not _pairs(identities[settle])[1] * config.false_match_rate >= ENOUGH:
-        raise TooFewPeople("too few people to calibrate at this false match rate: add people, or raise the rate")
     return learn, settle, judge_by
 
 
 def _pairs(identities: NDArray[np.int64]) -> tuple[int, int]:
-    """Genuine and impostor pairs among the pictures that are compared."""
+    """Genuine and impostor pairs among the images that are compared."""
     counts = np.unique(identities[:COMPARED], return_counts=True)[1]
     n = int(counts.sum())
     genuine = int((counts * (counts - 1) // 2).sum())
     return genuine, n * (n - 1) // 2 - genuine
 
 
-class _Trainer:
+class _Trainer(LossTrainer):
     """ArcFace over P x K batches."""
 
     def __init__(
@@ -210,43 +221,25 @@ class _Trainer:
         self.pool, self.config = pool, config
         self.places = [torch.from_numpy(learn[identities[learn] == who]) for who in np.unique(identities[learn])]
         with seeded(config.seed):
-            net = IdentityNet(config.architecture)
-            head = AngularMargin(config.architecture.embedding, len(self.places), config.scale)
+            net = recogniser.IdentityNet(config.architecture)
+            head = recogniser.AngularMargin(config.architecture.embedding, len(self.places), config.scale)
         self.net, self.head = net.to(pool.device), head.to(pool.device)
-        self.optimizer = torch.optim.AdamW(
-            [*self.net.parameters(), *self.head.parameters()], config.learning_rate, weight_decay=config.weight_decay
-        )
-        self.done = 0
+        both = [*self.net.parameters(), *self.head.parameters()]
+        adam = torch.optim.AdamW(both, config.learning_rate, weight_decay=config.weight_decay)
+        super().__init__({"net": self.net, "head": self.head}, {"optimizer": adam})
+        self.clipped = self.net
 
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **{f"net.{name}": t for name, t in self.net.state_dict().items()},
-            **{f"head.{name}": t for name, t in self.head.state_dict().items()},
-            **optimizer_state(self.optimizer, "optimizer"),
-            "done": torch.tensor(self.done),
-        }
+    def rate(self) -> float:
+        return self.config.learning_rate * eased(self.done, self.config.steps)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        for prefix, module in (("net.", self.net), ("head.", self.head)):
-            module.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
-        restore_optimizer(self.optimizer, "optimizer", state)
-        self.done = int(state["done"])
-
-    def step(self, generator: torch.Generator) -> dict[str, float]:
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         classes = torch.randperm(len(self.places), generator=generator)[: self.config.people]
         chosen = torch.cat([self._some(self.places[int(c)], generator) for c in classes])
         labels = classes.repeat_interleave(self.config.pictures).to(self.pool.device)
         images = view(self.pool.take(chosen), self.config.views, generator)
         margin = self.config.margin * min(1.0, 5.0 * self.done / self.config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * eased(self.done, self.config.steps)
-        loss = self.head(self.net(images), labels, margin)
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
-        self.optimizer.step()
-        self.done += 1
-        return {"arcface": float(loss.detach())}
+        loss: Tensor = self.head(self.net(images), labels, margin)
+        return loss, {"arcface": float(loss.detach())}
 
     def _some(self, places: Tensor, generator: torch.Generator) -> Tensor:
         k = self.config.pictures
@@ -254,7 +247,7 @@ class _Trainer:
         return places[order.repeat(-(-k // len(places)))[:k]]
 
 
-def _embedded(net: IdentityNet, pool: Pool, places: NDArray[np.int64]) -> Tensor:
+def _embedded(net: recogniser.IdentityNet, pool: Pool, places: NDArray[np.int64]) -> Tensor:
     """(n, d) unit vectors."""
     with torch.no_grad():
         parts = np.array_split(places, -(-len(places) // 64))
@@ -263,15 +256,15 @@ def _embedded(net: IdentityNet, pool: Pool, places: NDArray[np.int64]) -> Tensor
 
 
 def compared(vectors: Tensor, identities: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sorted distances of all genuine and all impostor pairs; of ``COMPARED`` pictures at most."""
+    """Sorted distances of all genuine and all impostor pairs; of ``COMPARED`` images at most."""
     who = identities[:COMPARED]
-    apart = distances(vectors[:COMPARED], vectors[:COMPARED]).numpy()
+    apart = recogniser.distances(vectors[:COMPARED], vectors[:COMPARED]).numpy()
     upper = np.triu(np.ones(apart.shape, bool), 1)
     same = who[:, None] == who
     return np.sort(apart[upper & same]), np.sort(apart[upper & ~same])
 
 
-def calibrated(settled: Seen, unseen: Seen, rate: float) -> Calibration:
+def calibrated(settled: Seen, unseen: Seen, rate: float) -> recogniser.Calibration:
     """The largest threshold at which no more than ``rate`` of the impostor pairs lie below it, and how good it is.
 
     Args:
@@ -279,21 +272,23 @@ def calibrated(settled: Seen, unseen: Seen, rate: float) -> Calibration:
         unseen: people of neither training nor these: they judge it.
         rate: false match rate, in (0, 0.5).
     Raises:
-        TooFewPeople: too few impostor pairs for the rate.
-        KnowsNobody: vectors that do not tell people apart at all.
+        TooFewPeopleError: too few impostor pairs for the rate.
+        RecogniserError: vectors that do not tell people apart at all.
     """
     _, impostors = compared(*settled)
     if not len(impostors) * rate >= ENOUGH:
-        raise TooFewPeople("too few people to calibrate at this false match rate: add people, or raise the rate")
+        raise TooFewPeopleError("too few people to calibrate at this false match rate: add people, or raise the rate")
     threshold = min(float(impostors[int(rate * len(impostors))]), 2.0)  # strictly below it lie at most rate * n
     if not threshold > 0:
-        raise KnowsNobody("the recogniser does not tell people apart: train it longer, in a new folder")
+        raise recogniser.RecogniserError(
+            "the recogniser does not distinguish people: train it longer, in a new folder"
+        )
     low, high = bounds(int(np.searchsorted(impostors, threshold)), len(impostors))
-    return Calibration(threshold, float(rate), len(impostors), low, high, judge(*unseen, threshold))
+    return recogniser.Calibration(threshold, float(rate), len(impostors), low, high, judge(*unseen, threshold))
 
 
-def judge(vectors: Tensor, identities: NDArray[np.int64], threshold: float) -> Judged:
-    """Equal error, matches at the threshold, and rank 1 with one picture of everybody as the gallery."""
+def judge(vectors: Tensor, identities: NDArray[np.int64], threshold: float) -> recogniser.RecogniserQuality:
+    """Equal error, matches at the threshold, and rank 1 with one image of everybody as the gallery."""
     genuine, impostors = compared(vectors, identities)
     at = np.concatenate([genuine, impostors])
     missed = 1.0 - np.searchsorted(genuine, at) / len(genuine)
@@ -301,10 +296,10 @@ def judge(vectors: Tensor, identities: NDArray[np.int64], threshold: float) -> J
     even = int(np.abs(missed - mistaken).argmin())
     _, gallery = np.unique(identities, return_index=True)
     probes = np.setdiff1d(np.arange(len(identities)), gallery)
-    nearest = distances(vectors[probes], vectors[gallery]).argmin(dim=1).numpy()
+    nearest = recogniser.distances(vectors[probes], vectors[gallery]).argmin(dim=1).numpy()
     hits = int((identities[gallery][nearest] == identities[probes]).sum())
     people = len(gallery)
-    return Judged(
+    return recogniser.RecogniserQuality(
         float(missed[even] + mistaken[even]) / 2,
         _share(int(np.searchsorted(genuine, threshold)), len(genuine), people),
         _share(int(np.searchsorted(impostors, threshold)), len(impostors), people),
@@ -312,8 +307,8 @@ def judge(vectors: Tensor, identities: NDArray[np.int64], threshold: float) -> J
     )
 
 
-def _share(hits: int, of: int, people: int) -> Share:
-    """A share of pairs or pictures, as sure as so many people can make it."""
+def _share(hits: int, of: int, people: int) -> Proportion:
+    """A share of pairs or images, as sure as so many people can make it."""
     value = hits / of
     low, high = bounds(value * people, people)
-    return Share(value, min(low, value), max(high, value))  # but for rounding
+    return Proportion(value, min(low, value), max(high, value))  # but for rounding

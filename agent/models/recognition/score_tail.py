@@ -1,6 +1,6 @@
 """The law of the highest scores of pairs of two persons: from a score to a false-match rate that nobody could count.
 
-A picture compared with N others is matched falsely with probability 1 - (1 - FMR)^N. For a gallery of 25,000 and five
+An image compared with N others is matched falsely with probability 1 - (1 - FMR)^N. For a gallery of 25,000 and five
 in a hundred the rate of one comparison is 2e-6: rarer than any pair of a held-out set. So the highest of the held-out
 scores are given a law, the generalised Pareto distribution above a start (Pickands 1975; Coles 2001, chapter 4), by
 probability-weighted moments (Hosking & Wallis 1987), and the law says what is rarer still.
@@ -21,6 +21,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.common.errors import TrainingError
+
 FEWEST: Final = 30  # persons: 435 pairs at least, 43 of them above the start
 REPLICATES: Final = 200
 LARGEST_SHARE: Final = 0.1  # of the pairs above the start: more is no tail
@@ -31,7 +33,7 @@ _MOST_PIECES: Final = 10_000
 Scores = NDArray[np.float64]
 
 
-class TooFewPeople(ValueError):
+class TooFewScoresError(TrainingError, ValueError):
     """Too few persons, or too little difference between them, for a law. The text does not say how many."""
 
     def __init__(self) -> None:
@@ -43,9 +45,9 @@ class TooFewPeople(ValueError):
 class Tail:
     """P(score > s) = share (1 + shape (s - start) / scale)^(-1/shape) for one pair of two persons, s >= start.
 
-    The shape is never above 0, an exponential tail. A network's score of two pictures has a largest value, so no
+    The shape is never above 0, an exponential tail. A network's score of two images has a largest value, so no
     heavier law can be true of it; what looks heavier (one person under two names, twins) would lift the threshold
-    without limit, and a threshold too low only drops pictures that might have stayed.
+    without limit, and a threshold too low only drops images that might have stayed.
     """
 
     start: float  # the highest score below which the law says nothing
@@ -53,7 +55,7 @@ class Tail:
     shape: float  # in [STEEPEST, 0]; 0 is exponential
     scale: float  # > 0, in units of the score
     people: int
-    pairs: int  # of two persons' pictures
+    pairs: int  # of two persons' images
     replicates: tuple[tuple[float, float, float], ...]  # (share, shape, scale), drawn again by person
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class Tail:
         if type(self.start) is not float or not isfinite(self.start):
             raise ValueError("a tail starts at a number")
         if type(self.people) is not int or type(self.pairs) is not int or not self.people >= FEWEST:
-            raise TooFewPeople
+            raise TooFewScoresError
         if not self.pairs >= self.people * (self.people - 1) // 2:
             raise ValueError("every two persons make a pair")
         _checked(self.share, self.shape, self.scale, least=1.0 / self.pairs)
@@ -83,13 +85,13 @@ class Tail:
         return 1.0 if score < self.start else _survival(score - self.start, self.share, self.shape, self.scale)
 
     def threshold(self, comparisons: int, false_matches: float) -> float:
-        """δ: the score that a picture of nobody, compared with so many, reaches with so great a probability.
+        """δ: the score that an image of nobody, compared with so many, reaches with so great a probability.
 
         It may lie above every score that was seen: an extrapolation, bounded by the exponential law. It is never
         below the start, however many false matches are allowed.
 
         Args:
-            comparisons: N, pictures of the gallery.
+            comparisons: N, images of the gallery.
             false_matches: P(false) = 1 - (1 - FMR)^N, in (0, 1).
         Raises:
             ValueError: no comparison, or no probability.
@@ -109,7 +111,7 @@ class Tail:
         return _any(self.rate(threshold), comparisons)
 
     def interval(self, comparisons: int, threshold: float) -> tuple[float, float]:
-        """95 % of the probability that a picture of nobody is matched at that threshold, by the replicates.
+        """95 % of the probability that an image of nobody is matched at that threshold, by the replicates.
 
         Raises:
             ValueError: no comparison, or NaN.
@@ -125,21 +127,21 @@ class Tail:
 
 
 def fit_tail(scores: Scores, owners: NDArray[np.int64], rng: np.random.Generator) -> Tail:
-    """The law of the highest scores of pairs of pictures of two persons.
+    """The law of the highest scores of pairs of images of two persons.
 
     Args:
-        scores: (n, n), symmetric, of every picture with every other; the diagonal and pairs of one person are unread.
+        scores: (n, n), symmetric, of every image with every other; the diagonal and pairs of one person are unread.
         owners: (n,): whose each is.
         rng: draws people again. It decides the interval only.
     Raises:
-        TooFewPeople: fewer than ``FEWEST`` persons, or scores that hardly differ.
+        TooFewScoresError: fewer than ``FEWEST`` persons, or scores that hardly differ.
         ValueError: other shapes, or a score that is not finite or not symmetric.
     """
     if scores.ndim != 2 or scores.shape != (len(owners), len(owners)) or owners.ndim != 1:
         raise ValueError("scores are (n, n) and owners (n,)")
     names, who = np.unique(owners, return_inverse=True)
     if not len(names) >= FEWEST:
-        raise TooFewPeople
+        raise TooFewScoresError
     a, b = (axis.astype(np.int64) for axis in np.triu_indices(len(owners), 1))
     a, b = a[who[a] != who[b]], b[who[a] != who[b]]
     values, turned = scores[a, b].astype(np.float64), scores[b, a].astype(np.float64)
@@ -153,7 +155,7 @@ def fit_tail(scores: Scores, owners: NDArray[np.int64], rng: np.random.Generator
     excess, first, second = values[above] - start, who[a[above]], who[b[above]]
     law = _moments(excess, np.ones(len(excess)))
     if law is None or not len(excess) >= share * len(values) / 2:  # so many ties that the start is no quantile
-        raise TooFewPeople
+        raise TooFewScoresError
     edges = first, second, np.bincount(who).astype(np.float64)
     replicates = tuple(_again(excess, edges, rng) for _ in range(REPLICATES))
     told = tuple(replicate for replicate in replicates if replicate is not None)
@@ -164,7 +166,7 @@ def _again(
     excess: Scores, edges: tuple[NDArray[np.int64], NDArray[np.int64], Scores], rng: np.random.Generator
 ) -> tuple[float, float, float] | None:
     """The law of people drawn again; None where hardly anybody above the start was drawn."""
-    first, second, pictures = edges  # whose the pairs above the start are, and how many pictures each person has
+    first, second, pictures = edges  # whose the pairs above the start are, and how many images each person has
     people = len(pictures)
     drawn = np.bincount(rng.integers(0, people, people), minlength=people).astype(np.float64)
     weights, counted = drawn[first] * drawn[second], drawn * pictures

@@ -1,9 +1,9 @@
 """Train a verifier and embedder on public or made people, fit the tail of its scores, and judge it, on three sets.
 
-People are split three ways, as for a recogniser: those it learns, those whose pairs give the tail, those that it is
-judged by. Positives are two pictures of one person: of other visits with other findings, turned, cropped, lit
-otherwise and noisy; and what a generator made of one picture, where there is one, for real pairs alone do not teach
-what a generator's near-duplicate looks like. Negatives are the others of the batch, and the most alike weigh most.
+People are split three ways, as for a recogniser: for training, for the tail, and for the evaluation. Positives are
+two images of one person: of other visits with other findings, turned, cropped, lit otherwise and noisy; and generated
+near-duplicates of one image, if there are any, since real pairs alone do not teach what those look like. Negatives
+are the others of the batch, and the most similar weigh most.
 """
 
 from __future__ import annotations
@@ -21,30 +21,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from agent.nets.pictures import to_bytes, to_tensor, to_unit
-from agent.nets.siamese import Share
-from agent.nets.tail import FEWEST, Tail, fit_tail
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.verifier import (
-    FALSE_MATCHES,
-    GALLERY,
-    MADE,
-    Judged,
-    Seen,
-    VerifierArchitecture,
-    VerifierNet,
-    verifier_bytes,
-    verifier_from,
-)
-from agent.training.loop import Plan, Progress, optimizer_state, own_generator, restore_optimizer, seeded, train
-from agent.training.recognition import TooFewPeople
-from agent.training.views import Pool, Views, eased, run_digest, view
-from agent.wilson import bounds
+from agent.intervals import Proportion, bounds
+from agent.models.augmentations import Pool, Views, eased, run_digest, view
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.image_tensors import to_bytes, to_tensor, to_unit
+from agent.models.recognition import verifier
+from agent.models.recognition.recogniser_training import divided
+from agent.models.recognition.score_tail import FEWEST, Tail, fit_tail
+from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, torch_generator, train
 
 NearDuplicates = Callable[[Tensor, torch.Generator], Tensor]  # (n, c, h, w) in [-1, 1] -> as many, of that shape
 Say = Callable[[Progress], None]
 
-COMPARED: Final = 1_500  # pictures, at most, whose pairs are all compared
+COMPARED: Final = 1_500  # images, at most, whose pairs are all compared
 VISITS: Final = Views(shift=0.03, turn=0.12, zoom=(0.85, 1.05), light=0.3, noise=0.1)
 _AS_IT_IS: Final = Views(shift=0.0, turn=0.0, zoom=(1.0, 1.0), light=0.0, noise=0.0)
 PLANTED: Final[Mapping[str, Views]] = MappingProxyType(
@@ -67,11 +56,11 @@ class VerificationConfig:
     """How one verifier is trained. Two of other seeds, splits and architectures are two opinions."""
 
     name: str
-    architecture: VerifierArchitecture
+    architecture: verifier.VerifierArchitecture
     steps: int = 2_000
     people: int = 64  # P: of a batch
     pictures: int = 2  # K: of each
-    repeated: float = 0.3  # of the people are shown with views of one picture alone, and not with other visits
+    repeated: float = 0.3  # of the people are shown with views of one image alone, and not with other visits
     learning_rate: float = 6e-3
     weight_decay: float = 1e-4
     temperature: float = 0.05  # of the embeddings' cosines
@@ -94,9 +83,9 @@ class VerificationConfig:
 
 
 def suited(name: str, side: int, channels: int, steps: int) -> VerificationConfig:
-    """A verifier for pictures of this size, as it proved itself on phantoms of chests of 32 pixels.
+    """A verifier for images of this size, as it proved itself on phantoms of chests of 32 pixels.
 
-    It is narrow, goes down to about eight pixels a side and keeps them apart. A batch has two pictures each of many
+    It is narrow, goes down to about eight pixels a side and keeps them apart. A batch has two images each of many
     people rather than many of few. Above 64 pixels nothing was measured.
 
     Raises:
@@ -106,7 +95,7 @@ def suited(name: str, side: int, channels: int, steps: int) -> VerificationConfi
     while side % (1 << depth) == 0 and side >> depth >= _CELLS and depth < 8:
         depth += 1
     trunk = TrunkArchitecture(side, channels, width=8 if small else 32, depth=depth)
-    architecture = VerifierArchitecture(trunk, grid=min(_CELLS, trunk.left))
+    architecture = verifier.VerifierArchitecture(trunk, grid=min(_CELLS, trunk.left))
     return VerificationConfig(name, architecture, steps, learning_rate=6e-3 if small else 1e-3)
 
 
@@ -117,17 +106,17 @@ def second_opinion(config: VerificationConfig) -> VerificationConfig:
     """
     a = config.architecture
     grid = max(1, a.grid - max(1, a.grid // 4))
-    other = VerifierArchitecture(a.trunk, grid, a.features + 16, a.hidden, a.embedding)
+    other = verifier.VerifierArchitecture(a.trunk, grid, a.features + 16, a.hidden, a.embedding)
     return replace(config, name=f"{config.name[:30]}-b", architecture=other, seed=config.seed + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained:
+class TrainedVerifier:
     """A verifier's file, with its tail and judgement."""
 
     file: bytes = field(repr=False)
     tail: Tail
-    judged: Judged
+    judged: verifier.VerifierQuality
 
 
 def train_verifier(
@@ -137,7 +126,7 @@ def train_verifier(
     folder: Path,
     say: Say = lambda _: None,
     near: NearDuplicates | None = None,
-) -> Trained:
+) -> TrainedVerifier:
     """Train, fit the tail, judge, and give nothing that may not judge a release.
 
     Args:
@@ -146,16 +135,16 @@ def train_verifier(
         config: of the run.
         folder: of its checkpoint, which stays whatever comes of it; a run that was killed goes on from there.
         say: told of the progress.
-        near: makes near-duplicates of pictures, at noise levels of its own choice; they are the same person.
+        near: makes near-duplicates of images, at noise levels of its own choice; they are the same person.
     Raises:
-        ValueError: pictures or identities of another shape or type, pictures that do not differ, or near-duplicates
+        ValueError: images or identities of another shape or type, images that do not differ, or near-duplicates
             that are none.
-        TooFewPeople: somebody has one picture, or there are too few people for the tail.
-        KnowsNobody: of people whom it never saw it knows too few again (:meth:`Verifier.demand`).
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        TooFewPeopleError: somebody has one image, or there are too few people for the tail.
+        RecogniserError: of people whom it never saw it knows too few again (:meth:`Verifier.demand`).
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trained = fit_verifier(images, identities, config, folder, say, near)
-    verifier_from(trained.file).demand()
+    verifier.verifier_from(trained.file).demand()
     return trained
 
 
@@ -166,14 +155,14 @@ def fit_verifier(
     folder: Path,
     say: Say = lambda _: None,
     near: NearDuplicates | None = None,
-) -> Trained:
+) -> TrainedVerifier:
     """The same however little it knows, for an experiment that says how much that is.
 
-    Args, raises: as :func:`train_verifier`, but for ``KnowsNobody``.
+    Args, raises: as :func:`train_verifier`, but for ``RecogniserError``.
     """
     learn, settle, judge_by = split(images, identities, config)
     trunk, device = config.architecture.trunk, torch.device(config.device)
-    Pool(images, trunk.side, trunk.channels, device)  # refuses what are no pictures, before anything is made of them
+    Pool(images, trunk.side, trunk.channels, device)  # refuses what are no images, before anything is made of them
     made = [images[:0]] * 2 if near is None else [_made(images[part], near, config) for part in (learn, judge_by)]
     taught = Pool(np.concatenate([images, *made]), trunk.side, trunk.channels, device)
     end = len(images) + len(made[0])
@@ -187,48 +176,36 @@ def fit_verifier(
     judge_by = judge_by[kept]
     judged = judge(net, taught.take(torch.from_numpy(judge_by)), identities[judge_by], tail, planted)
     notes = {"run": digest, "seed": config.seed, "steps": config.steps}
-    return Trained(verifier_bytes(config.name, net, tail, judged, notes), tail, judged)
+    return TrainedVerifier(verifier.verifier_bytes(config.name, net, tail, judged, notes), tail, judged)
 
 
 def split(
     images: NDArray[np.uint8], identities: NDArray[np.int64], config: VerificationConfig
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Places of the pictures to learn, to fit the tail and to judge by; nobody is in two of them.
+    """Places of the images to learn, to fit the tail and to judge by; nobody is in two of them.
 
     Raises:
-        ValueError: not one whole number for each picture.
-        TooFewPeople: somebody has one picture, or there are too few people for the tail.
+        ValueError: not one whole number for each image.
+        TooFewPeopleError: somebody has one image, or there are too few people for the tail.
     """
-    if identities.shape != (len(images),) or not np.issubdtype(identities.dtype, np.integer):
-        raise ValueError("an identity is a whole number, one for each picture")
-    people, counts = np.unique(identities, return_counts=True)
-    if not len(people) or not counts.min() >= 2:
-        raise TooFewPeople("everybody needs two pictures or more")
-    held = round(config.held_out * len(people))
-    if not (held >= FEWEST and len(people) - 2 * held >= 2):
-        raise TooFewPeople(
-            f"too few people: {FEWEST} are held out for the tail, as many to judge, and others learned"
-        )
-    order = np.random.Generator(np.random.Philox(config.seed)).permutation(people)
-    chosen = (order[2 * held :], order[held : 2 * held], order[:held])
-    learn, settle, judge_by = (np.flatnonzero(np.isin(identities, some)) for some in chosen)
-    return learn, settle, judge_by
+    too_few = f"too few people: {FEWEST} are held out for the tail, as many to judge, and others learned"
+    return divided(len(images), identities, config.held_out, config.seed, (FEWEST, too_few))
 
 
 def _some(whose: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places of ``COMPARED`` pictures at most, whole people but for those with more than is needed of one."""
+    """Places of ``COMPARED`` images at most, whole people but for those with more than is needed of one."""
     order = np.argsort(whose, kind="stable")
     first = np.searchsorted(whose[order], whose[order])
     return order[np.arange(len(order)) - first < COMPARED // FEWEST][:COMPARED].astype(np.int64)
 
 
 def _made(images: NDArray[np.uint8], near: NearDuplicates, config: VerificationConfig) -> NDArray[np.uint8]:
-    """A near-duplicate of each picture, as bytes.
+    """A near-duplicate of each image, as bytes.
 
     Raises:
         ValueError: they are of another shape, or not finite.
     """
-    generator, out = own_generator(config.seed, config.device), []
+    generator, out = torch_generator(config.seed, config.device), []
     for batch in np.array_split(images, -(-len(images) // _BATCH)):
         pictures = to_tensor(batch.astype(np.float32) / np.float32(255)).to(config.device)
         with torch.no_grad():
@@ -239,7 +216,7 @@ def _made(images: NDArray[np.uint8], near: NearDuplicates, config: VerificationC
     return np.concatenate(out)
 
 
-class _Trainer:
+class _Trainer(LossTrainer):
     """Both heads over P x K batches."""
 
     def __init__(
@@ -249,40 +226,26 @@ class _Trainer:
         learnt = identities[learn]
         self.places = [torch.from_numpy(learn[learnt == who]) for who in np.unique(learnt)]
         with seeded(config.seed):
-            net = VerifierNet(config.architecture)
+            net = verifier.VerifierNet(config.architecture)
         self.net = net.to(pool.device)
         rate, decay = config.learning_rate, config.weight_decay
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), rate, weight_decay=decay)
-        self.done = 0
+        adam = torch.optim.AdamW(self.net.parameters(), rate, weight_decay=decay)
+        super().__init__({"net": self.net}, {"optimizer": adam})
+        self.clipped = self.net
 
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **{f"net.{name}": t for name, t in self.net.state_dict().items()},
-            **optimizer_state(self.optimizer, "optimizer"),
-            "done": torch.tensor(self.done),
-        }
+    def rate(self) -> float:
+        return self.config.learning_rate * eased(self.done, self.config.steps)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.net.load_state_dict({n.removeprefix("net."): t for n, t in state.items() if n.startswith("net.")})
-        restore_optimizer(self.optimizer, "optimizer", state)
-        self.done = int(state["done"])
-
-    def step(self, generator: torch.Generator) -> dict[str, float]:
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         people = torch.randperm(len(self.places), generator=generator)[: self.config.people]
         chosen = torch.cat([self._some(self.places[int(who)], generator) for who in people])
         whose = people.repeat_interleave(self.config.pictures).to(self.pool.device)
-        seen: Seen = self.net(view(self.pool.take(chosen), self.config.views, generator))
+        seen: verifier.VerifierFeatures = self.net(view(self.pool.take(chosen), self.config.views, generator))
         retrieval = contrastive(seen.embeddings @ seen.embeddings.T / self.config.temperature, whose)
         logits = all_logits(self.net, seen.features)
         verification, pairs = contrastive(logits, whose), balanced(logits, whose, generator)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * eased(self.done, self.config.steps)
-        self.optimizer.zero_grad()
-        torch.autograd.backward(retrieval + verification + self.config.balanced * pairs)
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
-        self.optimizer.step()
-        self.done += 1
-        return {"retrieval": float(retrieval.detach()), "verification": float(verification.detach())}
+        told = {"retrieval": float(retrieval.detach()), "verification": float(verification.detach())}
+        return retrieval + verification + self.config.balanced * pairs, told
 
     def _some(self, places: Tensor, generator: torch.Generator) -> Tensor:
         k = self.config.pictures
@@ -295,7 +258,7 @@ class _Trainer:
 def contrastive(scores: Tensor, whose: Tensor) -> Tensor:
     """The supervised contrastive loss (Khosla et al. 2020, Eq. 2, L_out) of scores (n, n), temperature included.
 
-    Every picture's own person's others against all the others: those most alike weigh most.
+    Every image's own person's others against all the others: those most alike weigh most.
     """
     alone = torch.eye(len(whose), dtype=torch.bool, device=scores.device)
     same = (whose[:, None] == whose) & ~alone
@@ -317,8 +280,8 @@ def balanced(logits: Tensor, whose: Tensor, generator: torch.Generator) -> Tenso
     return softplus(-own).mean() + softplus(torch.cat([hard, drawn])).mean()
 
 
-def all_logits(net: VerifierNet, features: Tensor) -> Tensor:
-    """(n, n) logits of all pairs, symmetric to the last bit; a picture with itself has 0, which nobody reads."""
+def all_logits(net: verifier.VerifierNet, features: Tensor) -> Tensor:
+    """(n, n) logits of all pairs, symmetric to the last bit; an image with itself has 0, which nobody reads."""
     n = len(features)
     a, b = torch.triu_indices(n, n, 1, device=features.device).unbind()
     some = (slice(at, at + _PAIRS) for at in range(0, len(a), _PAIRS))
@@ -327,16 +290,16 @@ def all_logits(net: VerifierNet, features: Tensor) -> Tensor:
     return out + out.T
 
 
-def tail_of(net: VerifierNet, pictures: Tensor, identities: NDArray[np.int64], seed: int) -> Tail:
-    """The law of strangers' logits: pictures (n, c, side, side) of people whom training did not see, (n,) whose."""
+def tail_of(net: verifier.VerifierNet, pictures: Tensor, identities: NDArray[np.int64], seed: int) -> Tail:
+    """The law of strangers' logits: images (n, c, side, side) of people whom training did not see, (n,) whose."""
     with torch.no_grad():
         scores = all_logits(net, _seen(net, pictures).features).double().cpu().numpy()
     return fit_tail(scores, identities, np.random.Generator(np.random.Philox(seed)))
 
 
 def judge(
-    net: VerifierNet, pictures: Tensor, identities: NDArray[np.int64], tail: Tail, made: Tensor | None = None
-) -> Judged:
+    net: verifier.VerifierNet, pictures: Tensor, identities: NDArray[np.int64], tail: Tail, made: Tensor | None = None
+) -> verifier.VerifierQuality:
     """What it knows of people of neither training nor the tail.
 
     Args:
@@ -346,14 +309,14 @@ def judge(
         tail: gives the threshold for ``GALLERY`` and ``FALSE_MATCHES``.
         made: (n, c, side, side) a generator's near-duplicate of each, or none.
     """
-    people, threshold = len(np.unique(identities)), tail.threshold(GALLERY, FALSE_MATCHES)
+    people, threshold = len(np.unique(identities)), tail.threshold(verifier.GALLERY, verifier.FALSE_MATCHES)
     with torch.no_grad():
         seen = _seen(net, pictures)
         logits = all_logits(net, seen.features).double().cpu().numpy()
-        planted = {kind: view(pictures, how, own_generator(0)) for kind, how in PLANTED.items()}
+        planted = {kind: view(pictures, how, torch_generator(0)) for kind, how in PLANTED.items()}
         planted["flip"] = pictures.flip(3)  # and not every other one
         if made is not None:
-            planted[MADE] = made
+            planted[verifier.MADE] = made
         found = {
             kind: net.fusion(_seen(net, some).features, seen.features).cpu().numpy() for kind, some in planted.items()
         }
@@ -362,7 +325,7 @@ def judge(
     own, others = logits[upper & same], np.sort(logits[upper & ~same])
     auc = (np.searchsorted(others, own, "left") + np.searchsorted(others, own, "right")).mean() / (2 * len(others))
     precision, average = retrieved((seen.embeddings @ seen.embeddings.T).double().cpu().numpy(), identities)
-    return Judged(
+    return verifier.VerifierQuality(
         _share(auc, people),
         _share(average, people),
         _share(precision, people),
@@ -372,9 +335,9 @@ def judge(
 
 
 def retrieved(likeness: NDArray[np.float64], identities: NDArray[np.int64]) -> tuple[float, float]:
-    """Precision@1 and mAP@R (Musgrave et al. 2020, section 3.2) of a likeness (n, n); everybody has two pictures.
+    """Precision@1 and mAP@R (Musgrave et al. 2020, section 3.2) of a likeness (n, n); everybody has two images.
 
-    R is the number of other pictures of the query's person; a place among the first R counts its precision if right.
+    R is the number of other images of the query's person; a place among the first R counts its precision if right.
     """
     ranked = likeness.copy()
     np.fill_diagonal(ranked, -np.inf)
@@ -386,13 +349,13 @@ def retrieved(likeness: NDArray[np.float64], identities: NDArray[np.int64]) -> t
     return float(right[:, 0].mean()), float((precision.sum(axis=1) / r).mean())
 
 
-def _seen(net: VerifierNet, pictures: Tensor) -> Seen:
+def _seen(net: verifier.VerifierNet, pictures: Tensor) -> verifier.VerifierFeatures:
     told = [net(pictures[at : at + _BATCH]) for at in range(0, len(pictures), _BATCH)]
-    return Seen(*(torch.cat(column) for column in zip(*told, strict=True)))
+    return verifier.VerifierFeatures(*(torch.cat(column) for column in zip(*told, strict=True)))
 
 
-def _share(value: Any, people: int) -> Share:
-    """A share of pairs or pictures, as sure as so many people can make it."""
+def _share(value: Any, people: int) -> Proportion:
+    """A share of pairs or images, as sure as so many people can make it."""
     share = min(1.0, float(value))
     low, high = bounds(share * people, people)
-    return Share(share, min(low, share), max(high, share))  # but for rounding
+    return Proportion(share, min(low, share), max(high, share))  # but for rounding

@@ -1,6 +1,6 @@
-"""The semantic query function Q: which of the public set's semantics a picture shows (PrivImage, section 3.2).
+"""The semantic query function Q: which of the public set's semantics an image shows (PrivImage, section 3.2).
 
-Trained on public pictures alone and frozen: were it fine-tuned on patients, a patient would move the votes of all
+Trained on public images alone and frozen: were it fine-tuned on patients, a patient would move the votes of all
 others, and Theorem 3.1 would not hold. Two forms behind one face: a classifier of the public set's labels (Eq. 4);
 and where nobody labelled the public set, the nearest of the centres that k-means finds among its features.
 """
@@ -18,18 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.nets.feature_net import Frozen
-from agent.nets.features import LearnedFeatures, RandomFeatures
-from agent.nets.pictures import to_tensor
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nets.weights import BadWeights, Origin, Packed, Provenance, built, pack, unpack
+from agent.models.features.extractors import LearnedFeatures, RandomFeatures
+from agent.models.features.feature_net import FrozenNetwork
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.image_tensors import to_tensor
+from agent.models.weights import NetworkFile, Origin, Provenance, WeightsError, built, pack, unpack
 
 KIND: Final = "semantics"
 MOST_BINS: Final = 4_096
 _LONGEST: Final = 64  # characters of a name
 _MOST_NAMES: Final = 49_152  # characters of all names as JSON: a file's header holds 65,536
 _WIDEST: Final = 512  # channels of random features that a file may ask for: their filters are drawn, not read
-_AT_ONCE: Final = 256  # pictures
+_AT_ONCE: Final = 256  # images
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 
@@ -65,7 +65,7 @@ class Classifier(nn.Module):
 
 
 class Codebook(nn.Module):
-    """The centres of clusters of features, in units of the public pictures' own spread."""
+    """The centres of clusters of features, in units of the public images' own spread."""
 
     mean: Tensor
     spread: Tensor
@@ -78,12 +78,12 @@ class Codebook(nn.Module):
         self.register_buffer("mean", torch.zeros(size))
         self.register_buffer("spread", torch.ones(size))
         self.register_buffer("centres", torch.zeros(bins, size))
-        self.register_buffer("width", torch.ones(()))  # mean squared distance of public pictures to their centres
+        self.register_buffer("width", torch.ones(()))  # mean squared distance of public images to their centres
 
     def forward(self, embedded: Tensor) -> Tensor:
         """(n, d) features -> (n, NS): minus the squared distances to the centres, in units of ``width``."""
         near = (embedded.double() - self.mean.double()) / self.spread.double()
-        # by differences and not by a matrix product, whose rounding would depend on how many pictures there are
+        # by differences and not by a matrix product, whose rounding would depend on how many images there are
         apart = torch.cdist(near, self.centres.double(), compute_mode="donot_use_mm_for_euclid_dist")
         out: Tensor = -apart.square() / self.width.double()
         return out
@@ -104,7 +104,7 @@ class Nearest(nn.Module):
         return out
 
 
-class Semantics(Frozen):
+class Semantics(FrozenNetwork):
     """A frozen semantic query function with the names of its bins."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Semantics(Frozen):
             name: of the query function; short and lower-case.
             net: (n, 1 | 3, s, s) in [-1, 1] -> (n, NS) logits.
             bins: (NS,) names.
-            shape: (s, s) or (s, s, 3): what it was trained on, and what every picture is made into.
+            shape: (s, s) or (s, s, 3): what it was trained on, and what every image is made into.
             origin: of the file.
         Raises:
             ValueError: a name or shape of no query function.
@@ -138,10 +138,10 @@ class Semantics(Frozen):
         return out
 
     def probabilities(self, images: NDArray[np.float32]) -> NDArray[np.float64]:
-        """How probable each semantic is, for each picture by itself: Q_i(x).
+        """How probable each semantic is, for each image by itself: Q_i(x).
 
-        A picture's row depends on no other picture but by rounding, which may differ with the size of a batch. Where
-        one person's rows must not depend on another's at all, ask for each person's pictures by themselves.
+        An image's row depends on no other image but by rounding, which may differ with the size of a batch. Where
+        one person's rows must not depend on another's at all, ask for each person's images by themselves.
 
         Args:
             images: (n, h, w) grey or (n, h, w, 3) RGB in [0, 1], of any size and number.
@@ -159,7 +159,7 @@ class Semantics(Frozen):
         return np.concatenate(rows)
 
     def most_probable(self, images: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """The bin of each picture of a public set (n, h, w[, 3]): (n,), the most probable; of equals, the first."""
+        """The bin of each image of a public set (n, h, w[, 3]): (n,), the most probable; of equals, the first."""
         rows = [np.zeros(0, np.int64)]
         for start in range(0, len(images), _AT_ONCE):
             unit = images[start : start + _AT_ONCE].astype(np.float32) / np.float32(255)
@@ -190,7 +190,7 @@ def semantics_from(raw: bytes, provenance: Provenance = "file") -> Semantics:
         raw: what :func:`semantics_bytes` wrote.
         provenance: ``public`` only where the site's configuration vouches for the file's digest.
     Raises:
-        BadWeights: not such a file, or its configuration describes no query function.
+        WeightsError: not such a file, or its configuration describes no query function.
     """
     packed = unpack(raw, KIND)
     origin = Origin(provenance, packed.sha256)
@@ -207,20 +207,20 @@ def semantics_from(raw: bytes, provenance: Provenance = "file") -> Semantics:
         if isinstance(net, Nearest) and not bool((net.codebook.width > 0) & (net.codebook.spread > 0).all()):
             raise ValueError("spreads are positive")
         return Semantics(str(told["name"]), net, bins, shape, origin)
-    except BadWeights:
+    except WeightsError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as fault:
-        raise BadWeights("the file's configuration describes no semantic query function") from fault
+        raise WeightsError("the file's configuration describes no semantic query function") from fault
 
 
-def _classifier(packed: Packed, bins: int) -> Classifier:
+def _classifier(packed: NetworkFile, bins: int) -> Classifier:
     architecture = _architecture(packed.config["classifier"])
     if packed.config["shape"] != [architecture.side] * 2 + [3] * (architecture.channels == 3):
         raise ValueError("a classifier sees pictures of its trunk's size")
     return built(lambda: Classifier(architecture, bins), packed.state)
 
 
-def _nearest(packed: Packed, bins: int, origin: Origin) -> Nearest:
+def _nearest(packed: NetworkFile, bins: int, origin: Origin) -> Nearest:
     parts: dict[str, dict[str, Tensor]] = {"codebook": {}, "trunk": {}}
     for key, tensor in packed.state.items():
         part, _, rest = key.partition(".")

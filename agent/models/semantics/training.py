@@ -1,13 +1,13 @@
-"""Make a semantic query function of public pictures (PrivImage, section 3.2): by their labels, or without any.
+"""Make a semantic query function of public images (PrivImage, section 3.2): by their labels, or without any.
 
-With labels: a classifier by cross-entropy (Eq. 4), for a fixed number of steps, and how good it is on pictures that
+With labels: a classifier by cross-entropy (Eq. 4), for a fixed number of steps, and how good it is on images that
 it did not see. The paper stops where the accuracy on its validation set is best; nothing is gained by it that a
 cosine's end does not give. Without labels: k-means on the features of a network that learned from no label either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,21 +19,22 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from agent.nets.features import LearnedFeatures, RandomFeatures
-from agent.nets.semantics import MOST_BINS, Classifier, Codebook, Nearest, named, semantics_bytes
-from agent.nets.siamese import Share
-from agent.nets.trunk import TrunkArchitecture
-from agent.training.loop import Place, Plan, Progress, optimizer_state, restore_optimizer, seeded, train
-from agent.training.views import IDENTITY, Pool, Views, eased, run_digest, view
-from agent.wilson import bounds
+from agent.domain import CheckpointStore
+from agent.intervals import Proportion, bounds
+from agent.models.augmentations import IDENTITY, Pool, Views, eased, run_digest, view
+from agent.models.features.extractors import LearnedFeatures, RandomFeatures
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.semantics.classifier import MOST_BINS, Classifier, Codebook, Nearest, named, semantics_bytes
+from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from protos.common.errors import TrainingError
 
 _LEFT: Final = 4  # pixels a side of the last map, or a little more
 _STARTS: Final = 4  # of k-means; the best is kept
-_AT_ONCE: Final = 256  # pictures
+_AT_ONCE: Final = 256  # images
 _FLOOR: Final = 1e-6  # of a feature's spread, in units of the largest: one that hardly moves must not count as much
 
 
-class TooFewPictures(ValueError):
+class TooFewLabelledImagesError(TrainingError, ValueError):
     """The public set cannot make the semantics that were asked for. It is public: the text may say why."""
 
 
@@ -45,10 +46,10 @@ class SemanticsConfig:
     architecture: TrunkArchitecture
     bins: tuple[str, ...]  # (NS,) names of the labels 0 .. NS - 1
     steps: int = 2_000
-    batch: int = 128  # pictures, at most
+    batch: int = 128  # images, at most
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
-    held_out: float = 0.1  # of every label's pictures, one at least: to say how good it is, and for nothing else
+    held_out: float = 0.1  # of every label's images, one at least: to say how good it is, and for nothing else
     seed: int = 0
     views: Views = IDENTITY
     checkpoint_every: int = 500
@@ -64,7 +65,7 @@ class SemanticsConfig:
 
 
 def suited(side: int, channels: int, width: int = 32) -> TrunkArchitecture:
-    """A trunk for pictures of this size, from 8 pixels a side on: halved until about ``_LEFT`` pixels are left.
+    """A trunk for images of this size, from 8 pixels a side on: halved until about ``_LEFT`` pixels are left.
 
     Raises:
         ValueError: no trunk has this side or these channels.
@@ -77,10 +78,10 @@ def suited(side: int, channels: int, width: int = 32) -> TrunkArchitecture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedSemantics:
-    """A classifier's file, and how often it is right about public pictures that it did not see."""
+    """A classifier's file, and how often it is right about public images that it did not see."""
 
     file: bytes = field(repr=False)
-    accuracy: Share  # with Wilson's 95 % interval; each held-out picture is a trial
+    accuracy: Proportion  # with Wilson's 95 % interval; each held-out image is a trial
     guess: float  # what the commonest label alone would reach
 
 
@@ -89,7 +90,7 @@ class ClusteredSemantics:
     """A file of clusters, and how they came out."""
 
     file: bytes = field(repr=False)
-    sizes: tuple[int, ...]  # (NS,) public pictures in each
+    sizes: tuple[int, ...]  # (NS,) public images in each
     iterations: int
 
 
@@ -97,7 +98,7 @@ def train_semantics(
     images: NDArray[np.uint8],
     labels: NDArray[np.int64],
     config: SemanticsConfig,
-    place: Place | Path,
+    place: CheckpointStore | Path,
     say: Callable[[Progress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> TrainedSemantics:
@@ -111,9 +112,9 @@ def train_semantics(
         say: told of the progress.
         device: where the network is trained.
     Raises:
-        ValueError: pictures of another shape or type, or that do not differ; labels that are no bins.
-        TooFewPictures: a label has fewer than two pictures.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        ValueError: images of another shape or type, or that do not differ; labels that are no bins.
+        TooFewImagesError: a label has fewer than two images.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     learn, judge = split(labels, config, len(images))
     pool = Pool(images, config.architecture.side, config.architecture.channels, device)
@@ -122,7 +123,7 @@ def train_semantics(
     train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), place, say)
     hits = int((_answers(trainer.net, pool, judge) == labels[judge]).sum())
     low, high = bounds(hits, len(judge))
-    accuracy = Share(hits / len(judge), low, high)
+    accuracy = Proportion(hits / len(judge), low, high)
     guess = float(np.bincount(labels[judge]).max() / len(judge))
     told = {"accuracy": asdict(accuracy), "run": digest, "seed": config.seed, "steps": config.steps}
     side = config.architecture.side
@@ -133,11 +134,11 @@ def train_semantics(
 def split(
     labels: NDArray[np.int64], config: SemanticsConfig, count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Places of the pictures to learn and to judge by, a share of every label's in each.
+    """Places of the images to learn and to judge by, a share of every label's in each.
 
     Raises:
-        ValueError: not one bin's number for each of the ``count`` pictures.
-        TooFewPictures: a label has fewer than two.
+        ValueError: not one bin's number for each of the ``count`` images.
+        TooFewImagesError: a label has fewer than two.
     """
     if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError("a label is a whole number, one for each picture")
@@ -145,8 +146,8 @@ def split(
         raise ValueError("a label is the number of a bin")
     few = [config.bins[b] for b, n in enumerate(np.bincount(labels, minlength=len(config.bins))) if n < 2]
     if few:
-        raise TooFewPictures(
-            f"every label needs two pictures or more, one to learn and one to judge by. {len(few)} have fewer: "
+        raise TooFewLabelledImagesError(
+            f"every label needs two pictures or more, one for training and one for testing. {len(few)} have fewer: "
             f"{', '.join(few[:5])}{', …' if len(few) > 5 else ''}"
         )
     rng = np.random.Generator(np.random.Philox(config.seed))
@@ -159,7 +160,7 @@ def split(
     return np.sort(np.concatenate(learn)), np.sort(np.concatenate(judge))
 
 
-class _Trainer:
+class _Trainer(LossTrainer):
     """Cross-entropy over random batches."""
 
     def __init__(
@@ -170,40 +171,24 @@ class _Trainer:
         with seeded(config.seed):
             net = Classifier(config.architecture, len(config.bins))
         self.net = net.to(pool.device)
-        self.optimizer = torch.optim.AdamW(
-            self.net.parameters(), config.learning_rate, weight_decay=config.weight_decay
-        )
-        self.done = 0
+        rate, decay = config.learning_rate, config.weight_decay
+        adam = torch.optim.AdamW(self.net.parameters(), rate, weight_decay=decay)
+        super().__init__({"net": self.net}, {"optimizer": adam})
+        self.clipped = self.net
 
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **{f"net.{name}": t for name, t in self.net.state_dict().items()},
-            **optimizer_state(self.optimizer, "optimizer"),
-            "done": torch.tensor(self.done),
-        }
+    def rate(self) -> float:
+        return self.config.learning_rate * eased(self.done, self.config.steps)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.net.load_state_dict({n.removeprefix("net."): t for n, t in state.items() if n.startswith("net.")})
-        restore_optimizer(self.optimizer, "optimizer", state)
-        self.done = int(state["done"])
-
-    def step(self, generator: torch.Generator) -> dict[str, float]:
+    def loss(self, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
         chosen = self.learn[torch.randperm(len(self.learn), generator=generator)[: self.config.batch]]
         images = view(self.pool.take(chosen), self.config.views, generator)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * eased(self.done, self.config.steps)
         # Eq. 4: the mean over the batch of -Σ_i s_i log Q_i(x), where one s_i is 1
         loss = cross_entropy(self.net(images), self.labels[chosen].to(self.pool.device))
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
-        self.optimizer.step()
-        self.done += 1
-        return {"cross_entropy": float(loss.detach())}
+        return loss, {"cross_entropy": float(loss.detach())}
 
 
 def _answers(net: Classifier, pool: Pool, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(n,) the most probable bin of each picture."""
+    """(n,) the most probable bin of each image."""
     with torch.no_grad():
         parts = np.array_split(places, -(-len(places) // _AT_ONCE))
         found: NDArray[np.int64] = torch.cat(
@@ -219,26 +204,28 @@ def cluster_semantics(
     seed: int = 0,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> ClusteredSemantics:
-    """Semantics of public pictures that nobody labelled: k-means on their features, each feature at unit spread.
+    """Semantics of public images that nobody labelled: k-means on their features, each feature at unit spread.
 
-    A picture's probabilities are the softmax of minus its squared distances to the centres, in units of the mean
-    squared distance of the public pictures to theirs: that of a picture like them falls off over one cluster's width.
+    An image's probabilities are the softmax of minus its squared distances to the centres, in units of the mean
+    squared distance of the public images to theirs: that of an image like them falls off over one cluster's width.
 
     Args:
-        features: random, or learned from public pictures; never from the cohort (P6).
-        images: (n, s, s) or (n, s, s, 3) public pictures.
+        features: random, or learned from public images; never from the cohort (P6).
+        images: (n, s, s) or (n, s, s, 3) public images.
         count: of the clusters.
         seed: of the first centres.
         device: where the features are computed.
     Raises:
-        ValueError: pictures that are no squares or do not differ, or no number of clusters.
-        TooFewPictures: fewer different pictures than clusters, as the features see them.
+        ValueError: images that are no squares or do not differ, or no number of clusters.
+        TooFewImagesError: fewer different images than clusters, as the features see them.
     """
     if type(count) is not int or not 2 <= count <= MOST_BINS:
         raise ValueError(f"there are 2 to {MOST_BINS} clusters")
     points, mean, spread = _standardised(features, images, device)
     if len(np.unique(points, axis=0)) < count:
-        raise TooFewPictures(f"the pictures do not make {count} clusters: add pictures, or ask for fewer clusters")
+        raise TooFewLabelledImagesError(
+            f"the pictures do not make {count} clusters: add pictures, or ask for fewer clusters"
+        )
     found = KMeans(count, n_init=_STARTS, random_state=seed % (1 << 32)).fit(points)
     codebook = Codebook(points.shape[1], count)
     values = {"mean": mean, "spread": spread, "centres": found.cluster_centers_}
@@ -256,7 +243,7 @@ def cluster_semantics(
 def _standardised(
     features: RandomFeatures | LearnedFeatures, images: NDArray[np.uint8], device: torch.device
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """(n, d): the features of pictures at mean 0 and unit spread; and the mean (d,) and the spread (d,) before."""
+    """(n, d): the features of images at mean 0 and unit spread; and the mean (d,) and the spread (d,) before."""
     pool = Pool(images, images.shape[1], 3 if images.ndim == 4 else 1, device)
     with torch.no_grad():
         places = np.array_split(np.arange(len(images)), -(-len(images) // _AT_ONCE))

@@ -2,10 +2,10 @@
 
 Karras et al. 2020b (arXiv 2006.06676): the 'bgc' set of section 3 and appendix B (x-flips, 90-degree rotations,
 integer translation; isotropic and anisotropic scale, rotation, fractional translation; brightness, contrast, luma
-flip, hue, saturation), each applied to each picture with probability p. The generator sees them through the
+flip, hue, saturation), each applied to each image with probability p. The generator sees them through the
 discriminator only.
 
-Unlike the published code, pictures are sampled bilinearly, without a wavelet filter, and mirrored at the edges.
+Unlike the published code, images are sampled bilinearly, without a wavelet filter, and mirrored at the edges.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from agent.nets.blur import in_float
+from agent.models.stylegan.resampling import in_float
 
 # Appendix B: standard deviations and limits
 SHIFT: Final = 0.125  # integer translation, uniform, as a share of the width
@@ -35,9 +35,9 @@ class Control:
     """How p follows the discriminator (2020b, section 3, Eq. 1: r_t = E[sign D(real)])."""
 
     target: float = 0.6  # of r_t
-    kimg: float = 500.0  # thousands of pictures in which p can go from 0 to 1
+    kimg: float = 500.0  # thousands of images in which p can go from 0 to 1
     every: int = 4  # minibatches between two adjustments
-    most: float = 0.8  # section 2.2: above, augmentations begin to leak into the pictures
+    most: float = 0.8  # section 2.2: above, augmentations begin to leak into the images
 
     def __post_init__(self) -> None:
         """Refuse what controls nothing."""
@@ -45,7 +45,7 @@ class Control:
             raise ValueError("the target is a mean sign, the speed positive, and p at most 1")
 
     def moved(self, p: float, signs: float, images: int) -> float:
-        """The next p, from the mean sign of the logits of ``images`` real pictures.
+        """The next p, from the mean sign of the logits of ``images`` real images.
 
         Raises:
             ValueError: a mean sign that is none.
@@ -57,11 +57,11 @@ class Control:
 
 
 def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
-    """Augment each picture by itself.
+    """Augment each image by itself.
 
     Args:
         images: (n, 1 | 3, r, r) in [-1, 1].
-        p: probability of each augmentation; 0 gives the pictures themselves.
+        p: probability of each augmentation; 0 gives the images themselves.
         generator: on its device or the CPU.
     Returns:
         The same shape; twice differentiable with respect to ``images``.
@@ -75,7 +75,7 @@ def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
     if p == 0.0:
         return images
     n, channels, size, _ = images.shape
-    with in_float(images):  # pictures keep their 8 bits
+    with in_float(images):  # images keep their 8 bits
         theta = geometry(n, size, p, generator).to(images.device)
         grid = affine_grid(theta[:, :2], [n, channels, size, size], align_corners=False)
         matrices = colours(n, p, generator, grey=channels == 1).to(images.device)
@@ -83,7 +83,7 @@ def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
 
 
 class _Draw:
-    """One random number a picture, replaced by what does nothing where an augmentation is not applied."""
+    """One random number an image, replaced by what does nothing where an augmentation is not applied."""
 
     def __init__(self, count: int, generator: torch.Generator) -> None:
         self.count = count
@@ -122,7 +122,7 @@ def geometry(count: int, size: int, p: float, generator: torch.Generator) -> Ten
 
 
 def colours(count: int, p: float, generator: torch.Generator, grey: bool = False) -> Tensor:
-    """(count, 4, 4): what is done to (r, g, b, 1). Of grey pictures only brightness, contrast and luma flip."""
+    """(count, 4, 4): what is done to (r, g, b, 1). Of grey images only brightness, contrast and luma flip."""
     draw = _Draw(count, generator)
     eye = torch.eye(4, device=generator.device)
     luma = torch.tensor([1.0, 1.0, 1.0, 0.0], device=generator.device) / math.sqrt(3.0)
@@ -144,7 +144,7 @@ def colours(count: int, p: float, generator: torch.Generator, grey: bool = False
 
 def _coloured(images: Tensor, matrices: Tensor) -> Tensor:
     if images.shape[1] == 1:
-        row = matrices[:, :3].mean(dim=1)  # a grey picture is r = g = b, and stays grey
+        row = matrices[:, :3].mean(dim=1)  # a grey image is r = g = b, and stays grey
         return images * row[:, :3].sum(dim=1)[:, None, None, None] + row[:, 3][:, None, None, None]
     flat = images.flatten(2)
     return (matrices[:, :3, :3] @ flat + matrices[:, :3, 3:]).view_as(images)
@@ -184,9 +184,9 @@ def _hue(angle: Tensor) -> Tensor:
 
 
 def sampled(images: Tensor, grid: Tensor) -> Tensor:
-    """Bilinear ``grid_sample``, mirrored at the edges, twice differentiable with respect to the pictures.
+    """Bilinear ``grid_sample``, mirrored at the edges, twice differentiable with respect to the images.
 
-    torch's own has no second derivative, which R1 through an augmentation needs. Sampling is linear in the pictures:
+    torch's own has no second derivative, which R1 through an augmentation needs. Sampling is linear in the images:
     the derivative of its adjoint is the sampling itself.
     """
     out: Tensor = _Sampled.apply(images, grid)  # type: ignore[no-untyped-call]  # torch does not type it
@@ -210,7 +210,7 @@ class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, grid: Tensor, shape: torch.Size) -> Tensor:
         ctx.save_for_backward(grid)
-        unused = grad.new_zeros(shape)  # the pictures: only their shape matters to this half of the operator
+        unused = grad.new_zeros(shape)  # the images: only their shape matters to this half of the operator
         out: Tensor = torch.ops.aten.grid_sampler_2d_backward(
             grad.contiguous(), unused, grid, BILINEAR, REFLECTED, False, [True, False]
         )[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, hardtanh, leaky_relu, linear
 
-from agent.nets.blur import halved, low_pass, smoothed
+from agent.models.stylegan.resampling import halved, low_pass, smoothed
 
 CLAMP: Final = 256.0  # activations stay inside, so that half precision cannot overflow (2020b, appendix)
 SLOPE: Final = 0.2

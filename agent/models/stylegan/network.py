@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, conv_transpose2d
 
-from agent.nets.blur import doubled, in_float, low_pass, smoothed
-from agent.nets.equalised import CLAMP, EPS, GAIN, Conv2d, FullyConnected, activated
-from agent.nets.weights import BadWeights, Packed, built, pack, unpack
+from agent.models.stylegan.layers import CLAMP, EPS, GAIN, Conv2d, FullyConnected, activated
+from agent.models.stylegan.resampling import doubled, in_float, low_pass, smoothed
+from agent.models.weights import NetworkFile, WeightsError, built, pack, unpack
 
 Noise = Literal["const", "random", "none"]
 KIND: Final = "generator"
@@ -33,7 +33,7 @@ class Architecture:
     """The public shape of a generator and its discriminator."""
 
     resolution: int  # px, a power of two
-    channels: int  # of the picture: 1 or 3
+    channels: int  # of the image: 1 or 3
     z_dim: int = 512
     w_dim: int = 512
     mapping_layers: int = 2  # 2 in the published "auto" setting, 8 in 2020a
@@ -56,7 +56,7 @@ class Architecture:
 
     @property
     def num_ws(self) -> int:
-        """Styles of one picture: one for every convolution, and one for the last colour layer."""
+        """Styles of one image: one for every convolution, and one for the last colour layer."""
         return 2 * int(math.log2(self.resolution)) - 2
 
     @property
@@ -69,7 +69,7 @@ class Architecture:
         return min(self.channel_base // resolution, self.channel_max)
 
     def with_channels(self, channels: int) -> Architecture:
-        """The same network for grey (1) or colour (3) pictures."""
+        """The same network for grey (1) or colour (3) images."""
         return replace(self, channels=channels)
 
 
@@ -116,7 +116,7 @@ class MappingNetwork(nn.Module):
 
 
 class SynthesisLayer(nn.Module):
-    """Modulated 3x3 convolution, demodulation, noise, bias, leaky ReLU; doubles the picture first if ``up`` is 2."""
+    """Modulated 3x3 convolution, demodulation, noise, bias, leaky ReLU; doubles the image first if ``up`` is 2."""
 
     resample_filter: Tensor
     noise_const: Tensor
@@ -168,7 +168,7 @@ class ToRGB(nn.Module):
 
 
 class SynthesisBlock(nn.Module):
-    """The layers of one resolution, and its part of the picture (2020a, figure 7b: skip connections)."""
+    """The layers of one resolution, and its part of the image (2020a, figure 7b: skip connections)."""
 
     resample_filter: Tensor
 
@@ -196,7 +196,7 @@ class SynthesisBlock(nn.Module):
 
 
 class SynthesisNetwork(nn.Module):
-    """Styles -> picture."""
+    """Styles -> image."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -208,12 +208,12 @@ class SynthesisNetwork(nn.Module):
     def forward(
         self, ws: Tensor, noise: Noise = "const", until: int | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Draw pictures.
+        """Draw images.
 
         Args:
             ws: (n, num_ws, w_dim), one style for every layer (W+).
             noise: the fixed noise of the network, fresh noise from ``generator``, or none.
-            until: stop at this resolution: the picture as it is there.
+            until: stop at this resolution: the image as it is there.
             generator: of fresh noise; on its device or the CPU.
         Returns:
             (n, channels, r, r) float32, about [-1, 1].
@@ -255,7 +255,7 @@ def _noise(layer: SynthesisLayer, noise: Noise, ws: Tensor, generator: torch.Gen
 
 
 class Generator(nn.Module):
-    """z -> picture."""
+    """z -> image."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class DiscriminatorBlock(nn.Module):
         self.skip = Conv2d(width, above, 1, down=2, plain=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, width or picture, r, r) -> (n, width above, r / 2, r / 2)."""
+        """(n, width or image, r, r) -> (n, width above, r / 2, r / 2)."""
         if self.fromrgb is not None:
             x = self.fromrgb(x)
         half = math.sqrt(0.5)
@@ -331,7 +331,7 @@ def spread(x: Tensor, group: int) -> Tensor:
 
 
 class Discriminator(nn.Module):
-    """Pictures (n, channels, r, r) -> logits (n, 1): positive is real."""
+    """Images (n, channels, r, r) -> logits (n, 1): positive is real."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Discriminator(nn.Module):
         self.b4 = DiscriminatorEpilogue(architecture)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Judge a batch; the judgement of one picture depends on its group of the batch."""
+        """Judge a batch; the judgement of one image depends on its group of the batch."""
         x = images
         for resolution in self.architecture.resolutions[:0:-1]:
             x = getattr(self, f"b{resolution}")(x)
@@ -354,15 +354,15 @@ def generator_bytes(generator: Generator, notes: Mapping[str, Any]) -> bytes:
     return pack(KIND, asdict(generator.architecture), notes, generator.state_dict())
 
 
-def generator_from(raw: bytes) -> tuple[Generator, Packed]:
+def generator_from(raw: bytes) -> tuple[Generator, NetworkFile]:
     """Read what :func:`generator_bytes` wrote, in evaluation mode.
 
     Raises:
-        BadWeights: no generator, an architecture that cannot be built, or weights that do not fit it.
+        WeightsError: no generator, an architecture that cannot be built, or weights that do not fit it.
     """
     packed = unpack(raw, KIND)
     try:
         architecture = Architecture(**packed.config)
     except (TypeError, ValueError) as fault:
-        raise BadWeights("the file names no architecture that can be built") from fault
+        raise WeightsError("the file names no architecture that can be built") from fault
     return built(lambda: Generator(architecture), packed.state).requires_grad_(requires_grad=True), packed

@@ -1,7 +1,7 @@
-"""Resampling of feature maps and pictures with the low-pass filter [1, 3, 3, 1], as depthwise convolutions.
+"""Resampling of feature maps and images with the low-pass filter [1, 3, 3, 1], as depthwise convolutions.
 
-Karras et al. 2020a (arXiv 1912.04958), section 4.1, after Zhang 2019. Paddings are those that keep pictures centred:
-doubling and halving are adjoint up to the gain. Outside of the picture is zero.
+Karras et al. 2020a (arXiv 1912.04958), section 4.1, after Zhang 2019. Paddings are those that keep images centred:
+doubling and halving are adjoint up to the gain. Outside of the image is zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TAPS: Final = (1.0, 3.0, 3.0, 1.0)
 
 
 def in_float(x: Tensor) -> AbstractContextManager[object]:
-    """Keep the types of the operands, also inside a caller's autocast: for styles, demodulation, pictures, logits."""
+    """Keep the types of the operands, also inside a caller's autocast: for styles, demodulation, images, logits."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
@@ -36,7 +36,7 @@ def _depthwise(fir: Tensor, x: Tensor, gain: float) -> Tensor:
 
 def doubled(x: Tensor, fir: Tensor) -> Tensor:
     """(n, c, h, w) at (2h, 2w): zeros between the samples, then the filter with gain 4."""
-    with in_float(x):  # a picture that is summed over scales keeps its precision
+    with in_float(x):  # an image that is summed over scales keeps its precision
         return conv_transpose2d(x, _depthwise(fir, x, 4.0), stride=2, padding=1, groups=x.shape[1])
 
 

@@ -1,13 +1,13 @@
-"""ReStyle: from a picture to the W+ code of a generator, by repeated correction of the last guess.
+"""ReStyle: from an image to the W+ code of a generator, by repeated correction of the last guess.
 
 Alaluf, Patashnik & Cohen-Or 2021 (arXiv 2104.02699), section 3 and Fig. 2; k-SALSA, section 3.3 and supplement B.
-With x the picture, w_0 the average latent and y_0 = G(w_0) its picture, pass t does
+With x the image, w_0 the average latent and y_0 = G(w_0) its image, pass t does
 
     d_t = E(x || y_t),   w_{t+1} = w_t + d_t,   y_{t+1} = G(w_{t+1})
 
 where || joins channels. Three things differ from the published network, on purpose. One head is shared by all
 layers, with one linear map for each (the published 16 separate heads hold 151 of its 172 million parameters). Groups
-are normalised, not batches, so that a code does not depend on the other pictures of its batch. And the last linear
+are normalised, not batches, so that a code does not depend on the other images of its batch. And the last linear
 map begins at zero, so that an untrained encoder answers the average latent and nothing worse.
 """
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, leaky_relu
 
-from agent.nets.pictures import resized
-from agent.nets.stylegan import Architecture, Generator
-from agent.nets.weights import BadWeights, Packed, built, pack, unpack
+from agent.models.image_tensors import resized
+from agent.models.stylegan.network import Architecture, Generator
+from agent.models.weights import NetworkFile, WeightsError, built, pack, unpack
 
 KIND: Final = "encoder"
 PASSES: Final = 5  # k-SALSA, supplement B: five refinement iterations
@@ -35,13 +35,13 @@ _GRID: Final = 4  # pixels a side of what the shared head reads at once
 
 @dataclass(frozen=True, slots=True)
 class EncoderArchitecture:
-    """What an encoder is made of. The code's shape comes from the generator; the trunk from :data:`PRESETS`."""
+    """The architecture of an encoder. The code's shape comes from the generator; the trunk from :data:`PRESETS`."""
 
-    resolution: int  # pixels a side of the pictures
+    resolution: int  # pixels a side of the images
     channels: int  # 1 grey, 3 RGB
     num_ws: int  # layers of the code
     w_dim: int
-    side: int  # pixels a side that the trunk sees; larger pictures are averaged down to it
+    side: int  # pixels a side that the trunk sees; larger images are averaged down to it
     widths: tuple[int, ...]  # channels of each stage; each but the first halves the side
     blocks: tuple[int, ...]  # residual blocks of each stage
     head: int  # width of the shared head
@@ -129,7 +129,9 @@ class CodeShape(Protocol):
 
 
 class Corrector(Protocol):
-    """E of the module's formula: :class:`Encoder`, or a published file's (:mod:`agent.nets.restyle_official`)."""
+    """E of the module's formula: :class:`Encoder`, or a published file's
+    (:mod:`agent.models.stylegan.restyle_published`).
+    """
 
     @property
     def architecture(self) -> CodeShape:
@@ -140,7 +142,7 @@ class Corrector(Protocol):
 
 
 class _Block(nn.Module):
-    """A residual block whose straight way is not normalised: how bright a picture is must reach the head."""
+    """A residual block whose straight way is not normalised: how bright an image is must reach the head."""
 
     def __init__(self, enters: int, leaves: int, stride: int) -> None:
         super().__init__()
@@ -160,12 +162,12 @@ class _Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """E of the module's formula: two pictures in, an additive update of the code out."""
+    """E of the module's formula: two images in, an additive update of the code out."""
 
     spread: Tensor
 
     def __init__(self, architecture: EncoderArchitecture) -> None:
-        """Initial weights from the global generator: build inside ``agent.training.loop.seeded``."""
+        """Initial weights from the global generator: build inside ``agent.models.training_loop.seeded``."""
         super().__init__()
         a = self.architecture = architecture
         self.stem = nn.Conv2d(2 * a.channels, a.widths[0], 3, a.stem, 1)
@@ -243,14 +245,14 @@ def scatter(generator: Generator, seed: int = 0) -> Tensor:
     return size
 
 
-def average_picture(generator: Generator) -> Tensor:
+def average_image(generator: Generator) -> Tensor:
     """y_0 = G(w_0): (1, c, r, r)."""
     picture: Tensor = generator.synthesis(average_code(generator, 1), noise="const")
     return picture
 
 
 def invert_images(encoder: Corrector, generator: Generator, images: Tensor, passes: int = PASSES) -> Tensor:
-    """The codes of one batch of pictures, without gradients.
+    """The codes of one batch of images, without gradients.
 
     Deterministic: noise is the generator's constant one. ``passes`` runs of the encoder and ``passes - 1`` of the
     generator, one more for y_0: the last reconstruction is not drawn when only codes are wanted.
@@ -272,7 +274,7 @@ def invert_images(encoder: Corrector, generator: Generator, images: Tensor, pass
 def invert_recorded(
     encoder: Corrector, generator: Generator, images: Tensor, passes: int = PASSES
 ) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`invert_images`, with the pictures y_0 … y_passes, each (n, c, r, r): for people to look at."""
+    """As :func:`invert_images`, with the images y_0 … y_passes, each (n, c, r, r): for people to look at."""
     seen: list[Tensor] = []
     *_, ws = _refine(encoder, generator, images, passes, seen)
     return ws, seen
@@ -282,7 +284,7 @@ def invert_recorded(
 def _refine(
     encoder: Corrector, generator: Generator, images: Tensor, passes: int, seen: list[Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """(last picture drawn, codes); every picture goes into ``seen``, where there is one."""
+    """(last image drawn, codes); every image goes into ``seen``, where there is one."""
     check_fits(encoder, generator)
     a = generator.architecture
     if images.shape[1:] != (a.channels, a.resolution, a.resolution):
@@ -290,7 +292,7 @@ def _refine(
     if not passes >= 1:
         raise ValueError("at least one pass")
     ws = average_code(generator, len(images))
-    drawn = average_picture(generator).expand(len(images), -1, -1, -1)
+    drawn = average_image(generator).expand(len(images), -1, -1, -1)
     for left in reversed(range(passes)):
         if seen is not None:
             seen.append(drawn)
@@ -306,7 +308,7 @@ def _refine(
 class Polish:
     """Hybrid inversion: a few steps of Adam on the code itself, from the encoder's answer.
 
-    Not part of k-SALSA, and off unless asked for: it draws more of a picture's own detail, and leaves the region that
+    Not part of k-SALSA, and off unless asked for: it draws more of an image's own detail, and leaves the region that
     the encoder keeps to.
     """
 
@@ -323,7 +325,7 @@ class Polish:
 def polish(generator: Generator, images: Tensor, ws: Tensor, spread: float, plan: Polish) -> Tensor:
     """Codes after ``plan.steps`` of Adam on mean squared pixel error plus ``plan.stay`` times the distance walked.
 
-    A picture's code does not depend on its batch: the loss is a sum over pictures, and Adam works number by number.
+    An image's code does not depend on its batch: the loss is a sum over images, and Adam works number by number.
 
     Args:
         generator: G.
@@ -357,19 +359,19 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def encoder_bytes(encoder: Encoder, notes: Mapping[str, Any]) -> bytes:
-    """The encoder as one file (:mod:`agent.nets.weights`), with how it was made."""
+    """The encoder as one file (:mod:`agent.models.weights`), with how it was made."""
     return pack(KIND, asdict(encoder.architecture), notes, encoder.state_dict())
 
 
-def encoder_from(raw: bytes) -> tuple[Encoder, Packed]:
+def encoder_from(raw: bytes) -> tuple[Encoder, NetworkFile]:
     """Read what :func:`encoder_bytes` wrote; frozen, on the CPU.
 
     Raises:
-        BadWeights: no encoder, sizes of no encoder, or tensors that do not fit them.
+        WeightsError: no encoder, sizes of no encoder, or tensors that do not fit them.
     """
     packed = unpack(raw, KIND)
     try:
         architecture = EncoderArchitecture(**packed.config)
     except (TypeError, ValueError) as fault:
-        raise BadWeights("the file's sizes are those of no encoder") from fault
+        raise WeightsError("the file's sizes are those of no encoder") from fault
     return built(lambda: Encoder(architecture), packed.state), packed

@@ -2,7 +2,7 @@
 
 k-SALSA inverts with ReStyle over a ResNet-34 (section 3.3); the face models have an IR-SE-50. Both end in a map of
 16 x 16, from which one head for every layer of the generator reads a style. BatchNorm is frozen, so a code does not
-depend on the pictures beside it. An encoder that is trained here is :mod:`agent.nets.restyle`'s.
+depend on the images beside it. An encoder that is trained here is :mod:`agent.models.stylegan.restyle`'s.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, relu
 
-from agent.nets.pictures import resized
-from agent.nets.resnet import FrozenNorm, stages
+from agent.models.features.resnet import FrozenNorm, stages
+from agent.models.image_tensors import resized
 
 SEEN: Final = 256  # pixels a side
 WIDE: Final = 512  # channels of the last map, and of a style
@@ -24,7 +24,7 @@ _UNITS: Final = ((64, 64, 3), (64, 128, 4), (128, 256, 14), (256, 512, 3))
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class EncoderShape:
     """What an encoder must share with its generator."""
 
     resolution: int
@@ -47,7 +47,7 @@ class Squeeze(nn.Module):
         return x * torch.sigmoid(self.fc2(relu(self.fc1(x.mean(dim=(2, 3), keepdim=True)))))
 
 
-class Unit(nn.Module):
+class ResidualUnit(nn.Module):
     """A residual unit of IR-SE-50 (ArcFace's trunk)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -90,7 +90,7 @@ class Linear(nn.Module):
         return linear(x, self.weight / math.sqrt(WIDE), self.bias)
 
 
-class Head(nn.Module):
+class StyleHead(nn.Module):
     """16 x 16 to one style."""
 
     def __init__(self) -> None:
@@ -109,13 +109,13 @@ class Head(nn.Module):
 
 
 class RestyleEncoder(nn.Module):
-    """E of x || y, as :class:`agent.nets.restyle.Encoder` is called."""
+    """E of x || y, as :class:`agent.models.stylegan.restyle.Encoder` is called."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: EncoderShape) -> None:
         """Make the heads; the subclass makes the trunk before."""
         super().__init__()
         self.architecture = fit
-        self.styles = nn.ModuleList([Head() for _ in range(fit.num_ws)])
+        self.styles = nn.ModuleList([StyleHead() for _ in range(fit.num_ws)])
 
     def forward(self, images: Tensor, reconstructions: Tensor) -> Tensor:
         """The update of the code.
@@ -137,7 +137,7 @@ class RestyleEncoder(nn.Module):
 class ResNetEncoder(RestyleEncoder):
     """Over ResNet-34 without its pooling: "ResNetBackboneEncoder"."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: EncoderShape) -> None:
         """Make the layers."""
         super().__init__(fit)
         self.conv1 = nn.Conv2d(6, 64, 7, 2, 3, bias=False)
@@ -154,12 +154,12 @@ class ResNetEncoder(RestyleEncoder):
 class FaceEncoder(RestyleEncoder):
     """Over IR-SE-50: "BackboneEncoder"."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: EncoderShape) -> None:
         """Make the layers."""
         super().__init__(fit)
         self.input_layer = nn.Sequential(nn.Conv2d(6, 64, 3, 1, 1, bias=False), FrozenNorm(64), nn.PReLU(64))
         units = [
-            Unit(outputs if index else inputs, outputs, 1 if index else 2)
+            ResidualUnit(outputs if index else inputs, outputs, 1 if index else 2)
             for inputs, outputs, count in _UNITS
             for index in range(count)
         ]

@@ -1,11 +1,11 @@
-"""Train a ReStyle encoder for a generator: first on pictures that the generator makes, then on public ones.
+"""Train a ReStyle encoder for a generator: first on images that the generator makes, then on public ones.
 
 Alaluf, Patashnik & Cohen-Or 2021 (arXiv 2104.02699), section 3 and Fig. 2; k-SALSA, section 3.3 and supplement B.
 Every refinement pass has its own losses and its own backward pass, between two passes nothing is differentiated, and
 one optimiser step takes the sum of their gradients.
 
 The first stage is ours. A generator is an endless supply of pairs (w, G(w)), so that the error of a code is known
-exactly, and no picture of anybody is needed: an encoder of this stage alone is a function of the generator only.
+exactly, and no image of anybody is needed: an encoder of this stage alone is a function of the generator only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,30 +24,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent.nets.feature_net import FeatureNet
-from agent.nets.pictures import to_bytes, to_tensor, to_unit
-from agent.nets.restyle import (
-    PASSES,
-    Encoder,
-    EncoderArchitecture,
-    architecture_for,
-    average_code,
-    average_picture,
-    check_fits,
-    encoder_bytes,
-    fingerprint,
-    invert_recorded,
-    scatter,
-)
-from agent.nets.stylegan import Generator
-from agent.training.grids import write_grid
-from agent.training.loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train, write_whole
+from agent.models.features.feature_net import FeatureNet
+from agent.models.grids import write_grid
+from agent.models.image_tensors import to_bytes, to_tensor, to_unit
+from agent.models.stylegan import restyle
+from agent.models.stylegan.network import Generator
+from agent.models.training_loop import NetworkTrainer, Plan, Progress, seeded, train
+from protos.common.durable_files import replace_file
 
 FILE: Final = "encoder.safetensors"
 PICTURES: Final = "pictures"
-_SHOWN: Final = 8  # pictures in a grid
+_SHOWN: Final = 8  # images in a grid
 _RAMP: Final = 0.05  # share of a run over which the rate rises
-_STEEPEST: Final = 1.0  # norm of a gradient, at most: codes far out draw pictures far out, and their errors are huge
+_STEEPEST: Final = 1.0  # norm of a gradient, at most: codes far out draw images far out, and their errors are huge
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +45,9 @@ class Losses:
 
     code: float = 1.0  # of pairs: mean squared error of the code; 1 is what the average latent gets
     pixel: float = 1.0  # mean squared error of pixels in [-1, 1]
-    maps: float = 0.8  # of pictures, where there are features: squared error of unit-length feature maps
-    embed: float = 0.5  # of pictures, where there are features: 1 - cosine of the embeddings
-    norm: float = 0.0  # of pictures: mean squared distance from the average latent, in units of the scatter
+    maps: float = 0.8  # of images, where there are features: squared error of unit-length feature maps
+    embed: float = 0.5  # of images, where there are features: 1 - cosine of the embeddings
+    norm: float = 0.0  # of images: mean squared distance from the average latent, in units of the scatter
 
     def __post_init__(self) -> None:
         """Refuse negative weights, infinite ones, and a stage with nothing to learn from."""
@@ -73,20 +62,20 @@ class InversionConfig:
     """A training run: public configuration."""
 
     pair_steps: int = 20_000  # on (w, G(w))
-    image_steps: int = 80_000  # on public pictures; k-SALSA: 100 000 in all
+    image_steps: int = 80_000  # on public images; k-SALSA: 100 000 in all
     batch: int = 8
-    passes: int = PASSES
+    passes: int = restyle.PASSES
     rate: float = 1e-4  # of Adam
     decay: float = 0.25  # the share of the run, at its end, over which the rate falls to nothing (cosine)
     mixing: int = 3  # draws of the mapping network of which a pair's layers are mixed, at most
     perturbation: float = 0.3  # standard deviation of what is added to a pair's code, at most, in its scatter
     losses: Losses = field(default_factory=Losses)
-    flip: bool = False  # mirror half of the pictures: an eye's side, or a heart's, is then no longer told
+    flip: bool = False  # mirror half of the images: an eye's side, or a heart's, is then no longer told
     bf16: bool = False  # autocast; weights and losses stay float32
     seed: int = 0
     checkpoint_every: int = 500
     say_every: int = 50
-    architecture: EncoderArchitecture | None = None  # None: the preset of the generator
+    architecture: restyle.EncoderArchitecture | None = None  # None: the preset of the generator
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
@@ -113,12 +102,14 @@ class _Target:
     embedding: Tensor | None = None
 
 
-class InversionTrainer:
-    """The trainer of :mod:`agent.training.loop`. The generator is copied and frozen; the caller's stays as it is."""
+class InversionTrainer(NetworkTrainer):
+    """The trainer of :mod:`agent.models.training_loop`. The generator is copied and frozen; the caller's stays as it
+    is.
+    """
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: restyle.Encoder,
         generator: Generator,
         config: InversionConfig,
         images: NDArray[np.float32] | None = None,
@@ -130,12 +121,12 @@ class InversionTrainer:
             encoder: built anew.
             generator: G, trained, with its average latent.
             config: of the run.
-            images: public pictures (n, r, r[, 3]) in [0, 1]; none, if there is no second stage.
+            images: public images (n, r, r[, 3]) in [0, 1]; none, if there is no second stage.
             features: of the feature losses; none, for pixels alone.
         Raises:
-            ValueError: shapes that do not fit, or a second stage without pictures.
+            ValueError: shapes that do not fit, or a second stage without images.
         """
-        check_fits(encoder, generator)
+        restyle.check_fits(encoder, generator)
         a = generator.architecture
         shape = (a.resolution, a.resolution) + ((3,) if a.channels == 3 else ())
         if images is not None and (images.shape[1:] != shape or not bool(np.isfinite(images).all())):
@@ -144,33 +135,19 @@ class InversionTrainer:
             raise ValueError("the second stage needs pictures: give some, or no image_steps")
         self.encoder, self.config, self.images, self.features = encoder, config, images, features
         self.generator = copy.deepcopy(generator).eval().requires_grad_(requires_grad=False)
-        self.done = 0
-        self.optimizer = torch.optim.Adam(encoder.parameters(), lr=config.rate)
+        super().__init__({"encoder": encoder}, {"adam": torch.optim.Adam(encoder.parameters(), lr=config.rate)})
         with torch.no_grad():
-            self._drawn_first = average_picture(self.generator)
-            encoder.spread.copy_(scatter(self.generator, config.seed))
-
-    def state(self) -> dict[str, Tensor]:
-        """The encoder, the optimiser and how far it is."""
-        own = {f"encoder.{name}": t for name, t in self.encoder.state_dict().items()}
-        return own | optimizer_state(self.optimizer, "adam") | {"done": torch.tensor(self.done)}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state`."""
-        own = {name.removeprefix("encoder."): t for name, t in state.items() if name.startswith("encoder.")}
-        self.encoder.load_state_dict(own)
-        restore_optimizer(self.optimizer, "adam", state)
-        self.done = int(state["done"])
+            self._drawn_first = restyle.average_image(self.generator)
+            encoder.spread.copy_(restyle.scatter(self.generator, config.seed))
 
     def step(self, generator: torch.Generator) -> dict[str, float]:
         """One batch, all its passes, one step of Adam. The losses told are the last pass's."""
         target = self._pair(generator) if self.done < self.config.pair_steps else self._picture(generator)
         self.done += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = _rate(self.config, self.done)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.set_rate(_rate(self.config, self.done))
+        self.optimizers["adam"].zero_grad(set_to_none=True)
         n, told = len(target.images), dict[str, Tensor]()
-        ws, drawn = average_code(self.generator, n), self._drawn_first.expand(n, -1, -1, -1)
+        ws, drawn = restyle.average_code(self.generator, n), self._drawn_first.expand(n, -1, -1, -1)
         for _ in range(self.config.passes):
             with self._autocast():
                 ws = ws.detach() + self.encoder(target.images, drawn.detach())
@@ -179,7 +156,7 @@ class InversionTrainer:
             total = torch.stack([getattr(self.config.losses, name) * loss for name, loss in told.items()]).sum()
             torch.autograd.backward([total])  # of this pass; gradients add up over passes
         torch.nn.utils.clip_grad_norm_(self.encoder.parameters(), _STEEPEST)
-        self.optimizer.step()
+        self.optimizers["adam"].step()
         return {name: loss.item() for name, loss in told.items()}
 
     @torch.no_grad()
@@ -217,7 +194,7 @@ class InversionTrainer:
             if embedding is not None and target.embedding is not None:
                 out["embed"] = 1.0 - (embedding * target.embedding).sum(dim=1).mean()
         if weights.norm:
-            out["norm"] = (ws - average_code(self.generator, len(ws))).square().mean() / unit
+            out["norm"] = (ws - restyle.average_code(self.generator, len(ws))).square().mean() / unit
         return out
 
     def _maps(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -247,7 +224,7 @@ def _rate(config: InversionConfig, step: int) -> float:
 
 @torch.no_grad()
 def draw_codes(generator: Generator, config: InversionConfig, spread: float, rng: torch.Generator) -> Tensor:
-    """Codes in W+ about where those of real pictures lie: (batch, num_ws, w_dim).
+    """Codes in W+ about where those of real images lie: (batch, num_ws, w_dim).
 
     Each has a number of draws of the mapping network between 1 and ``config.mixing``; each layer takes one of them
     at random (style mixing, Karras et al. 2019, section 3.1), and Gaussian noise of a random size is added.
@@ -272,11 +249,11 @@ def train_encoder(
     say: Callable[[Progress], None] = lambda _: None,
     features: FeatureNet | None = None,
 ) -> Path:
-    """Train, or go on training, and write ``encoder.safetensors``; grids of pictures beside it at every checkpoint.
+    """Train, or go on training, and write ``encoder.safetensors``; grids of images beside it at every checkpoint.
 
     Args:
         generator: G, on the device to train on.
-        images: public or made pictures (n, r, r[, 3]) in [0, 1]: never patients' (design P6).
+        images: public or synthetic images (n, r, r[, 3]) in [0, 1]: never patients' (design P6).
         config: of the run.
         folder: of checkpoint, grids and result; one run for each.
         say: told of progress.
@@ -284,12 +261,14 @@ def train_encoder(
     Returns:
         The file's place.
     Raises:
-        ValueError: pictures, generator and configuration do not fit together.
-        OtherRun, BadCheckpoint, Diverged: as :func:`agent.training.loop.train`.
+        ValueError: images, generator and configuration do not fit together.
+        OtherRunError, TrainingCheckpointError, DivergedError: as :func:`agent.models.training_loop.train`.
     """
-    architecture = replace(config.architecture or architecture_for(generator.architecture), passes=config.passes)
+    architecture = replace(
+        config.architecture or restyle.architecture_for(generator.architecture), passes=config.passes
+    )
     with seeded(config.seed):
-        encoder = Encoder(architecture)
+        encoder = restyle.Encoder(architecture)
     trainer = InversionTrainer(encoder.to(generator.w_avg.device), generator, config, images, features)
     notes = _notes(generator, images, config, features)
     plan = Plan(
@@ -300,7 +279,7 @@ def train_encoder(
         say_every=config.say_every,
     )
     train(trainer, plan, folder, say, lambda step: _grid(trainer, folder / PICTURES / f"{step:07d}.png"))
-    write_whole(folder / FILE, encoder_bytes(encoder, notes))
+    replace_file(folder / FILE, restyle.encoder_bytes(encoder, notes))
     return folder / FILE
 
 
@@ -310,7 +289,7 @@ def _notes(
     """What the encoder is a function of, for its file and for the run's digest."""
     used = images if config.image_steps else None
     return {
-        "generator": fingerprint(generator),
+        "generator": restyle.fingerprint(generator),
         "images": "" if used is None else hashlib.sha256(f"{used.shape}".encode() + used.tobytes()).hexdigest(),
         "features": "" if used is None or features is None else features.name,
         "features_origin": {} if used is None or features is None else asdict(features.origin),
@@ -330,6 +309,6 @@ def _grid(trainer: InversionTrainer, path: Path) -> None:
         codes = draw_codes(trainer.generator, trainer.config, trainer.encoder.spread.item(), rng)[:_SHOWN]
         with torch.no_grad():
             sources = trainer.generator.synthesis(codes, noise="const")
-    _, seen = invert_recorded(trainer.encoder, trainer.generator, sources, trainer.config.passes)
+    _, seen = restyle.invert_recorded(trainer.encoder, trainer.generator, sources, trainer.config.passes)
     path.parent.mkdir(exist_ok=True)
     write_grid(path, to_bytes(to_unit(torch.cat([sources, seen[-1]]))), columns=len(sources))

@@ -1,7 +1,7 @@
 """Training a generator: non-saturating loss, lazy R1, adaptive augmentation, a moving average of the weights.
 
 Karras et al. 2020a (arXiv 1912.04958) and 2020b (arXiv 2006.06676). Style mixing and the path length regulariser of
-2020a are there and off, as in the published setting for small pictures; :func:`auto` is the setting with both.
+2020a are there and off, as in the published setting for small images; :func:`auto` is the setting with both.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from agent.nets.ada import Control, augmented
-from agent.nets.pictures import to_bytes, to_unit
-from agent.nets.stylegan import Architecture, Discriminator, Generator, generator_bytes
-from agent.training.grids import write_grid
-from agent.training.loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train, write_whole
+from agent.models.grids import write_grid
+from agent.models.image_tensors import to_bytes, to_unit
+from agent.models.stylegan.ada import Control, augmented
+from agent.models.stylegan.network import Architecture, Discriminator, Generator, generator_bytes
+from agent.models.training_loop import NetworkTrainer, Plan, Progress, device_generator, seeded, train
+from protos.common.durable_files import replace_file
 
 GENERATOR: Final = "generator.safetensors"
 BETA2: Final = 0.99
 PATH_EVERY: Final = 4  # minibatches between two path length steps (2020a, appendix B)
 PATH_DECAY: Final = 0.01
-SAMPLES: Final = (9, 4)  # batches of a grid, and pictures of a batch
+SAMPLES: Final = (9, 4)  # batches of a grid, and images of a batch
 LAYOUT: Final[dict[str, Any]] = {"memory_format": torch.channels_last}
 
 
 @dataclass(frozen=True, slots=True)
 class GanConfig:
-    """The public configuration of a training. The pictures decide whether it is of grey or colour."""
+    """The public configuration of a training. The images decide whether it is of grey or colour."""
 
     architecture: Architecture
     steps: int
@@ -46,9 +47,9 @@ class GanConfig:
     gamma: float | None = None  # of R1; None: 0.0002 * resolution^2 / batch, the rule of the "auto" setting
     r1_every: int = 16
     ema_kimg: float | None = None  # half-life; None: batch * 10 / 32
-    ema_ramp: float | None = 0.05  # the half-life is at most this share of the pictures seen so far
+    ema_ramp: float | None = 0.05  # the half-life is at most this share of the images seen so far
     control: Control | None = field(default_factory=Control)  # None: no augmentation
-    mirror: bool = False  # pictures are as likely when mirrored
+    mirror: bool = False  # images are as likely when mirrored
     mixing: float = 0.0  # probability of a second style (2020a: 0.9)
     path_length: float = 0.0  # weight of the regulariser (2020a: 2)
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -88,14 +89,14 @@ class GanConfig:
         return 0.0002 * self.architecture.resolution**2 / self.batch
 
     def decay(self, seen: int) -> float:
-        """What the moving average keeps in one step, after ``seen`` pictures."""
+        """What the moving average keeps in one step, after ``seen`` images."""
         half_life = (self.batch * 10.0 / 32.0 if self.ema_kimg is None else self.ema_kimg) * 1000.0
         if self.ema_ramp is not None:
             half_life = min(half_life, seen * self.ema_ramp)
         return float(0.5 ** (self.batch / max(half_life, 1e-8)))
 
     def run(self, images: NDArray[np.uint8]) -> str:
-        """What the checkpoints are of: SHA-256 of configuration and pictures. The length of the run may change."""
+        """What the checkpoints are of: SHA-256 of configuration and images. The length of the run may change."""
         told = asdict(self)
         for free in ("steps", "checkpoint_every", "say_every"):
             del told[free]
@@ -121,17 +122,14 @@ def auto(architecture: Architecture, steps: int, seed: int) -> GanConfig:
     )
 
 
-class GanTrainer:
-    """Generator, discriminator, their optimisers, the average generator and the augmentation's p.
-
-    The state of :meth:`state` is all that the next step depends on, but the random generator of :meth:`step`.
-    """
+class GanTrainer(NetworkTrainer):
+    """Generator, discriminator, their optimisers, the average generator and the augmentation's p."""
 
     def __init__(self, config: GanConfig, images: Tensor) -> None:
         """Draw the initial weights from ``config.seed``.
 
         Args:
-            config: its architecture has the channels of the pictures.
+            config: its architecture has the channels of the images.
             images: (n, c, r, r) uint8, on any device.
         """
         self.config = config
@@ -140,23 +138,23 @@ class GanTrainer:
             generator, discriminator = Generator(config.architecture), Discriminator(config.architecture)
         self.generator = generator.to(config.device, **LAYOUT)
         self.discriminator = discriminator.to(config.device, **LAYOUT)
-        self.average = copy.deepcopy(self.generator).eval().requires_grad_(False)
-        self.g_optimizer = _adam(self.generator, config, PATH_EVERY if config.path_length > 0.0 else None)
-        self.d_optimizer = _adam(self.discriminator, config, config.r1_every if config.r1 > 0.0 else None)
-        self.count = 0
+        self.averaged = copy.deepcopy(self.generator).eval().requires_grad_(False)
+        super().__init__(
+            {"generator": self.generator, "discriminator": self.discriminator, "average": self.averaged},
+            {
+                "g_optimizer": _adam(self.generator, config, PATH_EVERY if config.path_length > 0.0 else None),
+                "d_optimizer": _adam(self.discriminator, config, config.r1_every if config.r1 > 0.0 else None),
+            },
+        )
         self.p = 0.0
         self.signs: list[float] = []
         self.path_mean = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on."""
-        out: dict[str, Tensor] = {}
-        for prefix, module in self._modules().items():
-            out.update({f"{prefix}.{name}": value for name, value in module.state_dict().items()})
-        out.update(optimizer_state(self.g_optimizer, "g_optimizer"))
-        out.update(optimizer_state(self.d_optimizer, "d_optimizer"))
-        out["numbers"] = torch.tensor([self.count, self.p, self.path_mean, *self.signs], dtype=torch.float64)
-        return out
+        """Everything that the next step depends on, but the generator of :meth:`step`."""
+        out = super().state()
+        numbers = [int(out.pop(self.counter)), self.p, self.path_mean, *self.signs]
+        return out | {"numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take a state of :meth:`state`.
@@ -164,15 +162,22 @@ class GanTrainer:
         Raises:
             KeyError, RuntimeError: it is not of this configuration.
         """
-        for prefix, module in self._modules().items():
-            own = {n.removeprefix(f"{prefix}."): t for n, t in state.items() if n.startswith(f"{prefix}.")}
-            module.load_state_dict(own)
-        for name in ("g_optimizer", "d_optimizer"):
-            optimizer: torch.optim.Optimizer = getattr(self, name)
-            restore_optimizer(optimizer, name, state)
-            _same_layout(optimizer)
         numbers: list[float] = state["numbers"].tolist()
-        self.count, self.p, self.path_mean, self.signs = int(numbers[0]), numbers[1], numbers[2], numbers[3:]
+        super().restore({**state, self.counter: torch.tensor(int(numbers[0]))})
+        for optimizer in self.optimizers.values():
+            _same_layout(optimizer)
+        self.p, self.path_mean, self.signs = numbers[1], numbers[2], numbers[3:]
+
+    def descend(self, name: str, loss: Tensor, clipped: nn.Module | None = None) -> None:
+        """One step of one optimiser down a loss; a gradient that is no number counts as none."""
+        optimizer = self.optimizers[name]
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # it may overflow where the loss does not
+                    parameter.grad.nan_to_num_(nan=0.0, posinf=1e5, neginf=-1e5)
+        optimizer.step()
 
     def step(self, generator: torch.Generator) -> dict[str, float]:
         """One step of the generator and one of the discriminator, and what is due after so many steps.
@@ -180,28 +185,18 @@ class GanTrainer:
         Returns:
             loss_g, loss_d, real_sign (E[sign D(real)]), p, and r1 (the penalty without its weight) where it was due.
         """
-        draw = self._local(generator)
-        self.count += 1
+        draw = device_generator(generator, self.config.device)
+        self.done += 1
         told = {"loss_g": self._generator_step(draw)}
-        if self.config.path_length > 0.0 and self.count % PATH_EVERY == 0:
+        if self.config.path_length > 0.0 and self.done % PATH_EVERY == 0:
             self._path_step(draw)
         real = self._reals(draw)
         told["loss_d"], sign = self._discriminator_step(real, draw)
-        if self.config.r1 > 0.0 and self.count % self.config.r1_every == 0:
+        if self.config.r1 > 0.0 and self.done % self.config.r1_every == 0:
             told["r1"] = self._r1_step(real, draw)
         self._follow()
         self._adapt(sign)
         return told | {"real_sign": sign, "p": self.p}
-
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        return {"generator": self.generator, "discriminator": self.discriminator, "average": self.average}
-
-    def _local(self, generator: torch.Generator) -> torch.Generator:
-        """The generator itself on a CPU; elsewhere one of that device, seeded from it for this step."""
-        if torch.device(self.config.device).type == "cpu":
-            return generator
-        seed = int(torch.randint(2**62, (), generator=generator))
-        return torch.Generator(self.config.device).manual_seed(seed)
 
     def _mixed(self) -> torch.autocast:
         device = torch.device(self.config.device).type
@@ -240,7 +235,7 @@ class GanTrainer:
         self.discriminator.requires_grad_(False)
         with self._mixed():
             loss = softplus(-self._judged(self._fakes(self.config.batch, draw), draw)).mean()
-        _descend(self.g_optimizer, loss)
+        self.descend("g_optimizer", loss)
         self.discriminator.requires_grad_(True)
         return loss.item()
 
@@ -248,10 +243,10 @@ class GanTrainer:
         with self._mixed():
             with torch.no_grad():
                 fake = self._fakes(self.config.batch, draw)
-            # one after the other: a group of the minibatch deviation never mixes real and made pictures
+            # one after the other: a group of the minibatch deviation never mixes real and synthetic images
             of_fake, of_real = self._judged(fake, draw), self._judged(real, draw)
             loss = softplus(of_fake).mean() + softplus(-of_real).mean()
-        _descend(self.d_optimizer, loss)
+        self.descend("d_optimizer", loss)
         return loss.item(), of_real.detach().sign().mean().item()
 
     def _r1_step(self, real: Tensor, draw: torch.Generator) -> float:
@@ -261,11 +256,11 @@ class GanTrainer:
             logits = self._judged(real, draw)
         (grad,) = torch.autograd.grad(logits.sum(), real, create_graph=True)
         penalty = grad.square().sum(dim=(1, 2, 3)).mean()
-        _descend(self.d_optimizer, penalty * (self.config.r1 / 2.0 * self.config.r1_every))
+        self.descend("d_optimizer", penalty * (self.config.r1 / 2.0 * self.config.r1_every))
         return penalty.item()
 
     def _path_step(self, draw: torch.Generator) -> None:
-        """2020a, Eq. 4: the Jacobian of the picture with respect to w has about the same length everywhere."""
+        """2020a, Eq. 4: the Jacobian of the image with respect to w has about the same length everywhere."""
         ws = self._styles(max(self.config.batch // 2, 1), draw)
         with self._mixed():
             fake = self.generator.synthesis(ws, "random", generator=draw)
@@ -274,15 +269,15 @@ class GanTrainer:
         lengths = grad.square().sum(dim=2).mean(dim=1).sqrt()
         self.path_mean += PATH_DECAY * (lengths.mean().item() - self.path_mean)
         penalty = (lengths - self.path_mean).square().mean()
-        _descend(self.g_optimizer, penalty * (self.config.path_length * PATH_EVERY))
+        self.descend("g_optimizer", penalty * (self.config.path_length * PATH_EVERY))
 
     @torch.no_grad()
     def _follow(self) -> None:
         """The average generator follows the weights, and takes the buffers as they are."""
-        beta = self.config.decay(self.count * self.config.batch)
-        for mean, new in zip(self.average.parameters(), self.generator.parameters(), strict=True):
+        beta = self.config.decay(self.done * self.config.batch)
+        for mean, new in zip(self.averaged.parameters(), self.generator.parameters(), strict=True):
             mean.lerp_(new, 1.0 - beta)
-        for held, now in zip(self.average.buffers(), self.generator.buffers(), strict=True):
+        for held, now in zip(self.averaged.buffers(), self.generator.buffers(), strict=True):
             held.copy_(now)
 
     def _adapt(self, sign: float) -> None:
@@ -300,16 +295,6 @@ def _adam(module: torch.nn.Module, config: GanConfig, lazy: int | None) -> torch
     """Adam; where a regulariser takes a step of its own every ``lazy`` steps, slowed down to match (2020a, B)."""
     ratio = 1.0 if lazy is None else lazy / (lazy + 1)
     return torch.optim.Adam(module.parameters(), lr=config.lr * ratio, betas=(0.0, BETA2**ratio), eps=1e-8)
-
-
-def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]  # torch does not type it
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:  # it may overflow where the loss does not
-                parameter.grad.nan_to_num_(nan=0.0, posinf=1e5, neginf=-1e5)
-    optimizer.step()
 
 
 def _same_layout(optimizer: torch.optim.Optimizer) -> None:
@@ -331,14 +316,14 @@ def train_generator(
     Args:
         images: (n, r, r) grey or (n, r, r, 3) RGB, of the architecture's resolution. They must be public, or the
             generator is a private component for ever (P6).
-        config: of the run; its architecture takes the channels of the pictures.
+        config: of the run; its architecture takes the channels of the images.
         folder: of this run alone; one that was interrupted goes on.
         say: told of the progress.
     Returns:
         The average generator, in evaluation mode, on the CPU.
     Raises:
-        ValueError: pictures that cannot be learned, or a folder whose run is longer already.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        ValueError: images that cannot be learned, or a folder whose run is longer already.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     config = _fitted(images, config)
     run = config.run(images)
@@ -347,14 +332,14 @@ def train_generator(
     plan = Plan(config.steps, run, config.seed, config.checkpoint_every, config.say_every)
     begun = train(trainer, plan, folder, say, lambda step: _samples(trainer, folder / f"samples-{step:07d}.png"))
     if begun > config.steps:
-        raise ValueError("the folder's run is longer already: choose at least as many steps, or another folder")
+        raise ValueError("the folder's run is already longer: choose at least as many steps, or another folder")
     notes = {"training": "gan", "run": run, "steps": config.steps, "batch": config.batch, "gamma": config.r1}
-    write_whole(folder / GENERATOR, generator_bytes(trainer.average, notes))
-    return trainer.average.cpu()
+    replace_file(folder / GENERATOR, generator_bytes(trainer.averaged, notes))
+    return trainer.averaged.cpu()
 
 
 def _fitted(images: NDArray[np.uint8], config: GanConfig) -> GanConfig:
-    """The configuration for grey or colour; refuses pictures that cannot be learned."""
+    """The configuration for grey or colour; refuses images that cannot be learned."""
     side = config.architecture.resolution
     if images.dtype != np.uint8:
         raise ValueError("pictures to learn are uint8: convert them first, and decide what a NaN is")
@@ -363,9 +348,9 @@ def _fitted(images: NDArray[np.uint8], config: GanConfig) -> GanConfig:
     if images.shape[1:3] != (side, side):
         raise ValueError(f"the architecture draws {side} x {side} px, the pictures are of another size")
     if len(images) < 2:
-        raise ValueError("fewer than two pictures: there is nothing to learn but that one")
+        raise ValueError("fewer than two images: add images")
     if images.min() == images.max():
-        raise ValueError("every pixel of every picture is the same: there is nothing to learn")
+        raise ValueError("all pixels of all images are equal: there is nothing to learn")
     channels = 1 if images.ndim == 3 else 3
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     return GanConfig(**fields | {"architecture": config.architecture.with_channels(channels)})
@@ -377,5 +362,5 @@ def _samples(trainer: GanTrainer, path: Path) -> None:
     device = trainer.config.device
     draw = torch.Generator().manual_seed(trainer.config.seed)
     z = torch.randn(*SAMPLES, trainer.config.architecture.z_dim, generator=draw)
-    drawn = torch.cat([trainer.average(part.to(device)).cpu() for part in z])
+    drawn = torch.cat([trainer.averaged(part.to(device)).cpu() for part in z])
     write_grid(path, to_bytes(to_unit(drawn)))

@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 import requests
 import urllib3
 
-from agent.edges.hours import Hours
-from agent.edges.remote import Query
-from agent.edges.secret import is_loopback
+from agent.pacs.archive import Query
+from agent.pacs.schedule import Hours
+from agent.pacs.secret_files import is_loopback
+from protos.common.errors import UnreachableError
 
 FAULTY: Final = 500  # it fails at this question, perhaps for one lost file, and not at the next
 _STATUS: Final = {
@@ -29,7 +30,7 @@ _STATUS: Final = {
 _AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
-class WebError(RuntimeError):
+class DicomWebError(UnreachableError, RuntimeError):
     """An archive cannot be used. The text is for the operator: no UID, no path of a URL, nothing of a patient."""
 
     def __init__(self, text: str, *, retry: bool = False, status: int = 0) -> None:
@@ -39,19 +40,19 @@ class WebError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Web:
+class DicomWebArchive:
     """One DICOMweb archive."""
 
     name: str  # what the site calls it; it is the source of what comes from it
     url: str  # of the service's root, https unless the host is this machine
-    user: str = ""
+    user: str = ""  # for a password
     password_file: Path | None = None  # 0600
     token_file: Path | None = None  # 0600, a bearer token
     certificate: Path | None = None  # of this client, PEM
-    key: Path | None = None
+    key: Path | None = None  # of the certificate, PEM
     ca: Path | None = None  # who signs the archive's certificate; None: whom the system trusts
     unsafe_plain_http: bool = False  # identified images and the password cross the network in clear
-    query: Query = field(default_factory=Query)
+    query: Query = field(default_factory=Query)  # what is asked for; the command line only narrows it
     hours: str = ""  # local time in which it may be asked, "22:00-06:00"; "": always
     connections: int = 2  # retrievals at a time
     per_minute: int = 0  # instances, at most; 0: as fast as it sends
@@ -59,7 +60,7 @@ class Web:
     max_bytes: int = 512 * 2**20  # of one instance
     most_studies: int = 10_000  # more matches are an error: the query is too wide
     least_free_bytes: int = 10 * 2**30  # on the disk of the first room
-    connect_s: float = 10.0
+    connect_s: float = 10.0  # to connect
     read_s: float = 60.0  # without a byte
     whole_s: float = 7200.0  # one answer
 
@@ -89,26 +90,26 @@ class Web:
 
 
 @contextlib.contextmanager
-def faults(web: Web) -> Iterator[None]:
-    """Whatever goes wrong on the way, as a ``WebError`` that quotes nothing."""
+def faults(web: DicomWebArchive) -> Iterator[None]:
+    """Whatever goes wrong on the way, as a ``DicomWebError`` that quotes nothing."""
     try:
         yield
     except (requests.exceptions.SSLError, urllib3.exceptions.SSLError):
-        raise WebError(f"{web.name}: TLS failed: check ca, certificate and the host's name") from None
+        raise DicomWebError(f"{web.name}: TLS failed: check ca, certificate and the host's name") from None
     except (requests.exceptions.Timeout, urllib3.exceptions.TimeoutError, TimeoutError):
-        raise WebError(f"{web.name} does not answer in time", retry=True) from None
+        raise DicomWebError(f"{web.name} does not answer in time", retry=True) from None
     except requests.exceptions.HTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         raise refused(web, status) from None
     except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError):
-        raise WebError(f"{web.name} cannot be reached, or broke off", retry=True) from None
+        raise DicomWebError(f"{web.name} cannot be reached, or closed the connection", retry=True) from None
 
 
-def refused(web: Web, status: int) -> WebError:
+def refused(web: DicomWebArchive, status: int) -> DicomWebError:
     """An answer of this HTTP status, which is none of success."""
     if 300 <= status < 400:
-        return WebError(f"{web.name} sends us elsewhere: put the address it means into url", status=status)
+        return DicomWebError(f"{web.name} redirects to another address: put that address into url", status=status)
     if status in _AGAIN:
-        return WebError(f"{web.name} has a fault of its own (HTTP {status})", retry=True, status=status)
+        return DicomWebError(f"{web.name} reports an internal error (HTTP {status})", retry=True, status=status)
     said = _STATUS.get(status, "refused")
-    return WebError(f"{web.name} {said} (HTTP {status})", status=status)
+    return DicomWebError(f"{web.name} {said} (HTTP {status})", status=status)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from email.message import Message
 from typing import Final, Literal
 
+from protos.common.errors import PeerError
+
 _LINE: Final = b"\r\n"
 _MAX_TYPE: Final = 1024  # characters of a Content-Type header
 _MAX_PADDING: Final = 256  # bytes of blanks after a boundary
@@ -24,7 +26,7 @@ _PARAMETER: Final = re.compile(r"[\x20-\x7e\t]*")
 Fault = Literal["malformed", "too_large", "unsupported"]
 
 
-class MultipartError(ValueError):
+class MultipartError(PeerError, ValueError):
     """The body is not multipart/related, or goes beyond a limit. Nothing of the body is in it."""
 
     def __init__(self, fault: Fault) -> None:
@@ -94,7 +96,7 @@ class Splitter:
         self._buffer = bytearray(_LINE)
         self._seen = 0  # where the search goes on
         self._state = self._preamble
-        self._total = self._parts = self._skipped = 0
+        self._total = self._parts = 0
         self._type, self._glimpse = "", b""
         self._too_large = False
         self._out: list[Part] = []
@@ -179,7 +181,7 @@ class Splitter:
         self._type = _type_of(bytes(self._buffer[:end]))
         self._pass(end + 2)  # an empty part's boundary begins with the line break that ends its headers
         self._seen = 0
-        self._state, self._too_large, self._glimpse, self._skipped = self._body, False, b"", 0
+        self._state, self._too_large, self._glimpse = self._body, False, b""
         return True
 
     def _body(self) -> bool:

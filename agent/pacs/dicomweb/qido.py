@@ -1,4 +1,4 @@
-"""What a DICOMweb archive has of what is wanted: QIDO-RS (PS3.18 section 10.6), and the connection to it.
+"""Search an archive over DICOMweb: QIDO-RS (PS3.18 section 10.6), and the connection for it.
 
 Queries go through ``dicomweb-client``; what it leaves open is closed here: the size of an answer, redirects, other
 hosts, proxies and netrc of the environment, its own retries, and its log, which names UIDs. Retrieval is ``wado``'s.
@@ -24,12 +24,12 @@ from dicomweb_client.web import DICOMwebClient
 from requests.adapters import HTTPAdapter
 from requests.auth import HTTPBasicAuth
 
-from agent.edges.glance import is_uid
-from agent.edges.remote import Query
-from agent.edges.secret import SecretError, read_secret
-from agent.edges.web import FAULTY, Web, WebError, faults, refused
+from agent.pacs.archive import Query
+from agent.pacs.dicomweb.config import FAULTY, DicomWebArchive, DicomWebError, faults, refused
+from agent.pacs.instance_header import is_uid
+from agent.pacs.secret_files import SecretFileError, read_secret
 
-__all__ = ["Finder", "Series", "Session", "Web", "WebError", "pieces"]
+__all__ = ["DicomWebArchive", "DicomWebError", "QidoClient", "Series", "Session", "pieces"]
 
 _PAGE: Final = 500  # matches asked for at a time
 _MOST_ANSWER: Final = 64 * 2**20  # bytes of one QIDO answer
@@ -56,7 +56,7 @@ class Series:
 
 
 @contextlib.contextmanager
-def _dicom_json(web: Web) -> Iterator[None]:
+def _dicom_json(web: DicomWebArchive) -> Iterator[None]:
     """Whatever is wrong with an answer to a query."""
     try:
         yield
@@ -67,7 +67,7 @@ def _dicom_json(web: Web) -> Iterator[None]:
             error, requests.exceptions.JSONDecodeError
         ):
             raise
-        raise WebError(f"{web.name}: this is no DICOMweb answer; check its url") from None
+        raise DicomWebError(f"{web.name}: the answer is not DICOMweb; check its url") from None
 
 
 class _Bearer(requests.auth.AuthBase):  # type: ignore[misc,unused-ignore]
@@ -82,11 +82,11 @@ class _Bearer(requests.auth.AuthBase):  # type: ignore[misc,unused-ignore]
 class Session(requests.Session):  # type: ignore[misc,unused-ignore]
     """A connection to one archive and nowhere else, with its credentials. Not for two threads."""
 
-    def __init__(self, web: Web) -> None:
+    def __init__(self, web: DicomWebArchive) -> None:
         """Read the credentials.
 
         Raises:
-            WebError: a file of them cannot be used.
+            DicomWebError: a file of them cannot be used.
         """
         super().__init__()
         for name in ("dicomweb_client", "urllib3"):  # they log URLs, which hold UIDs and patients' ids
@@ -98,7 +98,7 @@ class Session(requests.Session):  # type: ignore[misc,unused-ignore]
             self.mount(scheme, HTTPAdapter(pool_connections=1, pool_maxsize=1, max_retries=0))
         for path in (web.ca, web.certificate, web.key):
             if path is not None and not path.is_file():
-                raise WebError(f"{web.name}: a certificate's file is missing")
+                raise DicomWebError(f"{web.name}: a certificate's file is missing")
         self.verify = str(web.ca) if web.ca else True
         if web.certificate is not None:
             self.cert = (str(web.certificate), str(web.key)) if web.key else str(web.certificate)
@@ -108,13 +108,13 @@ class Session(requests.Session):  # type: ignore[misc,unused-ignore]
                 self.auth = HTTPBasicAuth(web.user.encode(), secret.encode())
             elif web.token_file is not None:
                 self.auth = _Bearer(read_secret(web.token_file, f"{web.name}: token_file"))
-        except SecretError as fault:
-            raise WebError(str(fault)) from None
+        except SecretFileError as fault:
+            raise DicomWebError(str(fault)) from None
 
     def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
         """Send to this archive only, follow nothing, unpack nothing, and bound what is not read as a stream."""
         if _origin(request.url or "") != self._root:
-            raise WebError(f"{self._web.name}: a request would leave the archive")
+            raise DicomWebError(f"{self._web.name}: a request would leave the archive")
         request.headers.pop("Host", None)  # dicomweb-client leaves out the port
         streamed = bool(options.get("stream"))
         limits = {"stream": True, "allow_redirects": False, "timeout": (self._web.connect_s, self._web.read_s)}
@@ -123,7 +123,7 @@ class Session(requests.Session):  # type: ignore[misc,unused-ignore]
             if not 200 <= response.status_code < 300:
                 raise refused(self._web, response.status_code)
             if response.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-                raise WebError(f"{self._web.name} compresses its answers though it was asked not to")
+                raise DicomWebError(f"{self._web.name} compresses its answers, although the request forbids it")
             if not streamed:
                 response.raw = io.BytesIO(self._bounded(response))
         except BaseException:
@@ -136,7 +136,7 @@ class Session(requests.Session):  # type: ignore[misc,unused-ignore]
         for piece in pieces(self._web, response, time.monotonic):
             body += piece
             if len(body) > _MOST_ANSWER:
-                raise WebError(f"{self._web.name} answers a query with more than {_MOST_ANSWER >> 20} MiB")
+                raise DicomWebError(f"{self._web.name} answers a query with more than {_MOST_ANSWER >> 20} MiB")
         return bytes(body)
 
 
@@ -146,31 +146,31 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return where.scheme, where.hostname, where.port or usual
 
 
-def pieces(web: Web, response: requests.Response, clock: Callable[[], float]) -> Iterator[bytes]:
+def pieces(web: DicomWebArchive, response: requests.Response, clock: Callable[[], float]) -> Iterator[bytes]:
     """A body as it comes, at most 1 MiB at a time, never unpacked.
 
     Raises:
-        WebError: it takes longer than ``whole_s``.
+        DicomWebError: it takes longer than ``whole_s``.
     """
     begun = clock()
     # http.client's own reader bounds the lines of a chunked body; urllib3's stream() does not.
     while piece := response.raw.read1(_PIECE, decode_content=False):
         yield piece
         if not clock() - begun <= web.whole_s:
-            raise WebError(f"{web.name} takes longer than {web.whole_s:.0f} s for one answer", retry=True)
+            raise DicomWebError(f"{web.name} takes longer than {web.whole_s:.0f} s for one answer", retry=True)
 
 
-class Finder:
+class QidoClient:
     """Asks one archive what it has."""
 
-    def __init__(self, web: Web, session: Session, rest: Callable[[int], None]) -> None:
+    def __init__(self, web: DicomWebArchive, session: Session, rest: Callable[[int], None]) -> None:
         """``session`` is this thread's; ``rest`` waits after that many failures of one question."""
         self._web, self._rest = web, rest
         self._client = DICOMwebClient(web.url.rstrip("/"), session=session, timeout=(web.connect_s, web.read_s))
         self._client.set_http_retry_params(retry=False)
 
     def reach(self) -> None:
-        """Ask for one study, whichever. Raises: WebError, when the archive cannot be asked."""
+        """Ask for one study, whichever. Raises: DicomWebError, when the archive cannot be asked."""
         with faults(self._web), _dicom_json(self._web):
             self._client.search_for_studies(limit=1)
 
@@ -180,7 +180,7 @@ class Finder:
         What the archive sends is checked against the query again: one that ignores a filter would send everybody.
 
         Raises:
-            WebError: the archive cannot be asked, answers no DICOMweb, or more studies match than may.
+            DicomWebError: the archive cannot be asked, answers no DICOMweb, or more studies match than may.
         """
         for study in self._studies(query):
             fields = ["BodyPartExamined"] if query.body_part else None
@@ -205,7 +205,9 @@ class Finder:
         found: dict[str, None] = {}
         options = (query.patients or ("",), query.accessions or ("",), query.modalities or ("",))
         if math.prod(map(len, options)) > _MOST_QUERIES:
-            raise WebError(f"{self._web.name}: too many combinations of patients, accession numbers and modalities")
+            raise DicomWebError(
+                f"{self._web.name}: too many combinations of patients, accession numbers and modalities"
+            )
         for patient, accession, modality in itertools.product(*options):
             filters = {
                 "PatientID": patient,
@@ -219,7 +221,7 @@ class Finder:
             with _dicom_json(self._web):
                 found |= dict.fromkeys(uid for uid, entry in matches.items() if _matches(entry, query))
             if len(found) > self._web.most_studies:
-                raise WebError(_too_many(self._web))
+                raise DicomWebError(_too_many(self._web))
         return list(found)
 
     def _all(
@@ -233,7 +235,7 @@ class Finder:
             before = len(found)
             found |= entries
             if len(found) > most:
-                raise WebError(_too_many(self._web))
+                raise DicomWebError(_too_many(self._web))
             if len(found) == before or len(found) == enough:
                 return found
             offset += length
@@ -242,7 +244,7 @@ class Finder:
         with _dicom_json(self._web):
             entries = {_value(entry, key): entry for entry in page}
         if not all(is_uid(uid) for uid in entries):
-            raise WebError(f"{self._web.name}: a match has no valid UID; its vendor must mend that")
+            raise DicomWebError(f"{self._web.name}: a match has no valid UID: report this to its vendor")
         return entries, len(page)
 
     def _listed(
@@ -251,7 +253,7 @@ class Finder:
         """As ``_all``, around matches at which the archive fails; by UID, and how many those are."""
         try:
             return self._all(search, key, _MOST_INSTANCES, enough), 0
-        except WebError as fault:
+        except DicomWebError as fault:
             if fault.status != FAULTY:
                 raise
         found: dict[str, dict[str, Any]] = {}
@@ -263,7 +265,7 @@ class Finder:
             found |= entries
             lost, offset = lost + failed, offset + _PAGE
             if len(found) + lost > _MOST_INSTANCES:
-                raise WebError(_too_many(self._web))
+                raise DicomWebError(_too_many(self._web))
 
     def _around(
         self, search: Callable[..., list[dict[str, Any]]], key: str, start: int
@@ -277,7 +279,7 @@ class Finder:
             try:
                 asked = partial(search, limit=size, offset=offset)
                 entries, length = self._entries(self._page(asked, tries=0), key)
-            except WebError as fault:
+            except DicomWebError as fault:
                 if fault.status != FAULTY or in_a_row >= _MOST_LOST:
                     raise
                 half = size // 2
@@ -297,7 +299,7 @@ class Finder:
             try:
                 with faults(self._web), _dicom_json(self._web):
                     return search()
-            except WebError as fault:
+            except DicomWebError as fault:
                 failures += 1
                 most = min(tries, self._web.retries) if fault.status == FAULTY else self._web.retries
                 if not fault.retry or failures > most:
@@ -305,7 +307,7 @@ class Finder:
             self._rest(failures)
 
 
-def _too_many(web: Web) -> str:
+def _too_many(web: DicomWebArchive) -> str:
     return f"{web.name}: more matches than most_studies allows ({web.most_studies}); narrow the query"
 
 

@@ -1,4 +1,4 @@
-"""What the STOW-RS receiver answers (PS3.18 section 10.5): instances from a sender's body into the first room.
+"""Responses of the STOW-RS receiver (PS3.18 section 10.5): store instances of a request into the spool.
 
 A bare ASGI application: Starlette was rejected, two paths need no router, and its request would hold the body.
 A body is read only as fast as its parts are sealed. Nothing of it is parsed but the few elements that say which
@@ -18,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agent.deidentify.reasons import Refused
-from agent.edges.glance import Instance, instance_of, is_uid, study_of
-from agent.edges.multipart import Limits, MultipartError, Part, Splitter, media_type
-from agent.edges.room import Arrival, Room
+from agent.deidentify.errors import FileRejectedError
+from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.pacs.instance_header import Instance, instance_of, is_uid, study_of
+from agent.storage.spool import ReceivedFile, Spool
+from protos.common.errors import Signal
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,7 +37,7 @@ _STATUS: Final = {"malformed": 400, "too_large": 413, "unsupported": 415}
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StowLimits:
     """What senders may do."""
 
     root: str  # path of the service, "" or "/dicom-web"
@@ -49,7 +50,7 @@ class Terms:
     grace_s: float
 
 
-class _Stopped(Exception):
+class _Stopped(Signal):
     """The request ends with this status; 0: the sender has gone."""
 
     def __init__(self, status: int) -> None:
@@ -98,10 +99,10 @@ def _item(instance: Instance | None, reason: int | None = None) -> dict[str, Any
     return item
 
 
-class Store:
+class StowHandler:
     """The ASGI application."""
 
-    def __init__(self, terms: Terms, room: Room, clock: Callable[[], float]) -> None:
+    def __init__(self, terms: StowLimits, room: Spool, clock: Callable[[], float]) -> None:
         """``clock``: monotonic seconds."""
         self._terms, self._room, self._clock = terms, room, clock
         self._path = re.compile(re.escape(terms.root).encode() + rb"/studies(?:/([0-9.]{1,64}))?/?")
@@ -216,7 +217,7 @@ class Store:
             return
         try:
             instance = instance_of(part.body)
-        except Refused:
+        except FileRejectedError:
             outcome.unnamed.append(_NOT_UNDERSTOOD if part.whole else _TOO_LARGE)
             return
         reason = _TOO_LARGE
@@ -236,7 +237,7 @@ class Store:
         if not self._has_disk():
             return _NO_ROOM
         try:
-            arrival = Arrival("stow", "stow", body, instance=instance.sop_instance)
+            arrival = ReceivedFile("stow", "stow", body, instance=instance.sop_instance)
             await asyncio.get_running_loop().run_in_executor(self._writers, self._room.put, arrival)
         except (OSError, MemoryError):
             return _NO_ROOM

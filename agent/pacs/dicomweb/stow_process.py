@@ -1,9 +1,11 @@
 """The STOW-RS receiver in a process of its own, which holds none of the site's keys.
 
-``Stow`` starts ``python -m agent.edges.stow`` and hands it its settings and a deposit (agent/edges/room.py) over a
-pipe; when the pipe ends, with the agent, it ends too. It opens its port, and is then confined to that and to the
-spool (protos/operations/confinement.py). HTTP is uvicorn's, with what it leaves open closed here: who may connect,
-how long a request may take to be said, and how many connections there are.
+``Stow`` starts ``python -m agent.pacs.dicomweb.stow_main`` and hands it its settings and a deposit
+(agent/storage/spool.py) over a pipe; when the pipe ends, with the agent, it ends too. It opens its port, and is then
+confined to that and to the spool (protos/operations/confinement.py). HTTP is uvicorn's, with what it leaves open
+closed here: who may connect, how long a request may take to be said, and how many connections there are.
+
+This is a wall: HTTP from the network is parsed on the other side, which has none of the site's keys.
 """
 
 from __future__ import annotations
@@ -11,58 +13,44 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import logging
 import os
-import resource
-import socket
-import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
-import h11
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from agent.edges.multipart import Limits
-from agent.edges.room import Deposit, Room
-from agent.edges.secret import SecretError, is_loopback, read_secret
-from agent.edges.storing import Store, Terms
+from agent.pacs.dicomweb.multipart import Limits
+from agent.pacs.dicomweb.stow_handler import StowLimits
+from agent.pacs.secret_files import SecretFileError, is_loopback, read_secret
+from agent.storage.spool import Spool
+from protos.common.errors import WorkerError
 from protos.operations import confinement
 
-_HEADER_BYTES: Final = 16_384  # request line and headers
 _START_S: Final = 60.0
-_END_S: Final = 15.0
-_IDLE_S: Final = 5  # between two requests on one connection
-_SPARE: Final = 2**30  # bytes of address space beside the parts under way
-_PATHS: Final = ("certificate", "key", "client_ca", "token_file")
+END_S: Final = 15.0
+PATHS: Final = ("certificate", "key", "client_ca", "token_file")
 
 
-class StowError(RuntimeError):
+class StowError(WorkerError, RuntimeError):
     """The receiver cannot be started. The text is for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class StowSettings:
-    """What listens, and for whom."""
+    """The listening address, and the permitted senders."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # address that senders see
     port: int = 8443  # 0: any free one
     root: str = "/dicom-web"  # senders post to ROOT/studies
     certificate: Path | None = None  # of this server, PEM; only loopback may do without
-    key: Path | None = None
+    key: Path | None = None  # of the certificate, PEM
     client_ca: Path | None = None  # who signs the certificates of senders; None: none is asked for
     client_names: tuple[str, ...] = ()  # common or DNS names of senders' certificates; (): all of client_ca's
     token_file: Path | None = None  # 0600, a bearer token; needed unless client_ca is given
     addresses: tuple[str, ...] = ("127.0.0.0/8", "::1/128")  # networks that may connect
-    connections: int = 32
+    connections: int = 32  # open at once
     requests: int = 4  # that store at a time
     max_bytes: int = 512 * 2**20  # of one instance
     most_instances: int = 10_000  # of one request
@@ -98,9 +86,9 @@ class StowSettings:
         if not self.max_bytes < self.memory_bytes or not self.max_bytes <= self.body_bytes:
             raise ValueError("max_bytes must be below memory_bytes and body_bytes")
 
-    def terms(self, token: str) -> Terms:
+    def terms(self, token: str) -> StowLimits:
         """What the application needs to know of it."""
-        return Terms(
+        return StowLimits(
             root=self.root,
             token=token,
             limits=Limits(self.max_bytes, self.body_bytes, self.most_instances),
@@ -138,9 +126,7 @@ class Stow:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it."""
         self.stop()
 
@@ -162,7 +148,7 @@ class Stow:
         home = str(Path(__file__).resolve().parents[2])
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # only what has one thread can be confined
         process = self._process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-m", "agent.edges.stow"],
+            [sys.executable, "-P", "-B", "-m", "agent.pacs.dicomweb.stow_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # nobody's log: an error's text may quote what was sent
@@ -184,13 +170,13 @@ class Stow:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self._settings).items()}
         try:
             token = read_secret(self._settings.token_file, "token_file") if self._settings.token_file else ""
-        except SecretError as fault:
+        except SecretFileError as fault:
             raise StowError(f"stow: {fault}") from None
         setup = {
             "settings": settings,
             "token": token,
             "room": str(self._folder.absolute()),
-            "deposit": Room(self._folder, self._key).deposit().words(),
+            "deposit": Spool(self._folder, self._key).deposit().words(),
             "demand": self._demand,
         }
         return json.dumps(setup).encode() + b"\n"
@@ -205,7 +191,7 @@ class Stow:
                 with contextlib.suppress(OSError):
                     stream.close()
         try:
-            process.wait(_END_S + 5)
+            process.wait(END_S + 5)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -221,153 +207,3 @@ def _ask(process: subprocess.Popen[bytes], setup: bytes) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return reply if isinstance(reply, dict) else {}
-
-
-# ------------------------------------------------------------------ the side of the receiver
-
-
-class _Door(H11Protocol):
-    """One connection: only from where it may come, and only as long as it says something."""
-
-    def __init__(self, settings: StowSettings, **usual: Any) -> None:
-        super().__init__(**usual)
-        self._settings = settings
-        self._networks = [ipaddress.ip_network(address) for address in settings.addresses]
-        self._late: Any = None  # the timer of a request that is not said yet
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > self._settings.connections or not self._may_come(transport):
-            transport.abort()
-            return
-        self._watch()
-
-    def _may_come(self, transport: Any) -> bool:
-        peer = transport.get_extra_info("peername")
-        with contextlib.suppress(ValueError, TypeError, IndexError):
-            address = ipaddress.ip_address(peer[0])
-            address = getattr(address, "ipv4_mapped", None) or address
-            return any(address in network for network in self._networks) and self._is_named(transport)
-        return False
-
-    def _is_named(self, transport: Any) -> bool:
-        if not self._settings.client_names:
-            return True
-        certificate = transport.get_extra_info("peercert") or {}
-        names = {value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"}
-        names |= {value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"}
-        return not names.isdisjoint(self._settings.client_names)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def _watch(self) -> None:
-        """A clock runs while a request's headers are awaited; a body has its own."""
-        waits = self.conn.their_state is h11.IDLE
-        if waits and self._late is None:
-            self._late = self.loop.call_later(self._settings.header_s, self.transport.abort)
-        elif not waits:
-            self._calm()
-
-    def _calm(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._calm()
-        super().connection_lost(exc)
-
-
-def _tls(settings: StowSettings) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(str(settings.certificate), str(settings.key))
-    if settings.client_ca is not None:
-        context.load_verify_locations(str(settings.client_ca))
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _server(settings: StowSettings, app: Store) -> uvicorn.Server:
-    tls: dict[str, Any] = {}
-    if settings.certificate is not None:
-        context = _tls(settings)
-        tls["ssl_context_factory"] = lambda _config, _usual: context
-    config = uvicorn.Config(
-        app,
-        http=partial(_Door, settings),  # type: ignore[arg-type]
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_IDLE_S,
-        timeout_graceful_shutdown=int(_END_S) - 5,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
-        **tls,
-    )
-    config.load()
-    return uvicorn.Server(config)
-
-
-def _settings(raw: dict[str, Any]) -> StowSettings:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
-    return StowSettings(**fields | {key: Path(fields[key]) for key in _PATHS if fields[key] is not None})
-
-
-def _until_the_end(lines: Any, server: uvicorn.Server) -> None:
-    """Wait for the agent to close the pipe, or to die; then end, at the latest after a while."""
-    while lines.read(1):
-        pass
-    server.should_exit = True
-    time.sleep(_END_S)
-    os._exit(1)
-
-
-def _open(setup: dict[str, Any]) -> tuple[uvicorn.Server, socket.socket]:
-    settings = _settings(setup["settings"])
-    memory = _SPARE + 4 * settings.memory_bytes + 3 * settings.requests * settings.max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    room = Room(Path(setup["room"]), Deposit.of(setup["deposit"]))
-    try:
-        server = _server(settings, Store(settings.terms(setup["token"]), room, time.monotonic))
-    except (OSError, ssl.SSLError):
-        raise StowError(
-            "stow: certificate, key or client_ca cannot be used: check the files and whose they are"
-        ) from None
-    try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        return server, socket.create_server((settings.host, settings.port), family=family, backlog=64)
-    except OSError:
-        raise StowError("stow: host and port cannot be listened on; does another program do so?") from None
-
-
-def main() -> None:
-    """Serve until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold patients' files
-    logging.disable(logging.CRITICAL)
-    lines = os.fdopen(os.dup(0), "rb")
-    reply: Callable[[bytes], int] = partial(os.write, os.dup(1))
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
-    try:
-        setup = json.loads(lines.readline())
-        server, listener = _open(setup)
-        allowed = confinement.Allowed(confinement.RECEIVING, confinement.interpreter(), setup["room"])
-        confinement.confine(allowed, setup["demand"])
-    except (StowError, confinement.ConfinementError) as fault:
-        reply(json.dumps({"fault": str(fault)}).encode() + b"\n")
-        return
-    threading.Thread(target=_until_the_end, args=(lines, server), daemon=True).start()
-    reply(json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
-    server.run(sockets=[listener])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Brings instances from a DICOMweb archive into the first room as they are stored there: WADO-RS (PS3.18 10.4).
 
-The body is read as a stream and every part is sealed as soon as it is whole; ``dicomweb-client`` would cost two to
-four times the time (it copies each part and holds them all). What was brought is known by the room's own names, so
-that a run which was killed goes on where it stopped, without a list of its own: P15 holds for what it writes.
+The body is read as a stream and every part is encrypted as soon as it is complete; ``dicomweb-client`` would take two
+to four times as long (it copies each part and holds them all). The spool's own names say what was retrieved, so a
+killed run resumes where it stopped, without a list of its own: P15 holds for what it writes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Final
 
 import requests
 
-from agent.deidentify.reasons import Refused
-from agent.edges.dicomweb import Finder, Series, Session, pieces
-from agent.edges.glance import instance_of
-from agent.edges.multipart import Limits, MultipartError, Part, Splitter, media_type
-from agent.edges.remote import Query
-from agent.edges.room import Arrival, Room
-from agent.edges.web import FAULTY, Web, WebError, faults
+from agent.deidentify.errors import FileRejectedError
+from agent.pacs.archive import Query
+from agent.pacs.dicomweb.config import FAULTY, DicomWebArchive, DicomWebError, faults
+from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.pacs.dicomweb.qido import QidoClient, Series, Session, pieces
+from agent.pacs.instance_header import instance_of
+from agent.storage.spool import ReceivedFile, Spool
+from protos.common.errors import Signal
 
 # Every transfer syntax: what the archive holds comes as it is (PS3.18 section 8.7.3.5.2).
 _ACCEPT: Final = 'multipart/related; type="application/dicom"; transfer-syntax=*'
@@ -43,7 +44,7 @@ _PATIENCE: Final = 60.0  # seconds of a run that are waited because of such faul
 _OURS: Final = frozenset({401, 403, 407})  # of us, not of what was asked for
 
 
-class _Paused(Exception):
+class _Paused(Signal):
     """The archive's hours are over, or somebody asked to stop."""
 
 
@@ -51,7 +52,7 @@ class _Paused(Exception):
 class Sink:
     """Where instances go, and what is there already."""
 
-    room: Room
+    room: Spool
     already: Callable[[str], bool]  # by SOP Instance UID: in the vault, or in quarantine; by one thread at a time
 
     def has(self, instance: str, source: str) -> bool:
@@ -89,12 +90,12 @@ class Pulled:
 _USUAL_TIME: Final = Time()
 
 
-class Puller:
+class WadoRetriever:
     """Brings what a query finds; one run."""
 
     def __init__(
         self,
-        web: Web,
+        web: DicomWebArchive,
         sink: Sink,
         *,
         stop: Callable[[], bool] = lambda: False,
@@ -131,7 +132,7 @@ class Puller:
         """What of these series is not here yet.
 
         Raises:
-            WebError: the archive cannot be used, or the disk is nearly full. What came before is kept.
+            DicomWebError: the archive cannot be used, or the disk is nearly full. What came before is kept.
         """
         paused = False
         try:
@@ -164,7 +165,7 @@ class Puller:
 
     def _find(self, query: Query) -> Iterator[Series]:
         self._may_go_on()
-        yield from Finder(self._web, self._session(), self._rest).series(query)
+        yield from QidoClient(self._web, self._session(), self._rest).series(query)
 
     def _count(self, series: Series) -> None:
         with self._mutex:
@@ -185,7 +186,9 @@ class Puller:
         if self._over.is_set() or self._stop() or not self._web.may_ask(self._clocks.now()):
             raise _Paused
         if not shutil.disk_usage(self._sink.room.folder).free > self._web.least_free_bytes:
-            raise WebError(f"{self._web.name}: the disk is nearly full (least_free_bytes); nothing more is brought")
+            raise DicomWebError(
+                f"{self._web.name}: the disk is nearly full (least_free_bytes): retrieval has stopped"
+            )
         self._asked = True
 
     def _rest(self, failures: int) -> None:
@@ -202,14 +205,14 @@ class Puller:
         wanted = len(missing)
         try:
             self._bring(series, missing)
-        except WebError as fault:
+        except DicomWebError as fault:
             self._judge(fault, came=len(missing) < wanted)
             self._lost("failed", len(missing))
         else:
             self._bad = 0
             self._lost("missing", len(missing))
 
-    def _judge(self, fault: WebError, *, came: bool) -> None:
+    def _judge(self, fault: DicomWebError, *, came: bool) -> None:
         """Is it this series alone? Raises: the fault, when the archive has it with everything."""
         with self._mutex:
             self._bad = 0 if came else self._bad + 1
@@ -232,7 +235,7 @@ class Puller:
                     return  # asked for every one: the archive has no more
                 self._retrieve(series.path, missing, "")
                 whole = False
-            except WebError as fault:
+            except DicomWebError as fault:
                 failures = 0 if len(missing) < before else failures + 1
                 smaller, whole = whole and _of_one(fault), whole and not fault.status and failures < 2
                 if not smaller and not self._worth(fault, failures):  # what says no is no better the next time
@@ -240,13 +243,13 @@ class Puller:
                 if fault.retry:
                     self._wait(fault, failures)
 
-    def _worth(self, fault: WebError, failures: int) -> bool:
+    def _worth(self, fault: DicomWebError, failures: int) -> bool:
         """Is there to be one more attempt?"""
         if fault.status == FAULTY:
             return failures <= min(_FEW, self._web.retries) and self._waited < _PATIENCE
         return fault.retry and failures <= self._web.retries
 
-    def _wait(self, fault: WebError, failures: int) -> None:
+    def _wait(self, fault: DicomWebError, failures: int) -> None:
         """Rest; not for ever in sum, where the archive does answer."""
         if fault.status != FAULTY:
             self._rest(failures)
@@ -255,13 +258,13 @@ class Puller:
             self._rest(failures)
 
     def _one_by_one(self, series: Series, missing: dict[str, None]) -> None:
-        last: WebError | None = None
+        last: DicomWebError | None = None
         in_a_row = 0
         for uid in tuple(missing):
             try:
                 self._retrieve(f"{series.path}/instances/{uid}", missing, uid)
                 in_a_row = 0
-            except WebError as fault:
+            except DicomWebError as fault:
                 if uid in missing:  # it comes last in the next attempt: it may be the only bad one
                     del missing[uid]
                     missing[uid] = None
@@ -280,7 +283,7 @@ class Puller:
                 url = self._web.url.rstrip("/") + path
                 with self._session().get(url, headers={"Accept": _ACCEPT}, stream=True) as response:
                     self._read(response, missing, asked)
-        except WebError as fault:
+        except DicomWebError as fault:
             if fault.status not in _GONE:
                 raise
 
@@ -288,7 +291,7 @@ class Puller:
         try:
             said = media_type(response.headers.get("Content-Type", ""))
         except MultipartError:
-            raise WebError(f"{self._web.name} does not answer with multipart/related; check its url") from None
+            raise DicomWebError(f"{self._web.name} does not answer with multipart/related; check its url") from None
         splitter = Splitter(said.boundary, Limits(part_bytes=self._web.max_bytes, total_bytes=_BODY_BYTES))
         try:
             with self._writing() as writing:
@@ -297,7 +300,9 @@ class Puller:
                         self._part(part, missing, asked, writing)
                 splitter.end()
         except MultipartError:
-            raise WebError(f"{self._web.name} broke off, or its answer is no multipart body", retry=True) from None
+            raise DicomWebError(
+                f"{self._web.name} closed the connection, or its answer is not a multipart body", retry=True
+            ) from None
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[deque[Future[None]]]:
@@ -312,7 +317,7 @@ class Puller:
     def _part(self, part: Part, missing: dict[str, None], asked: str, writing: deque[Future[None]]) -> None:
         try:
             uid = instance_of(part.body).sop_instance
-        except Refused:
+        except FileRejectedError:
             uid = asked  # the archive was asked for this one: what it sends is judged further in
         if asked and uid != asked:
             self._give_up(asked, missing, "instance_mismatch")
@@ -350,15 +355,15 @@ class Puller:
 
     def _keep(self, uid: str, body: bytes) -> None:
         try:
-            self._sink.room.put(Arrival("wado", self._web.name, body, instance=uid))
+            self._sink.room.put(ReceivedFile("wado", self._web.name, body, instance=uid))
         except OSError:
-            raise WebError("the first room cannot be written: check the disk") from None
+            raise DicomWebError("the spool cannot be written: check the disk") from None
         with self._mutex:
             self._brought += 1
             self._progress(self._brought, self._known)
 
 
-def _of_one(fault: WebError) -> bool:
+def _of_one(fault: DicomWebError) -> bool:
     """May the archive have it with what was asked for alone, and not with us or with everything?"""
     return fault.status >= 400 and fault.status not in _OURS
 

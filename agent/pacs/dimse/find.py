@@ -1,4 +1,4 @@
-"""What an archive says it has, level by level (PS3.4 section C.6.2), checked against what was asked."""
+"""Search an archive level by level (PS3.4 section C.6.2), and check the responses against the query."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from agent.deidentify.prescan import IMPLICIT_LE
-from agent.edges.association import STORAGE
-from agent.edges.dimse_message import UID
-from agent.edges.query import FIND, Requestor
-from agent.edges.remote import Failed, PacsError, Query, Remote
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQueryError, Query
+from agent.pacs.dimse.acceptor import STORAGE
+from agent.pacs.dimse.messages import UID
+from agent.pacs.dimse.query_retrieve_scu import FIND, QueryRetrieveScu
 
 QUERY: Final = (FIND, IMPLICIT_LE)
 LIST: Final = 100  # UIDs of one request
@@ -35,17 +35,17 @@ class Series:
     instances: Mapping[str, str]  # SOP Instance UID -> SOP Class UID, "" when the archive does not say
 
 
-def find_studies(remote: Remote, tally: Counter[str]) -> list[Study]:
+def find_studies(remote: ArchiveConfig, tally: Counter[str]) -> list[Study]:
     """The studies of the site's query, each once, in the order of their UIDs.
 
     Args:
         remote: whom to ask.
         tally: counts ``malformed`` (a UID that is none) and ``unfit`` (not what was asked for).
     Raises:
-        PacsError: no association, a failure, or more than ``max_matches``.
+        ArchiveError: no association, a failure, or more than ``max_matches``.
     """
     found: dict[str, Study] = {}
-    with Requestor(remote, [QUERY]) as asked:
+    with QueryRetrieveScu(remote, [QUERY]) as asked:
         for wanted in _criteria(remote.query):
             keys = dict.fromkeys(("StudyInstanceUID", "ModalitiesInStudy", "NumberOfStudyRelatedInstances"), "")
             for match in asked.find("STUDY", keys | {"StudyDate": remote.query.dates} | wanted):
@@ -57,7 +57,7 @@ def find_studies(remote: Remote, tally: Counter[str]) -> list[Study]:
                     uid = match["StudyInstanceUID"]
                     found[uid] = Study(uid, _count(match["NumberOfStudyRelatedInstances"]))
             if len(found) > remote.max_matches:
-                raise PacsError(f"{remote.name}: more studies than max_matches. Narrow the query.")
+                raise ArchiveError(f"{remote.name}: more studies than max_matches. Narrow the query.")
     return [found[uid] for uid in sorted(found)]
 
 
@@ -81,7 +81,7 @@ def _count(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else _UNKNOWN
 
 
-def find_instances(remote: Remote, study: Study, tally: Counter[str]) -> list[Series]:
+def find_instances(remote: ArchiveConfig, study: Study, tally: Counter[str]) -> list[Series]:
     """The series of a study that the query wants, with their instances.
 
     Args:
@@ -90,7 +90,7 @@ def find_instances(remote: Remote, study: Study, tally: Counter[str]) -> list[Se
         tally: counts ``malformed``, ``unfit`` (instances outside the query's series are not asked for at all),
             ``foreign`` (no storage class of the standard), ``unlisted`` (counted by the archive, but not listed).
     Raises:
-        PacsError: no association, a failure, or more than ``max_matches``.
+        ArchiveError: no association, a failure, or more than ``max_matches``.
     """
     query, listed, found = remote.query, 0, []
     more = {"NumberOfSeriesRelatedInstances": ""} | ({} if query.body_part else {"BodyPartExamined": ""})
@@ -98,7 +98,7 @@ def find_instances(remote: Remote, study: Study, tally: Counter[str]) -> list[Se
     keys |= {"BodyPartExamined": query.body_part} if query.body_part else {}
     if len(query.modalities) == 1:
         keys["Modality"] = query.modalities[0]
-    with Requestor(remote, [QUERY]) as asked:
+    with QueryRetrieveScu(remote, [QUERY]) as asked:
         for match in _find(asked, "SERIES", keys, more):
             if not UID.fullmatch(match["SeriesInstanceUID"]):
                 tally["malformed"] += 1
@@ -108,13 +108,15 @@ def find_instances(remote: Remote, study: Study, tally: Counter[str]) -> list[Se
                 series, count = _series(asked, study, match, tally), _count(match["NumberOfSeriesRelatedInstances"])
                 listed += len(series.instances)
                 if listed > remote.max_matches:
-                    raise PacsError(f"{remote.name}: a study of more instances than max_matches.")
+                    raise ArchiveError(f"{remote.name}: a study of more instances than max_matches.")
                 tally["unlisted"] += max(0, count - len(series.instances))
                 found.append(series)
     return found
 
 
-def _find(asked: Requestor, level: str, keys: Mapping[str, str], more: Mapping[str, str]) -> list[dict[str, str]]:
+def _find(
+    asked: QueryRetrieveScu, level: str, keys: Mapping[str, str], more: Mapping[str, str]
+) -> list[dict[str, str]]:
     """Ask for ``keys`` and ``more``, and where the archive fails at that, for ``keys`` alone.
 
     An archive may have to read each file for what its database lacks: Orthanc fails at a whole series for one file
@@ -122,7 +124,7 @@ def _find(asked: Requestor, level: str, keys: Mapping[str, str], more: Mapping[s
     """
     try:
         return asked.find(level, {**keys, **more})
-    except Failed:
+    except ArchiveQueryError:
         return [{**more, **match} for match in asked.find(level, keys)]
 
 
@@ -132,14 +134,14 @@ def _wanted(match: Mapping[str, str], query: Query) -> bool:
     return kind and (not query.body_part or match["BodyPartExamined"].upper() == query.body_part)
 
 
-def _series(asked: Requestor, study: Study, of: Mapping[str, str], tally: Counter[str]) -> Series:
+def _series(asked: QueryRetrieveScu, study: Study, of: Mapping[str, str], tally: Counter[str]) -> Series:
     """One series; with none of its instances when the archive cannot list it."""
     uid = of["SeriesInstanceUID"]
     keys = {"StudyInstanceUID": study.uid, "SeriesInstanceUID": uid, "SOPInstanceUID": ""}
     instances: dict[str, str] = {}
     try:
         matches = _find(asked, "IMAGE", keys, {"SOPClassUID": ""})
-    except Failed:
+    except ArchiveQueryError:
         matches = []
         tally["unlisted"] += int(_count(of["NumberOfSeriesRelatedInstances"]) < 1)  # else counted by who asks
     for match in matches:
@@ -153,7 +155,7 @@ def _series(asked: Requestor, study: Study, of: Mapping[str, str], tally: Counte
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class RetrievalUnit:
     """One retrieval."""
 
     level: str
@@ -161,7 +163,7 @@ class Unit:
     instances: frozenset[str]
 
 
-def units(study: Study, series: Series, missing: Set[str], size: int) -> Iterator[Unit]:
+def units(study: Study, series: Series, missing: Set[str], size: int) -> Iterator[RetrievalUnit]:
     """What to ask for, to get what is missing of a series.
 
     Args:
@@ -174,10 +176,10 @@ def units(study: Study, series: Series, missing: Set[str], size: int) -> Iterato
     wanted = [uid for uid in series.instances if uid in missing]
     keys = {"StudyInstanceUID": study.uid, "SeriesInstanceUID": series.uid}
     if wanted and len(wanted) == len(series.instances) and not size:
-        yield Unit("SERIES", keys, frozenset(wanted))
+        yield RetrievalUnit("SERIES", keys, frozenset(wanted))
         return
     for part in _parts(wanted, size or LIST):
-        yield Unit("IMAGE", keys | {"SOPInstanceUID": "\\".join(part)}, frozenset(part))
+        yield RetrievalUnit("IMAGE", keys | {"SOPInstanceUID": "\\".join(part)}, frozenset(part))
 
 
 def _parts(values: Sequence[str], size: int) -> Iterator[Sequence[str]]:

@@ -1,6 +1,7 @@
-"""What a query says on the wire: command sets and identifiers, made and read; of an answer only what was asked for.
+"""Command sets and identifiers of queries on the wire: encode, and decode only the requested attributes of a
+response.
 
-Command sets are read by hand here, as in :mod:`agent.edges.dimse_message`: pynetdicom's codec parses them as data
+Command sets are read by hand here, as in :mod:`agent.pacs.dimse.messages`: pynetdicom's codec parses them as data
 sets, with all that a parser of data sets may do.
 """
 
@@ -14,9 +15,9 @@ from pydicom.dataset import Dataset
 from pydicom.filereader import read_dataset
 from pydicom.tag import Tag
 
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import IMPLICIT_LE, scan
-from agent.deidentify.reasons import Refused
-from agent.edges.association import MALFORMED, Ended
+from agent.pacs.dimse.pdu import MALFORMED, AssociationEnded
 
 
 def us_of(fields: Mapping[int, bytes], element: int) -> int:
@@ -45,17 +46,17 @@ def read_match(raw: bytes, keywords: Iterable[str]) -> dict[str, str]:
     """The values of some elements of an identifier, "" for an absent one. Nothing else of it is looked at.
 
     Raises:
-        Ended: it is no data set of Implicit VR Little Endian, or deeper than any.
+        AssociationEnded: it is no data set of Implicit VR Little Endian, or deeper than any.
     """
     tags = {keyword: Tag(keyword) for keyword in keywords}
     try:
         scan(raw, 0, IMPLICIT_LE)
         found = read_dataset(BytesIO(raw), True, True, specific_tags=list(tags.values()))
         values = {keyword: found.get_item(tag).value if tag in found else b"" for keyword, tag in tags.items()}
-    except Refused:
-        raise Ended("malformed", MALFORMED) from None
+    except FileRejectedError:
+        raise AssociationEnded("malformed", MALFORMED) from None
     except Exception:  # noqa: BLE001 - a parser of others' bytes raises anything, and its text quotes them
-        raise Ended("malformed", MALFORMED) from None
+        raise AssociationEnded("malformed", MALFORMED) from None
     return {
         keyword: value.decode("utf-8", "replace").strip(" \0") if isinstance(value, bytes) else ""
         for keyword, value in values.items()

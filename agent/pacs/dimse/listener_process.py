@@ -1,20 +1,22 @@
 """The C-STORE receiver as a whole: a listening socket, worker processes for associations, one thread over them.
 
-``Listener`` accepts connections and hands each to the least busy of its workers (``python -m agent.edges.listener``)
-over a Unix socket, so that the limits hold over all of them and no core waits while another has two senders. Messages
-are JSON objects, one per packet; a connection goes along as a descriptor. A worker ends when the socket to its parent
-does. It holds the key of its own TLS certificate and a deposit (agent/edges/room.py), with which it seals and opens
-nothing of others; it is confined (protos/operations/confinement.py) to the spool and to the connections that it is
-handed. multiprocessing was rejected: it pickles, and it forks or imports what the parent runs.
+``Listener`` accepts connections and hands each to the least busy of its workers (``python -m
+agent.pacs.dimse.listener_main``) over a Unix socket, so that the limits hold over all of them and no core waits
+while another has two senders. Messages are JSON objects, one per packet; a connection goes along as a descriptor. A
+worker ends when the socket to its parent does. It holds the key of its own TLS certificate and a deposit
+(agent/storage/spool.py), with which it seals and opens nothing of others; it is confined
+(protos/operations/confinement.py) to the spool and to the connections that it is handed. multiprocessing was
+rejected: it pickles, and it forks or imports what the parent runs.
+
+This is a wall: DICOM messages from the network are parsed in the workers, which can open neither the vault nor
+what others put into the spool.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import resource
 import selectors
 import socket
 import subprocess
@@ -25,24 +27,23 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
-from agent.edges.association import ListenerSettings, Wire, plain_address
-from agent.edges.dimse import EVENTS, Association, Services, Tally, read_settings
-from agent.edges.room import Deposit, Room
+from agent.pacs.dimse.config import ListenerSettings, plain_address
+from agent.pacs.dimse.storage_scp import EVENTS
+from agent.storage.spool import Spool
+from protos.common.errors import WorkerError
 from protos.operations import confinement
 
-_MESSAGE: Final = 1 << 17  # bytes of one; the settings are the longest
+MESSAGE_BYTES: Final = 1 << 17  # bytes of one; the settings are the longest
 _STRANGERS: Final = 16  # connections at once from addresses that are on no list: each gets a rejection
 _START_SECONDS: Final = 60.0
 _BACK_OFF: Final = (0.5, 30.0)  # seconds until a dead worker is started again, doubled from the first to the second
 _STEADY: Final = 60.0  # seconds of life after which a worker's death is a first one again
 _TORN: Final = 600.0  # seconds after which a half-written file belongs to nobody
-_STACK: Final = 1 << 20
 
 
-class ListenerFailed(RuntimeError):
+class ListenerError(WorkerError, RuntimeError):
     """The receiver cannot start: a fault of the installation or the settings. The text names no patient."""
 
 
@@ -80,7 +81,7 @@ class Listener:
             demand: which layers of the workers' confinement must be in force.
         """
         self._settings, self._folder, self._told, self._demand = settings, room_folder, told, demand
-        self._room = Room(room_folder, room_key)
+        self._room = Spool(room_folder, room_key)
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -94,9 +95,7 @@ class Listener:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """``stop``."""
         self.stop()
 
@@ -104,7 +103,7 @@ class Listener:
     def port(self) -> int:
         """Where it listens."""
         if self._socket is None:
-            raise ListenerFailed("the listener is not started")
+            raise ListenerError("the listener is not started")
         return int(self._socket.getsockname()[1])
 
     def pids(self) -> list[int]:
@@ -120,7 +119,7 @@ class Listener:
         """Listen; when this returns, senders are served.
 
         Raises:
-            ListenerFailed: the address is taken, a TLS file is wrong, or the workers do not start.
+            ListenerError: the address is taken, a TLS file is wrong, or the workers do not start.
         """
         family = socket.AF_INET6 if ":" in self._settings.host else socket.AF_INET
         try:
@@ -129,7 +128,7 @@ class Listener:
             where = (self._settings.host, self._settings.port)
             self._socket = socket.create_server(where, family=family, backlog=128)
         except OSError as error:
-            raise ListenerFailed(f"cannot listen: {error.strerror or type(error).__name__}") from None
+            raise ListenerError(f"cannot listen: {error.strerror or type(error).__name__}") from None
         self._socket.setblocking(False)
         try:
             for _ in range(self._settings.workers or os.cpu_count() or 1):
@@ -137,19 +136,19 @@ class Listener:
             until = time.monotonic() + _START_SECONDS
             for worker in self._workers:
                 self._await(worker, until)
-        except (OSError, ListenerFailed) as fault:
+        except (OSError, ListenerError) as fault:
             self.stop(0.0)
-            why = str(fault) if isinstance(fault, ListenerFailed) else ""
+            why = str(fault) if isinstance(fault, ListenerError) else ""
             why = why or "check installation and memory"
-            raise ListenerFailed(f"a worker of the listener does not start: {why}") from None
+            raise ListenerError(f"a worker of the listener does not start: {why}") from None
         self._thread = threading.Thread(target=self._run, name="dimse-listener", daemon=True)
         self._thread.start()
 
     def _await(self, worker: _Worker, until: float) -> None:
         worker.channel.settimeout(max(0.1, until - time.monotonic()))
-        said = json.loads(worker.channel.recv(_MESSAGE) or b"null")
+        said = json.loads(worker.channel.recv(MESSAGE_BYTES) or b"null")
         if said != {"ready": True}:
-            raise ListenerFailed(str(said.get("fault", "")) if isinstance(said, dict) else "")
+            raise ListenerError(str(said.get("fault", "")) if isinstance(said, dict) else "")
         worker.ready = True
         worker.channel.setblocking(False)
 
@@ -173,7 +172,7 @@ class Listener:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             while (left := until - time.monotonic()) > 0:
                 worker.channel.settimeout(left)
-                message = worker.channel.recv(_MESSAGE)
+                message = worker.channel.recv(MESSAGE_BYTES)
                 if not message:
                     break
                 self._note(worker, json.loads(message))
@@ -190,7 +189,7 @@ class Listener:
         heap = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "8388608", "MALLOC_TRIM_THRESHOLD_": "67108864"}
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-B", "-m", "agent.edges.listener"],
+                [sys.executable, "-P", "-B", "-m", "agent.pacs.dimse.listener_main"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -234,7 +233,7 @@ class Listener:
 
     def _hear(self, worker: _Worker) -> None:
         try:
-            self._note(worker, json.loads(worker.channel.recv(_MESSAGE)))
+            self._note(worker, json.loads(worker.channel.recv(MESSAGE_BYTES)))
         except BlockingIOError:
             return
         except (OSError, ValueError, TypeError, AttributeError):
@@ -299,124 +298,3 @@ class Listener:
         if here >= 2 * most or known >= 2 * total:
             return None
         return here >= most or known >= total
-
-
-# ------------------------------------------------------------------ the side of a worker
-
-
-class _Server:
-    """A worker: one thread per association."""
-
-    def __init__(self, channel: socket.socket, services: Services) -> None:
-        """``channel``: to the listener."""
-        self._channel, self._services = channel, services
-        tls = services.settings.tls
-        self._context = tls.context() if tls else None
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._last: dict[str, int] = {}
-        self._threads: set[threading.Thread] = set()
-
-    def run(self) -> None:
-        """Until the listener says so or is gone."""
-        self._channel.settimeout(0.5)
-        while True:
-            try:
-                message, descriptors, _, _ = socket.recv_fds(self._channel, _MESSAGE, 1)
-            except TimeoutError:
-                self._report()
-                continue
-            if not message:
-                return
-            said = json.loads(message)
-            if "stop" in said:
-                self._end(float(said["stop"]))
-                return
-            self._begin(said, descriptors)
-
-    def _begin(self, said: dict[str, Any], descriptors: list[int]) -> None:
-        try:
-            thread = threading.Thread(target=self._serve, args=(descriptors[0], said), daemon=True)
-            self._threads.add(thread)
-            thread.start()
-        except (IndexError, RuntimeError, MemoryError):  # no descriptor, thread or memory left for one more
-            for descriptor in descriptors:
-                os.close(descriptor)
-            self._services.tally.count("turned_away")
-            self._report(said["connection"])
-
-    def _end(self, grace: float) -> None:
-        self._stop.set()
-        until = time.monotonic() + grace
-        for thread in [thread for thread in list(self._threads) if thread.ident]:
-            thread.join(max(0.0, until - time.monotonic()))
-        self._report()
-
-    def _serve(self, descriptor: int, said: dict[str, Any]) -> None:
-        try:
-            self._associate(socket.socket(fileno=descriptor), said["address"], over=said["over"])
-        except Exception:  # noqa: BLE001 - one association's fault must not end the others; its text may hold anything
-            self._services.tally.count("fault")
-        finally:
-            self._threads.discard(threading.current_thread())
-            self._report(said["connection"])
-
-    def _associate(self, connection: socket.socket, address: str, *, over: bool) -> None:
-        with connection:
-            if self._context is None:
-                Association(Wire(connection), address, self._services, self._stop.is_set).serve(over=over)
-                return
-            connection.settimeout(self._services.settings.request_seconds)  # for the whole handshake
-            try:
-                secured = self._context.wrap_socket(connection, server_side=True)
-            except OSError:  # ssl.SSLError is one
-                self._services.tally.count("tls_failed")
-                return
-            with secured:
-                Association(Wire(secured), address, self._services, self._stop.is_set).serve(over=over)
-
-    def _report(self, closed: int | None = None) -> None:
-        """Tell the listener what is new."""
-        with self._lock, contextlib.suppress(OSError):
-            counts = self._services.tally.counts()
-            if counts != self._last or closed is not None:
-                said = {"counts": counts, "closed": [] if closed is None else [closed]}
-                self._channel.send(json.dumps(said).encode())
-                self._last = counts
-
-
-def _limit(settings: ListenerSettings) -> None:
-    memory = (1 << 30) + 3 * settings.memory_bytes + 2 * settings.max_associations * 2 * _STACK
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold patients' images
-    threading.stack_size(_STACK)
-
-
-def _confine(spool: str, demand: str) -> None:
-    allowed = confinement.Allowed(confinement.RECEIVING, confinement.interpreter(), spool)
-    confinement.confine(allowed, demand)
-
-
-def main() -> None:
-    """Serve what comes over standard input, a Unix socket, until it ends."""
-    channel = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # 1 and 2 are there already
-    logging.disable(logging.CRITICAL)  # pynetdicom's messages quote what it decodes
-    setup = json.loads(channel.recv(_MESSAGE))
-    settings = read_settings(setup["settings"])
-    _limit(settings)
-    room = Room(Path(setup["folder"]), Deposit.of(setup["deposit"]), durable=settings.durable)
-    server = _Server(channel, Services(settings, room, Tally()))
-    try:
-        _confine(setup["folder"], setup["demand"])
-    except confinement.ConfinementError as fault:
-        channel.send(json.dumps({"fault": str(fault)}).encode())
-        return
-    channel.send(b'{"ready": true}')
-    try:
-        server.run()
-    finally:
-        os._exit(0)  # without waiting for associations: their senders have no answer yet, and send again
-
-
-if __name__ == "__main__":
-    main()

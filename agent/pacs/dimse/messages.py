@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from agent.edges.association import DATA, IMPLEMENTATION, MALFORMED, VERSION, Ended
+from agent.pacs.dimse.acceptor import IMPLEMENTATION, VERSION
+from agent.pacs.dimse.pdu import DATA, MALFORMED, AssociationEnded
 
 UID: Final = re.compile(r"(?=.{1,64}$)(?:0|[1-9][0-9]*)(?:\.(?:0|[1-9][0-9]*))+")  # PS3.5 section 9.1
 _NO_DATA: Final = 0x0101
@@ -33,17 +34,17 @@ def read_fields(data: bytes) -> dict[int, bytes]:
     """The elements of a command set (PS3.7 section 6.3.1) by element number.
 
     Raises:
-        Ended: it is none.
+        AssociationEnded: it is none.
     """
     found: dict[int, bytes] = {}
     offset, last = 0, -1
     while offset < len(data):
         if offset + 8 > len(data):
-            raise Ended("malformed", MALFORMED)
+            raise AssociationEnded("malformed", MALFORMED)
         group, element, length = struct.unpack_from("<HHI", data, offset)
         offset += 8
         if group != 0 or element <= last or length > len(data) - offset:
-            raise Ended("malformed", MALFORMED)
+            raise AssociationEnded("malformed", MALFORMED)
         found[element] = data[offset : offset + length]
         offset, last = offset + length, element
     return found
@@ -53,12 +54,12 @@ def read_command(data: bytes) -> Command:
     """Parse a command set: Implicit VR Little Endian, group 0000, tags ascending (PS3.7 section 6.3.1).
 
     Raises:
-        Ended: it is none.
+        AssociationEnded: it is none.
     """
     found = read_fields(data)
     numbers = [found.get(element, b"") for element in (0x0100, 0x0110, 0x0800)]
     if any(len(number) != 2 for number in numbers):
-        raise Ended("malformed", MALFORMED)
+        raise AssociationEnded("malformed", MALFORMED)
     operation, message, data_set = (int.from_bytes(number, "little") for number in numbers)
     sop_class, instance = (found.get(e, b"").decode("latin-1").removesuffix("\0") for e in (0x0002, 0x1000))
     return Command(operation, message, data_set != _NO_DATA, sop_class, instance)
@@ -123,15 +124,15 @@ def data_values(unit: memoryview) -> Iterator[tuple[int, int, memoryview]]:
     """The presentation data values of a P-DATA-TF: context, message control header, fragment (PS3.8 section 9.3.5).
 
     Raises:
-        Ended: they do not fill the unit, or a header has unknown bits (PS3.8 annex E.2).
+        AssociationEnded: they do not fill the unit, or a header has unknown bits (PS3.8 annex E.2).
     """
     offset = 6
     while offset < len(unit) or offset == 6:
         if offset + 6 > len(unit):
-            raise Ended("malformed", MALFORMED)
+            raise AssociationEnded("malformed", MALFORMED)
         length, context, control = struct.unpack_from(">IBB", unit, offset)
         end = offset + 4 + length
         if length < 2 or end > len(unit) or control & ~3:
-            raise Ended("malformed", MALFORMED)
+            raise AssociationEnded("malformed", MALFORMED)
         yield context, control, unit[offset + 6 : end]
         offset = end

@@ -1,6 +1,7 @@
 """Query and retrieve as a user of the service (PS3.4 annex C, Study Root): C-FIND, C-GET and C-MOVE, bounded.
 
-What the archive answers is as hostile as any input: see :mod:`agent.edges.calling` for what was rejected and why.
+What the archive answers is as hostile as any input: see :mod:`agent.pacs.dimse.requestor` for what was rejected and
+why.
 """
 
 from __future__ import annotations
@@ -10,28 +11,17 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, Protocol, Self
 
 from pydicom.dataset import Dataset
 from pynetdicom.dsutils import encode
 
-from agent.edges.association import (
-    ABORT,
-    AC,
-    DATA,
-    MALFORMED,
-    MAX_PDU,
-    MAX_REQUEST,
-    RELEASE_RQ,
-    RJ,
-    UNEXPECTED,
-    Ended,
-)
-from agent.edges.calling import accepted, connected, rejection, request
-from agent.edges.dimse_message import UID, data_values, file_head, read_command, read_fields, response
-from agent.edges.identifiers import even, identifier, read_match, us, us_of, write_fields
-from agent.edges.remote import Failed, PacsError, Remote, Unreachable
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQueryError, ArchiveUnreachableError
+from agent.pacs.dimse.config import MAX_PDU
+from agent.pacs.dimse.identifiers import even, identifier, read_match, us, us_of, write_fields
+from agent.pacs.dimse.messages import UID, data_values, file_head, read_command, read_fields, response
+from agent.pacs.dimse.pdu import ABORT, AC, DATA, MALFORMED, MAX_REQUEST, RELEASE_RQ, RJ, UNEXPECTED, AssociationEnded
+from agent.pacs.dimse.requestor import accepted, connected, rejection, request
 
 FIND: Final = "1.2.840.10008.5.1.4.1.2.2.1"  # Study Root, PS3.4 section C.6.2
 MOVE: Final = "1.2.840.10008.5.1.4.1.2.2.2"
@@ -50,20 +40,20 @@ _LOST: Final = {
     "connection_lost": "the connection ended in the middle.",
     "idle": "it does not answer.",
     "too_slow": "it answers too slowly.",
-    "too_long": "it sent a message longer than any may be.",
-    "malformed": "it sent bytes that are not DICOM's. Is there another service at this port?",
+    "too_long": "it sent a message that is too long.",
+    "malformed": "it sent bytes that are not DICOM. Check whether another service uses this port.",
     "unexpected": "it sent something the protocol does not allow at that point.",
-    "aborted": "it broke the association off. See its own log.",
+    "aborted": "it aborted the association. See its log.",
 }
 _FAILED: Final = {
-    CLASS_NOT_SUPPORTED: "it does not offer this service to us.",
-    NOT_AUTHORISED: "we are not authorised there. Allow our AE title to query and retrieve.",
-    UNKNOWN_DESTINATION: "it does not know the destination of C-MOVE. Enter our listener there.",
+    CLASS_NOT_SUPPORTED: "it does not offer this service to this site.",
+    NOT_AUTHORISED: "this site is not authorised there. Allow its AE title to query and retrieve.",
+    UNKNOWN_DESTINATION: "it does not know the destination of C-MOVE. Enter this site's listener there.",
     0xA900: "it did not understand the query: an identifier does not match its information model.",
 }
 
 
-class Stall:
+class InactivityTimeout:
     """A deadline that begins again whenever something comes."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,7 +68,7 @@ class Stall:
     def check(self) -> None:
         """Raises: Ended, when it is over."""
         if not self._clock() < self._until:
-            raise Ended("too_slow", (2, 0))
+            raise AssociationEnded("too_slow", (2, 0))
 
 
 class Sink(Protocol):
@@ -96,17 +86,17 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The last response of a retrieval, in the archive's own words: what came is not counted by it."""
+    """The last response of a retrieval, as the archive states it; received instances are counted separately."""
 
     status: int
     completed: int
     failed: int
 
 
-def explain(remote: Remote, status: int) -> PacsError:
+def explain(remote: ArchiveConfig, status: int) -> ArchiveError:
     """A failure status of PS3.4 tables C.4-1 to C.4-3 as a sentence."""
     text = _FAILED.get(status)
-    kind = Unreachable if status in (CLASS_NOT_SUPPORTED, UNKNOWN_DESTINATION) else Failed
+    kind = ArchiveUnreachableError if status in (CLASS_NOT_SUPPORTED, UNKNOWN_DESTINATION) else ArchiveQueryError
     return kind(f"{remote.name}: {text or f'it reports a failure, status {status:04X}.'}", passing=text is None)
 
 
@@ -114,17 +104,17 @@ def _outcome(status: int, fields: Mapping[int, bytes]) -> Outcome:
     return Outcome(status, max(0, us_of(fields, 0x1021)), max(0, us_of(fields, 0x1022)))
 
 
-class Requestor:
+class QueryRetrieveScu:
     """One association, opened by us. Every wait and every length of it is bounded."""
 
-    def __init__(self, remote: Remote, contexts: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, remote: ArchiveConfig, contexts: Sequence[tuple[str, str]]) -> None:
         """Open it.
 
         Args:
             remote: whom to ask.
             contexts: SOP class and transfer syntax of each presentation context; the first is the service.
         Raises:
-            Unreachable: no connection, no TLS, rejected, or the service is not offered.
+            ArchiveUnreachableError: no connection, no TLS, rejected, or the service is not offered.
         """
         self._remote, self._service = remote, contexts[0][0]
         self._proposed = {2 * i + 1: context for i, context in enumerate(contexts)}
@@ -133,19 +123,19 @@ class Requestor:
         self._open = True
         self._wire = connected(remote)
         self._values = self._stream()
-        with self._told(Unreachable):
+        with self._told(ArchiveUnreachableError):
             self._associate()
         if 1 not in self._agreed:
             self.close()
-            raise Unreachable(f"{remote.name}: it does not offer {_SERVICES[self._service]} to us.")
+            raise ArchiveUnreachableError(
+                f"{remote.name}: it does not offer {_SERVICES[self._service]} to this site."
+            )
 
     def __enter__(self) -> Self:
         """For ``with``."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Release it, or abort it when something went wrong."""
         if kind is None:
             self.close()
@@ -153,11 +143,11 @@ class Requestor:
             self._abort((0, 0))
 
     @contextlib.contextmanager
-    def _told(self, kind: type[PacsError] = PacsError) -> Iterator[None]:
+    def _told(self, kind: type[ArchiveError] = ArchiveError) -> Iterator[None]:
         """The end of the association as a sentence."""
         try:
             yield
-        except Ended as end:
+        except AssociationEnded as end:
             self._abort(end.abort)
             text = _LOST.get(end.code, "the association ended.")
             raise kind(f"{self._remote.name}: {text}", passing=True) from None
@@ -166,7 +156,7 @@ class Requestor:
         if not self._open:
             return
         self._open = False
-        with contextlib.suppress(Ended):
+        with contextlib.suppress(AssociationEnded):
             self._wire.send(struct.pack(">BBIBBBB", ABORT, 0, 4, 0, 0, *(told or (0, 0))))
         self._wire.close()
 
@@ -175,7 +165,7 @@ class Requestor:
         if not self._open:
             return
         self._open = False
-        with contextlib.suppress(Ended):
+        with contextlib.suppress(AssociationEnded):
             self._wire.send(struct.pack(">BBII", RELEASE_RQ, 0, 4, 0))
             self._wire.read(MAX_PDU, 5.0, 5.0)
         self._wire.close()
@@ -187,9 +177,9 @@ class Requestor:
             self._abort(None)
             raise rejection(self._remote, unit[7], (unit[8], unit[9]))
         if kind == ABORT:
-            raise Ended("aborted")
+            raise AssociationEnded("aborted")
         if kind != AC:
-            raise Ended("unexpected", UNEXPECTED)
+            raise AssociationEnded("unexpected", UNEXPECTED)
         self._agreed, largest = accepted(bytes(unit), self._proposed)
         self._largest = min(largest or 16384, 131072)
 
@@ -198,9 +188,9 @@ class Requestor:
         while True:
             kind, unit = self._wire.read(MAX_PDU, self._remote.answer_seconds, _PDU_SECONDS)
             if kind == ABORT:
-                raise Ended("aborted")
+                raise AssociationEnded("aborted")
             if kind != DATA:
-                raise Ended("unexpected", UNEXPECTED)
+                raise AssociationEnded("unexpected", UNEXPECTED)
             yield from data_values(unit)
 
     def _send(self, command: bytes, data: bytes) -> None:
@@ -242,23 +232,23 @@ class Requestor:
         body, count = bytearray(start), 0
         for number, control, fragment in self._values:
             if control & 1 != of_command or number not in self._agreed or context not in (0, number):
-                raise Ended("unexpected", UNEXPECTED)
+                raise AssociationEnded("unexpected", UNEXPECTED)
             context, count = number, count + len(fragment)
             if count > max(4 * cap, _MAX_IDENTIFIER):
-                raise Ended("too_long", MALFORMED)
+                raise AssociationEnded("too_long", MALFORMED)
             if count <= cap:
                 body += fragment
             else:
                 body = bytearray()
             if control & 2:
                 return context, body if count <= cap else None
-        raise Ended("connection_lost")
+        raise AssociationEnded("connection_lost")
 
     def _next(self) -> tuple[int, bytes, dict[int, bytes]]:
         """The next command set: its context, its bytes, its elements."""
         context, raw = self._collect(0, _MAX_COMMAND, of_command=1)
         if raw is None:
-            raise Ended("too_long", MALFORMED)
+            raise AssociationEnded("too_long", MALFORMED)
         return context, bytes(raw), read_fields(bytes(raw))
 
     def _response(self, context: int, fields: Mapping[int, bytes], operation: int) -> tuple[int, bytes]:
@@ -266,11 +256,11 @@ class Requestor:
         right = us_of(fields, 0x0100) == operation | 0x8000 and us_of(fields, 0x0120) == self._message
         status, data = us_of(fields, 0x0900), b""
         if not right or context != 1 or status < 0:
-            raise Ended("unexpected", UNEXPECTED)
+            raise AssociationEnded("unexpected", UNEXPECTED)
         if us_of(fields, 0x0800) != _NO_DATA:
             _, body = self._collect(context, _MAX_IDENTIFIER)
             if body is None:
-                raise Ended("too_long", MALFORMED)
+                raise AssociationEnded("too_long", MALFORMED)
             data = bytes(body)
         return status, data
 
@@ -283,11 +273,11 @@ class Requestor:
         Returns:
             the values of ``keys`` for each match, "" for what the archive does not say. It may have said anything.
         Raises:
-            Failed: the archive says so; the association goes on.
-            PacsError: the association ended, or there are more than ``max_matches``.
+            ArchiveQueryError: the archive says so; the association goes on.
+            ArchiveError: the association ended, or there are more than ``max_matches``.
         """
         matches: list[dict[str, str]] = []
-        clock = Stall(self._remote.stall_seconds)
+        clock = InactivityTimeout(self._remote.stall_seconds)
         with self._told():
             self._ask(_C_FIND, identifier(level, keys))
             while True:
@@ -299,7 +289,7 @@ class Requestor:
                 clock.check()
                 if len(matches) > self._remote.max_matches:
                     self._cancel()
-                    raise PacsError(f"{self._remote.name}: more matches than max_matches. Narrow the query.")
+                    raise ArchiveError(f"{self._remote.name}: more matches than max_matches. Narrow the query.")
         if status != SUCCESS:
             raise explain(self._remote, status)
         return matches
@@ -312,9 +302,9 @@ class Requestor:
         """C-GET (PS3.4 section C.4.3): instances come back on this association, into ``sink``.
 
         Raises:
-            PacsError: the association ended. What ``sink`` kept by then is kept.
+            ArchiveError: the association ended. What ``sink`` kept by then is kept.
         """
-        clock = Stall(self._remote.stall_seconds)
+        clock = InactivityTimeout(self._remote.stall_seconds)
         with self._told():
             self._ask(_C_GET, identifier(level, keys))
             while True:
@@ -332,7 +322,7 @@ class Requestor:
         """One C-STORE of the archive; was it kept?"""
         command, agreed = read_command(raw), self._agreed[context]
         if not command.has_data or context == 1:
-            raise Ended("unexpected", UNEXPECTED)
+            raise AssociationEnded("unexpected", UNEXPECTED)
         instance = command.sop_instance
         status: int | None = CANNOT_UNDERSTAND
         if command.sop_class != agreed[0]:
@@ -353,9 +343,9 @@ class Requestor:
         """C-MOVE (PS3.4 section C.4.2): instances come by an association of the archive's to ``destination``.
 
         Raises:
-            PacsError: the association ended.
+            ArchiveError: the association ended.
         """
-        clock, completed = Stall(self._remote.stall_seconds), -1
+        clock, completed = InactivityTimeout(self._remote.stall_seconds), -1
         with self._told():
             self._ask(_C_MOVE, identifier(level, keys), {0x0600: even(destination, b" ")})
             while True:

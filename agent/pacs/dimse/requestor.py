@@ -1,6 +1,6 @@
-"""Associations as a requestor (PS3.8): the connection, what is proposed, and what of the answer is believed.
+"""Associations as a requestor (PS3.8): the connection, the proposal, and the validated response.
 
-pynetdicom brings the codecs. Its reactor was rejected here as in :mod:`agent.edges.association`: as a requestor too
+pynetdicom brings the codecs. Its reactor was rejected here as in :mod:`agent.pacs.dimse.acceptor`: as a requestor too
 it reads a unit of whatever length the other side announces, and keeps no deadline for it.
 """
 
@@ -24,8 +24,9 @@ from pynetdicom.pdu_primitives import (
 )
 from pynetdicom.presentation import PresentationContext
 
-from agent.edges.association import IMPLEMENTATION, MALFORMED, STORABLE, STORAGE, VERSION, Ended, Wire
-from agent.edges.remote import Remote, Unreachable
+from agent.pacs.archive import ArchiveConfig, ArchiveUnreachableError
+from agent.pacs.dimse.acceptor import IMPLEMENTATION, STORABLE, STORAGE, VERSION
+from agent.pacs.dimse.pdu import MALFORMED, AssociationEnded, PduStream
 
 MOST_CONTEXTS: Final = 128  # odd numbers of one byte, PS3.8 section 9.3.2.2
 _APPLICATION: Final = "1.2.840.10008.3.1.1.1"  # DICOM's application context, PS3.7 annex A
@@ -36,8 +37,8 @@ _USUAL_FIRST: Final = tuple(  # plain, RLE, JPEG lossless, JPEG 2000, JPEG-LS, J
 SYNTAXES: Final = _USUAL_FIRST + tuple(s for s in STORABLE if s not in _USUAL_FIRST)
 _REJECTED: Final = {  # source and reason of PS3.8 section 9.3.4
     (1, 2): "it does not speak DICOM's application context.",
-    (1, 3): "it does not know our AE title (calling). Enter it there, with this machine's address.",
-    (1, 7): "it has another AE title than aet says.",
+    (1, 3): "it does not know this site's AE title (calling). Enter it there, with this machine's address.",
+    (1, 7): "its AE title is not the one in aet.",
     (2, 2): "it speaks another version of the protocol.",
     (3, 1): "it is too busy for another association.",
     (3, 2): "it has too many associations open.",
@@ -58,33 +59,33 @@ def storage_contexts(classes: Iterable[str], most: int = MOST_CONTEXTS - 1) -> l
     return [(name, syntax) for name in names for syntax in each]
 
 
-def connected(remote: Remote) -> Wire:
+def connected(remote: ArchiveConfig) -> PduStream:
     """A connection to the archive, TLS when the site says so.
 
     Raises:
-        Unreachable: nobody listens there, or not with the TLS that is asked for.
+        ArchiveUnreachableError: nobody listens there, or not with the TLS that is asked for.
     """
     context = remote.client_context()
     try:
         sock = socket.create_connection((remote.host, remote.port), timeout=remote.connect_seconds)
     except OSError:
-        text = "nobody answers at its host and port."
-        raise Unreachable(f"{remote.name}: {text}", passing=True) from None
+        text = "nothing answers at its host and port."
+        raise ArchiveUnreachableError(f"{remote.name}: {text}", passing=True) from None
     if context is None:
-        return Wire(sock)
+        return PduStream(sock)
     try:
-        return Wire(context.wrap_socket(sock, server_hostname=remote.host))
+        return PduStream(context.wrap_socket(sock, server_hostname=remote.host))
     except ssl.SSLCertVerificationError:
         sock.close()
-        text = "its TLS certificate is not of the authorities given, has run out, or is for another host."
-        raise Unreachable(f"{remote.name}: {text}") from None
+        text = "its TLS certificate is from another authority, has expired, or is for another host."
+        raise ArchiveUnreachableError(f"{remote.name}: {text}") from None
     except OSError:
         sock.close()
-        text = "it does not speak TLS there, not in a version that is safe, or not with our certificate."
-        raise Unreachable(f"{remote.name}: {text}") from None
+        text = "it does not accept TLS there, or not in a safe version, or not with this site's certificate."
+        raise ArchiveUnreachableError(f"{remote.name}: {text}") from None
 
 
-def request(remote: Remote, contexts: Mapping[int, tuple[str, str]]) -> bytes:
+def request(remote: ArchiveConfig, contexts: Mapping[int, tuple[str, str]]) -> bytes:
     """The A-ASSOCIATE-RQ (PS3.8 section 9.3.2).
 
     Args:
@@ -123,10 +124,10 @@ def _context(number: int, name: str, syntax: str) -> PresentationContext:
 
 
 def accepted(unit: bytes, proposed: Mapping[int, tuple[str, str]]) -> tuple[dict[int, tuple[str, str]], int]:
-    """What an A-ASSOCIATE-AC (PS3.8 section 9.3.3) accepts of what was proposed; the longest unit it takes, 0: any.
+    """The contexts that an A-ASSOCIATE-AC (PS3.8 section 9.3.3) accepts, and the longest unit; 0: unlimited.
 
     Raises:
-        Ended: it is none, or accepts what nobody proposed.
+        AssociationEnded: it is none, or accepts what nobody proposed.
     """
     try:
         answer = A_ASSOCIATE_AC()
@@ -140,14 +141,14 @@ def accepted(unit: bytes, proposed: Mapping[int, tuple[str, str]]) -> tuple[dict
             if cx.result == 0
         ]
     except Exception:  # noqa: BLE001 - the codec raises anything, and its text quotes the bytes
-        raise Ended("malformed", MALFORMED) from None
+        raise AssociationEnded("malformed", MALFORMED) from None
     sound = all(number in proposed and proposed[number][1] == syntax for number, syntax in results)
     if not sound or 0 < largest < 128:
-        raise Ended("malformed", MALFORMED)
+        raise AssociationEnded("malformed", MALFORMED)
     return {number: proposed[number] for number, _ in results}, largest
 
 
-def rejection(remote: Remote, result: int, why: tuple[int, int]) -> Unreachable:
+def rejection(remote: ArchiveConfig, result: int, why: tuple[int, int]) -> ArchiveUnreachableError:
     """An A-ASSOCIATE-RJ (PS3.8 section 9.3.4) as a sentence.
 
     Args:
@@ -157,5 +158,7 @@ def rejection(remote: Remote, result: int, why: tuple[int, int]) -> Unreachable:
     """
     text = _REJECTED.get(why)
     if text is None and remote.user:
-        text = "it rejected us: the user or the passcode is wrong, or it does not know us."
-    return Unreachable(f"{remote.name}: {text or 'it rejected us without a reason.'}", passing=result == 2)
+        text = "it rejected this site: the user or the passcode is wrong, or it does not know this site."
+    return ArchiveUnreachableError(
+        f"{remote.name}: {text or 'it rejected this site without a reason.'}", passing=result == 2
+    )

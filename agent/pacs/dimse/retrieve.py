@@ -1,4 +1,4 @@
-"""Pulling from an archive: find, leave out what the site has, fetch the rest by C-GET or C-MOVE, count what lacks.
+"""Retrieve from an archive: find, skip what the site has, fetch the rest by C-GET or C-MOVE, count missing instances.
 
 Progress is no file of its own: an instance is fetched when the first room, the vault or the quarantine has it, so a
 kill of either side at any point loses nothing and doubles nothing. The journal only spares the archive questions.
@@ -6,6 +6,7 @@ kill of either side at any point loses nothing and doubles nothing. The journal 
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import itertools
 import os
@@ -13,15 +14,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import fields
-from typing import Final, TypeVar
+from dataclasses import dataclass, fields
+from typing import Final, Protocol, TypeVar
 
 from agent.deidentify.prescan import IMPLICIT_LE
-from agent.edges.calling import MOST_CONTEXTS, storage_contexts
-from agent.edges.findings import LIST, Series, Study, Unit, find_instances, find_studies, units
-from agent.edges.hours import Clock, Closed, Hours, Pace, Paused
-from agent.edges.pulling import Journal, Ports, Progress, PullReport
-from agent.edges.query import (
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveUnreachableError, Query
+from agent.pacs.dimse.find import LIST, RetrievalUnit, Series, Study, find_instances, find_studies, units
+from agent.pacs.dimse.query_retrieve_scu import (
     CANNOT_UNDERSTAND,
     CLASS_NOT_SUPPORTED,
     GET,
@@ -30,13 +29,90 @@ from agent.edges.query import (
     SUCCESS,
     UNKNOWN_DESTINATION,
     Outcome,
-    Requestor,
+    QueryRetrieveScu,
     explain,
 )
-from agent.edges.remote import PacsError, Query, Remote, Unreachable
-from agent.edges.room import Arrival
+from agent.pacs.dimse.requestor import MOST_CONTEXTS, storage_contexts
+from agent.pacs.schedule import Clock, Hours, OutsideHours, RateLimiter, RetrievalStopped
+from agent.storage.spool import ReceivedFile, Spool
 
-__all__ = ["Hours", "Journal", "PacsError", "Ports", "Progress", "Pull", "PullReport", "Query", "Remote"]
+
+class Journal(Protocol):
+    """A sealed note of the project: which studies need not be asked for again. To empty it is always safe."""
+
+    def read(self) -> Mapping[str, Sequence[int]]:
+        """As written; empty at first."""
+
+    def write(self, value: Mapping[str, Sequence[int]]) -> None:
+        """Keep it instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a pull is."""
+
+    studies_done: int
+    studies: int
+    instances_done: int  # had already or fetched
+    expected: int  # in the studies looked into so far
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a pull works with. All are called by one thread at a time."""
+
+    room: Spool
+    already: Callable[[str], bool]  # SOP Instance UID: in the first room, the vault or the quarantine?
+    journal: Journal
+    now: Callable[[], dt.datetime]  # local time
+    sleep: Callable[[float], None]  # seconds; by all threads at once
+    progress: Callable[[Progress], None] = lambda _progress: None
+    stopping: Callable[[], bool] = lambda: False
+    waiting: Callable[[dt.datetime], None] = lambda _until: None  # a wait for the hours begins; when it ends
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """What became of a pull: counts only, so that it can be shown outside the vault."""
+
+    studies: int
+    unchanged: int  # studies complete before, or given up, and not asked for again
+    expected: int
+    had: int
+    fetched: int
+    missing: int  # instances that did not come, the too large ones included
+    incomplete: int  # studies they belong to
+    failed: int  # studies that the archive could not be asked about to the end, or only with failures
+    given_up: int  # of the incomplete or failed ones: asked for in as many runs as may be
+    unasked: int
+    duplicates: int
+    too_large: int
+    malformed: int  # matches with a UID that is none, not asked for
+    foreign: int  # objects of no standard storage class, not asked for
+    unfit: int  # matches that are not what the query says, not asked for
+    unlisted: int  # instances the archive counts but does not list
+    status: int  # the last failure the archive reported for a retrieval (PS3.4 table C.4-2, C.4-3); 0: none
+    stopped: bool  # before the end: the hours are over, or somebody asked for it
+    asked: bool  # was the archive asked at all? Not outside its hours
+    trouble: str  # C-MOVE: a sentence, when the archive delivered nothing and says that it failed; else ""
+
+    @property
+    def complete(self) -> bool:
+        """Does the site have all that the archive has?"""
+        return not (self.stopped or self.missing or self.failed or self.unlisted or self.malformed)
+
+
+__all__ = [
+    "ArchiveConfig",
+    "ArchiveError",
+    "Hours",
+    "Journal",
+    "Ports",
+    "Progress",
+    "PullReport",
+    "Query",
+    "Retriever",
+]
 
 _T = TypeVar("_T")
 _CLASSES: Final = 12  # of one association, so that each has room for the transfer syntaxes in use
@@ -53,7 +129,7 @@ _IMAGES: Final = tuple(  # where an archive does not say the class: CR, DX, MG, 
 class _Basket:
     """The instances of one study that are still missing: a ``Sink``."""
 
-    def __init__(self, pull: Pull, expected: Set[str]) -> None:
+    def __init__(self, pull: Retriever, expected: Set[str]) -> None:
         self._pull, self._expected = pull, expected
         self.missing = {uid for uid in expected if not pull.has(uid)}
         self.refused: set[str] = set()
@@ -68,7 +144,7 @@ class _Basket:
             self._pull.count("unasked")
             self._unasked += 1
             if self._unasked > _UNASKED:
-                raise PacsError(f"{self._pull.remote.name}: it sends what nobody asked for.")
+                raise ArchiveError(f"{self._pull.remote.name}: it sends instances that were not requested.")
             return CANNOT_UNDERSTAND
         if instance not in self.missing:
             self._pull.count("duplicates")
@@ -101,7 +177,7 @@ class _Basket:
         return len(self.missing & among)
 
 
-class RoomFull(PacsError):
+class SpoolFullError(ArchiveError):
     """Nothing more can be kept."""
 
 
@@ -112,14 +188,14 @@ def _write_down(notes: dict[str, list[int]], key: str, study: Study, missing: in
     notes[key] = [study.count, missing, tries]
 
 
-class Pull:
+class Retriever:
     """One run over an archive's studies. A second run fetches only what is missing then."""
 
-    def __init__(self, remote: Remote, ports: Ports) -> None:
+    def __init__(self, remote: ArchiveConfig, ports: Ports) -> None:
         """Nothing is asked yet."""
         clock = Clock(ports.now, ports.sleep, ports.stopping, ports.waiting)
         self.remote = remote
-        self.pace = Pace(remote.hours, remote.outside_hours == "wait", remote.per_minute, clock)
+        self.pace = RateLimiter(remote.hours, remote.outside_hours == "wait", remote.per_minute, clock)
         self._ports, self._lock = ports, threading.Lock()
         self._tally: Counter[str] = Counter()
         self._studies, self._asked, self._unmoved = 0, False, 0
@@ -128,14 +204,14 @@ class Pull:
         """Find and fetch.
 
         Raises:
-            PacsError: the archive cannot be used, or the room takes nothing more. What came is kept.
-            VaultError, RoomError: of the ports.
+            ArchiveError: the archive cannot be used, or the room takes nothing more. What came is kept.
+            VaultError, SpoolError: of the ports.
         """
         try:
             self.pace.gate()
             self._asked = True
             studies = self._patiently(lambda: find_studies(self.remote, self._tally))
-        except Closed:
+        except RetrievalStopped:
             return self._report(stopped=True)
         self._studies = len(studies)
         before = dict(self._ports.journal.read())
@@ -160,19 +236,19 @@ class Pull:
         """Write down how each study ended; True when the run was stopped. One bad study does not hold up the others.
 
         Raises:
-            PacsError: no association, the room takes nothing more, or every study failed and nothing ever came.
+            ArchiveError: no association, the room takes nothing more, or every study failed and nothing ever came.
         """
         stopped, failed = False, 0
         for count, done in enumerate(as_completed(under_way), 1):
             key = under_way[done]
             try:
                 _write_down(notes, key, keys[key], done.result())
-            except Closed:
+            except RetrievalStopped:
                 stopped = True
-            except (RoomFull, Unreachable):
+            except (SpoolFullError, ArchiveUnreachableError):
                 self.count("failed")
                 raise
-            except PacsError:
+            except ArchiveError:
                 failed += 1
                 self.count("failed")
                 _write_down(notes, key, keys[key], 1)  # at least
@@ -206,7 +282,7 @@ class Pull:
             there = self.remote.destination or self.remote.calling
             trouble = (
                 f"{self.remote.name}: the archive could not deliver to our listener {there}. Is it running, and does "
-                "the archive know its host and port? If others came before, it cannot read these: see its own log."
+                "the archive know its host and port? If other instances arrived, it cannot read these: see its log."
             )
         return PullReport(studies=self._studies, stopped=stopped, asked=self._asked, trouble=trouble, **counted)
 
@@ -227,24 +303,26 @@ class Pull:
         """Seal it into the first room.
 
         Raises:
-            RoomFull: or the disk failed.
+            SpoolFullError: or the disk failed.
         """
         try:
             disk = os.statvfs(self._ports.room.folder)
             if disk.f_bavail * disk.f_frsize >= self.remote.least_free_bytes + len(body):
-                self._ports.room.put(Arrival("pull", self.remote.name, body, instance=instance))
+                self._ports.room.put(ReceivedFile("pull", self.remote.name, body, instance=instance))
                 self.count("fetched")
                 return
         except OSError:
             pass
-        raise RoomFull(f"{self.remote.name}: the first room's disk is too full or failed; what came is kept.")
+        raise SpoolFullError(
+            f"{self.remote.name}: the spool's disk is too full or failed; instances that arrived are kept."
+        )
 
     def _patiently(self, act: Callable[[], _T]) -> _T:
         """Again, after a while, when the archive may only be busy."""
         for attempt in itertools.count(1):
             try:
                 return act()
-            except PacsError as error:
+            except ArchiveError as error:
                 if not error.passing or attempt >= self.remote.retries:
                     raise
             self.pace.nap(2.0**attempt)
@@ -254,7 +332,7 @@ class Pull:
         """One study, in a thread of its own; how many of its instances are missing at the end.
 
         Raises:
-            PacsError: it cannot be listed, or there is no association.
+            ArchiveError: it cannot be listed, or there is no association.
         """
         self.pace.gate()
         found: Counter[str] = Counter()
@@ -284,9 +362,9 @@ class Pull:
             left, size = len(basket.missing), 1 if idle == self.remote.retries - 1 else sizes[0]
             try:
                 trouble = not self._fetch(study, series, basket, size)
-            except Paused:
+            except OutsideHours:
                 continue
-            except Unreachable as error:
+            except ArchiveUnreachableError as error:
                 idle += 1
                 if not error.passing or idle == self.remote.retries:
                     raise
@@ -315,28 +393,28 @@ class Pull:
                     well &= self._get(asked, group, basket)
                 elif asked:
                     well &= self._move(asked, basket)
-            except (RoomFull, Unreachable):
+            except (SpoolFullError, ArchiveUnreachableError):
                 raise
-            except PacsError as error:
+            except ArchiveError as error:
                 if not error.passing:
                     raise
                 well = False
         return well
 
-    def _get(self, asked: Sequence[Unit], group: Sequence[Series], basket: _Basket) -> bool:
+    def _get(self, asked: Sequence[RetrievalUnit], group: Sequence[Series], basket: _Basket) -> bool:
         names = {name for one in group for uid, name in one.instances.items() if uid in basket.missing}
         known = sorted(names - {""}) + (list(_IMAGES) if "" in names else [])
         contexts = storage_contexts(known[: MOST_CONTEXTS - 1])
         well = True
-        with Requestor(self.remote, [(GET, IMPLICIT_LE), *contexts]) as archive:
+        with QueryRetrieveScu(self.remote, [(GET, IMPLICIT_LE), *contexts]) as archive:
             for unit in asked:
                 basket.tries.update(unit.instances)
                 well &= self._judge(archive.get(unit.level, unit.keys, basket))
         return well
 
-    def _move(self, asked: Sequence[Unit], basket: _Basket) -> bool:
+    def _move(self, asked: Sequence[RetrievalUnit], basket: _Basket) -> bool:
         well = True
-        with Requestor(self.remote, [(MOVE, IMPLICIT_LE)]) as archive:
+        with QueryRetrieveScu(self.remote, [(MOVE, IMPLICIT_LE)]) as archive:
             for unit in asked:
                 self.pace.take(len(unit.instances))
                 basket.tries.update(unit.instances)

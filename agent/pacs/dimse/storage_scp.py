@@ -1,8 +1,8 @@
 """The services of the C-STORE receiver: Verification and Storage (PS3.7 section 9, PS3.4 annex B).
 
-What a sender transfers is sealed into the first room byte by byte as it came, behind a new preamble and file meta
-information (PS3.10 section 7.1), before Success is answered. Nothing of it is parsed here but the command set. No
-identifier of an object is ever a file's name. pynetdicom's reactor was rejected: see :mod:`agent.edges.association`.
+A received object is encrypted into the spool byte by byte as it came, with a new preamble and file meta information
+(PS3.10 section 7.1), before Success is answered. Only its command set is parsed here. No identifier of an object is
+ever used as a file name. pynetdicom's reactor was rejected: see :mod:`agent.pacs.dimse.acceptor`.
 """
 
 from __future__ import annotations
@@ -16,45 +16,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from agent.edges.association import (
-    ABORT,
-    CONGESTED,
-    DATA,
-    MALFORMED,
-    MAX_PDU,
-    MAX_REQUEST,
-    RELEASE_RP,
-    RELEASE_RQ,
-    RJ,
-    RQ,
-    STORAGE,
-    STRANGER,
-    UNEXPECTED,
-    VERIFICATION,
-    Accepted,
-    Caller,
-    Ended,
-    Identity,
-    ListenerSettings,
-    Rejected,
-    Tls,
-    Wire,
-    negotiate,
-)
-from agent.edges.dimse_message import UID, Command, data_values, file_head, read_command, response
-from agent.edges.room import Arrival, Room
+from agent.pacs.dimse import pdu
+from agent.pacs.dimse.acceptor import CONGESTED, STORAGE, STRANGER, VERIFICATION, Accepted, Rejected, negotiate
+from agent.pacs.dimse.config import MAX_PDU, Caller, Identity, ListenerSettings
+from agent.pacs.dimse.messages import UID, Command, data_values, file_head, read_command, response
+from agent.pacs.tls import Tls
+from agent.storage.spool import ReceivedFile, Spool
 
-__all__ = ["EVENTS", "Association", "ListenerSettings", "Services", "Tally", "read_settings"]
+__all__ = ["EVENTS", "Association", "EventTally", "ListenerSettings", "Services", "read_settings"]
 EVENTS: Final = {
     "accepted": "Associations opened.",
-    "released": "Associations ended as they should.",
-    "aborted": "Associations that the sender broke off.",
+    "released": "Associations that ended normally.",
+    "aborted": "Associations that the sender aborted.",
     "rejected_calling": "Rejected: this title may not call from this address. Add it to the callers.",
-    "rejected_called": "Rejected: the sender called another AE title than ours. Correct it at the sender.",
+    "rejected_called": "Rejected: the sender called another AE title than this site's. Correct it at the sender.",
     "rejected_identity": "Rejected: no user identity, or a wrong one.",
     "rejected_limit": "Rejected: too many associations at once; the sender tries again.",
     "rejected_protocol": "Rejected: not DICOM's application context or protocol version.",
-    "turned_away": "Connections closed unheard: far too many at once.",
+    "turned_away": "Connections closed at once: far too many at a time.",
     "tls_failed": "No TLS: plain TCP, an old version, or no certificate of the authorities.",
     "connection_lost": "The connection ended in the middle.",
     "idle": "Cut: nothing was sent for too long.",
@@ -63,14 +42,14 @@ EVENTS: Final = {
     "malformed": "Cut: bytes that are not DICOM's.",
     "unexpected": "Cut: something the protocol does not allow at that point.",
     "stopped": "Ended because the receiver stops.",
-    "fault": "A fault of the receiver itself. Report it.",
+    "fault": "An internal error of the receiver. Report it.",
     "echoed": "C-ECHO answered.",
-    "stored": "Instances taken in.",
+    "stored": "Instances accepted.",
     "refused_disk": "Instances refused: the disk is too full, or failed. The sender keeps them.",
     "refused_memory": "Instances refused: too much coming in at once. The sender keeps them.",
     "refused_large": "Instances refused: larger than max_bytes.",
     "refused_class": "Instances refused: another SOP class than was agreed.",
-    "refused_uid": "Instances refused: an instance UID that is none.",
+    "refused_uid": "Instances refused: an invalid instance UID.",
     "refused_empty": "Instances refused: no data set.",
     "worker_stopped": "A worker process died and was started again.",
 }
@@ -95,7 +74,7 @@ def read_settings(raw: dict[str, Any]) -> ListenerSettings:
     return ListenerSettings(**fields)
 
 
-class Tally:
+class EventTally:
     """How often each event of ``EVENTS`` happened; any thread may count."""
 
     def __init__(self) -> None:
@@ -138,7 +117,7 @@ class Budget:
 class Services:
     """What every association of a process shares."""
 
-    def __init__(self, settings: ListenerSettings, room: Room, tally: Tally) -> None:
+    def __init__(self, settings: ListenerSettings, room: Spool, tally: EventTally) -> None:
         """``room``: where instances go."""
         self.settings, self.room, self.tally = settings, room, tally
         self.budget = Budget(settings.memory_bytes)
@@ -154,7 +133,7 @@ class Services:
         return not (room_left and disk.f_bavail >= (1 - self.settings.full_at) * disk.f_blocks)
 
 
-class Instance:
+class IncomingInstance:
     """One C-STORE coming in. Once refused it holds nothing, whatever else is sent."""
 
     def __init__(self, services: Services, command: Command, agreed: tuple[str, str], calling: str) -> None:
@@ -193,7 +172,7 @@ class Instance:
         if self.status != SUCCESS:
             return self.status
         try:
-            self._services.room.put(Arrival("dimse", self._calling, bytes(self._body), instance=self._instance))
+            self._services.room.put(ReceivedFile("dimse", self._calling, bytes(self._body), instance=self._instance))
             self._services.tally.count("stored")
         except OSError:
             self._refuse(OUT_OF_RESOURCES, "refused_disk")
@@ -218,7 +197,7 @@ class Association:
     """One connection from its A-ASSOCIATE-RQ to its end: the acceptor's states of PS3.8 section 9.2."""
 
     def __init__(
-        self, wire: Wire, address: str, services: Services, stopping: Callable[[], bool] = lambda: False
+        self, wire: pdu.PduStream, address: str, services: Services, stopping: Callable[[], bool] = lambda: False
     ) -> None:
         """``address``: the peer's. ``stopping``: shall it end between two messages?"""
         self._wire, self._address, self._services, self._stopping = wire, address, services, stopping
@@ -226,7 +205,7 @@ class Association:
         self._context = 0  # of the message coming in; 0 between two
         self._command = bytearray()
         self._request: Command | None = None
-        self._instance: Instance | None = None
+        self._instance: IncomingInstance | None = None
         self._began = 0.0
 
     def serve(self, *, over: bool = False) -> None:
@@ -238,7 +217,7 @@ class Association:
                 tally.count("accepted")
                 self._transfer()
             linger = _LINGER
-        except Ended as end:
+        except pdu.AssociationEnded as end:
             tally.count(end.code)
             if end.abort is not None:
                 linger = _LINGER if self._abort(end.abort) else 0.0
@@ -249,23 +228,25 @@ class Association:
 
     def _abort(self, told: tuple[int, int]) -> bool:
         try:
-            self._wire.send(struct.pack(">BBIBBBB", ABORT, 0, 4, 0, 0, *told))
-        except Ended:
+            self._wire.send(struct.pack(">BBIBBBB", pdu.ABORT, 0, 4, 0, 0, *told))
+        except pdu.AssociationEnded:
             return False
         return True
 
     def _establish(self, over: bool) -> bool:
         settings = self._services.settings
-        kind, unit = self._wire.read(MAX_REQUEST, settings.request_seconds, settings.request_seconds, self._stopping)
-        if kind != RQ:
-            raise Ended("unexpected", UNEXPECTED)
+        kind, unit = self._wire.read(
+            pdu.MAX_REQUEST, settings.request_seconds, settings.request_seconds, self._stopping
+        )
+        if kind != pdu.RQ:
+            raise pdu.AssociationEnded("unexpected", pdu.UNEXPECTED)
         if not settings.knows(self._address):
             answer: Accepted | Rejected = STRANGER  # its request is not even decoded
         else:
             answer = CONGESTED if over else negotiate(bytes(unit), self._address, settings)
         if isinstance(answer, Rejected):
             self._services.tally.count(answer.code)
-            self._wire.send(struct.pack(">BBIBBBB", RJ, 0, 4, 0, *answer.told))
+            self._wire.send(struct.pack(">BBIBBBB", pdu.RJ, 0, 4, 0, *answer.told))
             return False
         self._agreed = answer
         self._wire.send(answer.reply)
@@ -275,17 +256,17 @@ class Association:
         settings = self._services.settings
         while True:
             kind, unit = self._wire.read(MAX_PDU, settings.idle_seconds, settings.pdu_seconds, self._may_end)
-            if kind == DATA:
+            if kind == pdu.DATA:
                 self._data(unit)
-            elif kind == ABORT:
+            elif kind == pdu.ABORT:
                 self._services.tally.count("aborted")
                 return
-            elif kind == RELEASE_RQ and not self._context and len(unit) == 10:
-                self._wire.send(struct.pack(">BBII", RELEASE_RP, 0, 4, 0))
+            elif kind == pdu.RELEASE_RQ and not self._context and len(unit) == 10:
+                self._wire.send(struct.pack(">BBII", pdu.RELEASE_RP, 0, 4, 0))
                 self._services.tally.count("released")
                 return
             else:
-                raise Ended("unexpected", UNEXPECTED)
+                raise pdu.AssociationEnded("unexpected", pdu.UNEXPECTED)
 
     def _may_end(self) -> bool:
         return not self._context and self._stopping()
@@ -295,24 +276,24 @@ class Association:
         ended = False
         for context, control, fragment in data_values(unit):
             if ended or context not in self._agreed.contexts or self._context not in (0, context):
-                raise Ended("unexpected", UNEXPECTED)
+                raise pdu.AssociationEnded("unexpected", pdu.UNEXPECTED)
             if not self._context:
                 self._context, self._began = context, time.monotonic()
             ended = self._value(bool(control & 1), bool(control & 2), fragment)
         if not ended and time.monotonic() - self._began > _MESSAGE_SECONDS:
-            raise Ended("too_slow", (2, 0))
+            raise pdu.AssociationEnded("too_slow", (2, 0))
 
     def _value(self, of_command: bool, last: bool, fragment: memoryview) -> bool:
         """One fragment; True when it ends the message. Commands come first, then data (PS3.8 annex E.1)."""
         if of_command != (self._request is None):
-            raise Ended("unexpected", UNEXPECTED)
+            raise pdu.AssociationEnded("unexpected", pdu.UNEXPECTED)
         if self._instance is not None:
             self._instance.add(fragment)
             if last:
                 self._answer(self._instance.keep())
             return last
         if len(self._command) + len(fragment) > _MAX_COMMAND:
-            raise Ended("too_long", MALFORMED)
+            raise pdu.AssociationEnded("too_long", pdu.MALFORMED)
         self._command += fragment
         return last and self._begin(read_command(bytes(self._command)))
 
@@ -325,9 +306,9 @@ class Association:
             self._answer(SUCCESS)
             return True
         if request.operation == _C_STORE and agreed[0] in STORAGE and request.has_data:
-            self._instance = Instance(self._services, request, agreed, self._agreed.calling)
+            self._instance = IncomingInstance(self._services, request, agreed, self._agreed.calling)
             return False
-        raise Ended("unexpected", UNEXPECTED)
+        raise pdu.AssociationEnded("unexpected", pdu.UNEXPECTED)
 
     def _answer(self, status: int) -> None:
         request, context = self._request, self._context

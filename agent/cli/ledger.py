@@ -1,0 +1,66 @@
+"""``ledger``: show and export the site's ledger, and what persons decide about it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from agent.cli.output import OUT, say
+from agent.errors import SiteConfigError
+from agent.storage import read_only_access, site_directory
+from agent.storage.site_ledger import initialise_ledger
+from policies.governance import cli
+from policies.ledger.backends.sqlite import export_file, open_sqlite, read_lines
+from policies.ledger.store import Store
+from protos.common.dsse import key_id
+from protos.identity.key_files import KeyFileError, pem, signing_key, write_private
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    records = [line.record for line in read_lines(arguments.home / "ledger.db")]
+    return cli.show(TOOLS.origin(arguments), records, arguments.json)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    home = site_directory.SiteDirectory(arguments.home)
+    raw = export_file(arguments.home / "ledger.db", site_directory.origin(home.settings().site), home.sign_key())
+    arguments.out.write_bytes(raw)
+    OUT.print(f"wrote {arguments.out.name}; check it with: lazaret-verify {arguments.out.name} --key FINGERPRINT")
+    return 0
+
+
+def _fingerprint(arguments: argparse.Namespace) -> int:
+    home = site_directory.SiteDirectory(arguments.home)
+    public = home.coordinator_key() if arguments.coordinator else home.sign_key().public_key().public_bytes_raw()
+    sys.stdout.write(f"{key_id(public)}\n")
+    return 0
+
+
+def _open(arguments: argparse.Namespace) -> Store:
+    home = site_directory.SiteDirectory(arguments.home)
+    disk, key = open_sqlite(arguments.home / "ledger.db"), home.sign_key()
+    store = Store(disk, site_directory.origin(home.settings().site), key, lambda: int(time.time()))
+    try:
+        read_only_access.compare(home, store)  # in place of a lost ledger no other one is begun
+        initialise_ledger(home, store)
+    except (SiteConfigError, KeyFileError):
+        store.close()
+        raise
+    return store
+
+
+TOOLS = cli.CliContext(
+    open_store=_open,
+    origin=lambda arguments: site_directory.origin(site_directory.SiteDirectory(arguments.home).settings().site),
+    read_key=signing_key,
+    write_key=lambda path, key: write_private(path, pem(key)),
+    say=say,
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out one of the commands ``ledger``, but for ``ledger amend``, which asks the coordinator."""
+    own = {"show": _show, "export": _export, "fingerprint": _fingerprint}
+    word = arguments.command.partition(" ")[2]
+    return own[word](arguments) if word in own else cli.run(arguments, TOOLS)

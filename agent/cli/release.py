@@ -1,0 +1,290 @@
+"""What the releases of every mechanism share: prices, dry runs, how they are written, and how they end.
+
+And the commands about releases that are made already. None of it imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent.cli.output import OUT, print_progress, print_verdict
+from agent.domain import Selection
+from agent.errors import CommandError, CoordinatorUnreachableError, ReviewRejectedError
+from agent.microaggregation.released_clusters import place_of
+from agent.release.approval import submit_approved, waiting, withdraw
+from agent.release.history import rule_of
+from agent.release.packaging import ReleaseFormat
+from agent.release.pipeline import made_as
+from agent.release.ports import ApprovalPending, SignedRelease
+from agent.release.preflight import ReleaseForecast, ReleaseRequest, preflight_review, quote
+from agent.release.resumable import abandon
+from agent.reports.approval import show
+from agent.runtime import AgentRuntime, open_runtime, recover_at_startup
+from agent.runtime import amend as put_in_force
+from agent.storage import projects, site_directory
+from policies.accounting.accountant import NANO, epsilon_nano, tight_epsilon
+from policies.accounting.claims import Claim, Gaussian, KAnonymous
+from policies.accounting.rounding import epsilon_text
+from policies.ledger.state import Account
+from policies.review.rules import Verdict
+from policies.statements import claim_json
+from protos.artifacts.arrays import ArtifactFormatError
+from protos.artifacts.shards import Dicom, Form, Png
+from protos.encryption import hpke
+from protos.protocol_version import COMPRESSED
+
+if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
+    from agent.mechanisms.registry import Remodel, Resumable, Synthesis
+
+
+def start_making(desk: AgentRuntime, anew: bool) -> None:
+    """Greet the coordinator, find out how the interrupted ended, and give up what was interrupted, if that is said.
+
+    Raises:
+        CoordinatorUnreachableError: the coordinator knows no compressed images: a set would be refused, and its
+        price spent.
+    """
+    recover_at_startup(desk)
+    if desk.door.protocol < COMPRESSED:
+        raise CoordinatorUnreachableError(
+            "the coordinator is too old for compressed images: upgrade the coordinator first"
+        )
+    if anew:
+        abandon(desk.site)
+
+
+def asked_for(
+    mechanism: Synthesis | Resumable | Remodel, rule: Selection | str, anew: bool, vetted: bool = False
+) -> ReleaseRequest:
+    """What a dry run asks of: the same mechanism, rule and vetting as the release."""
+    form = made_as(mechanism, rule if isinstance(rule, str) else rule_of(rule))
+    return ReleaseRequest(mechanism, rule, form, vetted, anew)
+
+
+def dry_run(desk: AgentRuntime, foreseen: ReleaseForecast, asked: ReleaseRequest, as_lines: bool) -> int:
+    """Print what a release would cost, count and weigh, and what speaks against it; exit 1 if something does.
+
+    The coordinator is not contacted, no image is read, and nothing is spent or written. The number of a k-anonymous
+    set follows from this site's patients: it is for this site alone.
+    """
+    mechanism = asked.mechanism
+    quoted = quote(desk.site, foreseen, mechanism)
+    findings = list(preflight_review(desk.site, asked, foreseen))
+    claim, limit = foreseen.draft.claim, desk.site.books.policy_of(desk.site.name).max_artifact_bytes
+    account, free = desk.site.books.account(desk.site.name, claim), desk.vault.free_bytes()
+    if as_lines:
+        line: dict[str, Any] = {"mechanism": mechanism.name, "dry_run": True, "would_go": not findings}
+        line["price"] = {"claim": claim_json(claim), "amount": quoted.amount, "left": account.left}
+        line["samples"] = {"most": foreseen.samples, "exact": foreseen.public, "shape": list(foreseen.shape)}
+        line["bytes"] = {"most": foreseen.size, "admitted": limit}
+        line["disk"] = {"needed": foreseen.disk, "free": free}
+        line["findings"] = [{"rule": f.rule, "detail": f.detail} for f in findings]
+        sys.stdout.write(json.dumps(line) + "\n")
+        return 1 if findings else 0
+    what = "volumes" if foreseen.draft.artifact_type == "volume-set" else "pictures"
+    number = f"{foreseen.samples} {what} of {' x '.join(map(str, foreseen.shape))}"
+    if foreseen.form is None:
+        number = "one model"
+    elif not foreseen.public:
+        number = f"at most {number}: this follows from the number of this site's patients, so keep it here"
+    print_progress("price", priced(account, claim), False)
+    print_progress("number", number, False)
+    print_progress("bytes", f"at most {foreseen.size}; the policies admit {limit}", False)
+    print_progress("disk", f"up to {foreseen.disk} bytes until it is sent; {free} are free", False)
+    for finding in findings:
+        print_progress("no", f"{finding.rule}: {finding.detail}", False)
+    OUT.print("the release would be refused" if findings else "no reason for refusal is known now; nothing was spent")
+    return 1 if findings else 0
+
+
+def priced(account: Account, claim: Claim) -> str:
+    """What a claim costs, by both accountants: the ledger's is the one that counts."""
+    if isinstance(claim, Gaussian):
+        delta = float(account.opened.delta)
+        charged, tight = epsilon_nano(claim, delta, account.opened.order) / NANO, tight_epsilon([claim], delta)
+        told = f"epsilon {epsilon_text(tight)} by loss distributions; the ledger charges {epsilon_text(charged)}"
+        return f"{told} (order {account.opened.order}), both at its delta {account.opened.delta}"
+    left = f"{account.left} of {account.limit} are left"
+    if isinstance(claim, KAnonymous):
+        told = f"k = {claim.k} patients and {claim.l_diversity} labels behind every image"
+    else:
+        told = "level C: there is no guarantee, only measurements"
+    return f"{told}. It counts as one of the releases without an epsilon that the policy limits: {left}"
+
+
+def refuse_sheet(path: Path | None, out: Path | None = None) -> None:
+    """A page is never written over, and a folder that is not there takes none.
+
+    Args:
+        path: of the page, if there is to be one.
+        out: another file that is to be written, if any.
+
+    Raises:
+        CommandError: either.
+    """
+    if path is not None and (path.exists() or not path.parent.is_dir()):
+        raise CommandError(f"{path.name}: name a new file for the sheet in an existing folder")
+    if path is not None and path == out:
+        raise CommandError("--sheet and --out are the same file: name two files")
+
+
+def release_format(arguments: argparse.Namespace, folder: Path, colour: bool = False) -> ReleaseFormat:
+    """As PNG or DICOM, in clear or sealed to one reader.
+
+    Raises:
+        ArtifactFormatError: DICOM in colour.
+    """
+    form: Form = Png()
+    if arguments.form == "dicom":
+        if colour:
+            raise ArtifactFormatError("DICOM is written in grey only: use --form png, or a generator of grey images")
+        form = Dicom(arguments.modality, (arguments.spacing_um, arguments.spacing_um))
+    if arguments.reader is None:
+        return ReleaseFormat(form)
+    public = hpke.read_reader_public(arguments.reader)
+
+    def sealed(clear: bytes) -> bytes:
+        with tempfile.TemporaryDirectory(dir=folder) as place:  # what a crash leaves there is sealed
+            hpke.seal_to(public, clear, Path(place) / "sealed")
+            return (Path(place) / "sealed").read_bytes()
+
+    return ReleaseFormat(form, hpke.fingerprint(public), sealed)
+
+
+def run_release(
+    desk: AgentRuntime,
+    arguments: argparse.Namespace,
+    name: str,
+    make: Callable[[], tuple[SignedRelease, Verdict]],
+    told: Callable[[SignedRelease | None, Verdict], None] | None = None,
+) -> tuple[int, SignedRelease | None]:
+    """Make a release, and say how it ended.
+
+    Args:
+        desk: the site.
+        arguments: ``json``.
+        name: the mechanism's.
+        make: from price to verdict.
+        told: prints the verdict; else :func:`agent.cli.output.print_verdict` does.
+    Returns:
+        The exit status, 1 when a review refuses it or persons must approve it first; and what was handed in, if
+        anything was.
+    """
+    goods: SignedRelease | None = None
+    try:
+        goods, verdict = make()
+    except ReviewRejectedError as refusal:
+        verdict = refusal.verdict
+    except ApprovalPending as waits:
+        return print_waiting(desk, waits, arguments.json), None
+    release = goods.release.release if goods else ""
+    desk.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
+    if told is None:
+        print_verdict(release, name, verdict, arguments.json)
+    else:
+        told(goods, verdict)
+    return (0 if verdict.admitted else 1), goods
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Show approvers what they are asked to approve: files to look at, and the statement to sign."""
+    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as desk:
+        draft, artifact = waiting(desk.site, arguments.release)
+        files = show(draft, artifact, arguments.out)
+        given = desk.site.books.store.state.approvals(draft.release, "release", draft.release, draft.artifact_sha256)
+        missing = sorted(desk.site.books.policy_of(desk.site.name).approvals - set(given))
+        OUT.print(f"wrote {arguments.out.name}: {', '.join(files)}; not released yet: keep it at this site")
+        OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
+        if draft.menu:
+            OUT.print(f"k was chosen from {draft.menu.replace(',', ', ')}, which were all tried on the patients")
+        if draft.reid_rate is not None:
+            OUT.print(f"at most {draft.reid_rate} of it were re-identified as a patient by an independent verifier")
+        if draft.vetting_power is not None:
+            OUT.print(f"of planted copies, the vetting found {draft.vetting_power} or more")
+        OUT.print(
+            f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}"
+        )
+        line = f"ledger sign release {draft.release} {draft.artifact_sha256} --serial {draft.release}"
+        OUT.print(f"to approve: {line} --person NAME --key FILE --out FILE", soft_wrap=True)
+        return 0
+
+
+def print_waiting(desk: AgentRuntime, waiting: ApprovalPending, as_lines: bool) -> int:
+    """What persons must do for a release that waits; the exit status, 1."""
+    r = waiting.goods.release
+    desk.log.info("release_waits", release=r.release)
+    line = {"release": r.release, "waits_for": sorted(waiting.roles), "artifact_sha256": r.artifact_sha256}
+    if as_lines:
+        sys.stdout.write(json.dumps(line) + "\n")
+    else:
+        OUT.print(f"{waiting}", markup=False)
+        OUT.print(f"inspect it: release inspect {r.release} --out FOLDER")
+        OUT.print(
+            f"each approver signs: ledger sign release {r.release} {r.artifact_sha256} --serial {r.release} ..."
+        )
+        OUT.print(f"then: ledger approve FILES, and release send {r.release}")
+    return 1
+
+
+def send(arguments: argparse.Namespace) -> int:
+    """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
+    say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
+    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as desk:
+        start_making(desk, anew=False)
+        try:
+            goods, verdict = submit_approved(desk.site, arguments.release)
+            mechanism = goods.release.mechanism
+        except ReviewRejectedError as refusal:
+            mechanism, verdict = "", refusal.verdict
+        desk.log.info("verdict", release=arguments.release, rules=[f.rule for f in verdict.findings])
+        print_verdict(arguments.release, mechanism, verdict, arguments.json)
+        return 0 if verdict.admitted else 1
+
+
+def withdraw_release(arguments: argparse.Namespace) -> int:
+    """Give up a release that persons did not approve; its grant is spent."""
+    say = lambda step, detail: print_progress(step, detail, False)  # noqa: E731 - one line of progress
+    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as desk:
+        recover_at_startup(desk)
+        withdraw(desk.site, arguments.release)
+        desk.log.info("release_withdrawn", release=arguments.release)
+        OUT.print(f"{arguments.release} is withdrawn, and its grant is spent")
+        return 0
+
+
+def project_of(root: Path, release: str) -> str:
+    """The project whose vault holds the images of a release's clusters; main, where none does."""
+    home = site_directory.SiteDirectory(root)
+    for name in projects.names(home):
+        with closing(projects.open_vault(home, name)) as vault:
+            if vault.project_note(place_of(release, 0)) is not None:
+                return name
+    return site_directory.MAIN
+
+
+def amend(arguments: argparse.Namespace) -> int:
+    """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
+    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as desk:
+        recover_at_startup(desk)
+        verdict = put_in_force(desk, desk.home.policy_text())
+        print_verdict("", "amendment", verdict, False)
+        return 0 if verdict.admitted else 1
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out a command about a release that is made already, or ``ledger amend``."""
+    match arguments.command:
+        case "release send":
+            return send(arguments)
+        case "release inspect":
+            return inspect(arguments)
+        case "release withdraw":
+            return withdraw_release(arguments)
+    return amend(arguments)

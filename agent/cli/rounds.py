@@ -1,0 +1,86 @@
+"""The part of ``serve`` that takes part in federated rounds. It imports torch."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from agent.cli.output import ERR, OUT, print_progress
+from agent.dp.noise import SystemEntropy
+from agent.errors import CoordinatorUnreachableError, LedgerForkError
+from agent.federation.participant import Participant
+from agent.federation.secure_aggregation import SecureAggregationClient
+from agent.federation.service import EndedRuns, FederationContext, run_service
+from agent.federation.supernode_process import Link, LinkConfig
+from agent.gateway.notifications import Session
+from agent.privacy_audit.gate import gate
+from agent.runtime import AgentRuntime, close_open_grants, sync_with_coordinator
+from policies.ledger.store import LedgerStoppedError
+from protos.secagg.session import KnownPartners
+
+
+def use_one_thread() -> None:
+    """Leave the other cores to what receives images in the same process."""
+    torch.set_num_threads(1)
+
+
+def take_part(desk: AgentRuntime, modality: str, stop: threading.Event) -> int:
+    """Federated rounds, until told to stop; none at all on a machine that does not draw the noise that is claimed."""
+    print_progress("audit", "checking that this machine draws the noise that is claimed", False)
+    gate(SystemEntropy())  # with the engine of both federated mechanisms
+    met = False
+    try:
+        sync_with_coordinator(desk)
+        met = True
+    except LedgerForkError:
+        raise
+    except CoordinatorUnreachableError as error:  # it may come back; until then nothing is asked of it
+        ERR.print(f"not yet: {error}", markup=False)
+    close_open_grants(desk)
+    keys, settings = desk.home.keys, desk.settings
+    way = LinkConfig(settings.coordinator, keys, keys / "node.key", settings.proxy, demand=settings.confinement)
+    link = Link(way)
+    participant = Participant(desk.site, modality, SystemEntropy())
+    if participant.resume():
+        desk.log.info("run_resumed", run=participant.run)
+    partners = desk.settings.partners
+    known = KnownPartners(partners, desk.settings.least_partners) if partners else None
+    part = SecureAggregationClient(participant, desk.home.sign_key(), known, SystemEntropy())
+    over, again = EndedRuns(), threading.Event()
+    session = _listen(desk, link, over, again)
+    try:
+        station = FederationContext(lambda: _keep_in_touch(desk, link), desk.log, OUT.print, stop, over, met, again)
+        return run_service(link, part, station)
+    finally:
+        session.close()
+
+
+def _listen(desk: AgentRuntime, link: Link, over: EndedRuns, again: threading.Event) -> Session:
+    """Hear what the coordinator says without being asked.
+
+    Where the stream begins this site shows the head of its own ledger, before which it gets no part in a run: in this
+    thread, since a round that is being trained would hold the greeting up. ``again`` asks for the rest of it.
+    """
+
+    def heard(kind: str, run: str) -> None:
+        link.wake()
+        if kind == "hello":
+            again.set()
+            try:
+                desk.door.hello()
+            except (
+                CoordinatorUnreachableError,
+                LedgerStoppedError,
+            ):  # met again, and looked into, by the greeting that was asked for
+                desk.log.warning("not_greeted")
+        elif kind == "over":
+            over.say(run)
+
+    return Session(desk.door.session, heard)
+
+
+def _keep_in_touch(desk: AgentRuntime, link: Link) -> None:
+    """Greet the coordinator; the link opens its channel anew when the certificate is another one."""
+    if sync_with_coordinator(desk):
+        link.renew()

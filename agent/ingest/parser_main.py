@@ -1,0 +1,233 @@
+"""The worker that reads one hospital file after another, in a process without keys (``parser_process`` starts it).
+
+This is a wall: whoever takes a parser over by a file finds no key, no file and no socket here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from functools import partial
+from typing import IO, Any, Final
+
+import imagecodecs
+import numpy as np
+import pydicom
+from pydicom import Dataset
+from pydicom import config as pydicom_config
+from pydicom.pixels.decoders.base import get_decoder
+from pydicom.tag import Tag
+from pydicom.uid import UID
+
+from agent.deidentify import admission_rules, dicomdir, nifti, patient_identity, pixel_redaction
+from agent.deidentify.attributes import frames, text
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.face_risk import faces_in, may_show_a_face
+from agent.deidentify.identifying_values import identifiers, of_patient
+from agent.deidentify.pixels import pixel_data
+from agent.deidentify.pixels.burned_in_text import has_burned_in_text
+from agent.deidentify.prescan import DEFLATED_LE, Meta, read_meta, scan, undeflate
+from agent.deidentify.ps315 import action_trace, retained_attributes
+from agent.deidentify.ps315.options import Pixels, Profile
+from agent.deidentify.record import instance_name
+from agent.deidentify.residual_check import residual
+from agent.errors import ParserError
+from agent.ingest.parser_pipe import Part, apply_rlimits, cpu_exhausted, extend_cpu_limit, receive, send
+from agent.ingest.parser_process import MOST_NAMES, Asked
+from protos.operations import confinement
+
+_KNOWN: Final = 10_000  # names that a worker remembers
+
+_BODY_PARTS: Final = frozenset(
+    t for t in retained_attributes.TERMS[0x00180015] if t.isalnum() and len(t) <= 16
+)  # as records hold them
+
+
+_DEFLATED_REFERENCES: Final = frozenset({"1.2.840.10008.1.2.4.95", "1.2.840.10008.1.2.4.205"})
+
+
+_WHO: Final = ("SpecificCharacterSet", "IssuerOfPatientID", "PatientID")
+
+
+_STANDARD: Final = "1.2.840.10008.1.2"
+
+
+_LEAST_ROOM: Final = 64 * 2**20  # bytes that a worker must be able to allocate to be of any use
+
+
+def _opened(data: bytes, rules: admission_rules.Rules, who: Deidentifier) -> tuple[Dataset, Meta]:
+    """A data set whose bytes were scanned first; its patient's site-wide pseudonym was asked for."""
+    meta = read_meta(data)
+    if meta.media_class == admission_rules.MEDIA_DIRECTORY:
+        raise FileRejectedError("dicomdir")
+    if meta.transfer_syntax == DEFLATED_LE:
+        data, meta = undeflate(data, meta, rules.max_bytes)
+    if not meta.transfer_syntax.startswith(_STANDARD) or meta.transfer_syntax in _DEFLATED_REFERENCES:
+        raise FileRejectedError(
+            "unsupported_encoding"
+        )  # private, deflated once more, or not said: it cannot be scanned
+    scan(data, meta.offset, meta.transfer_syntax)
+    dataset = pydicom.dcmread(io.BytesIO(data))
+    named = Dataset({t: dataset.get_item(t) for t in map(Tag, _WHO) if t in dataset})  # bytes, not yet asked for
+    admission_rules.judge(dataset, meta.transfer_syntax, rules)
+    admission_rules.same_instance(meta, dataset)
+    if admission_rules.is_report(dataset):
+        raise FileRejectedError("not_an_image")  # no place for its text in a record
+    who.person_of(named)
+    return dataset, meta
+
+
+def _native(dataset: Dataset, meta: Meta, rules: admission_rules.Rules) -> tuple[pixel_data.Stored, bool]:
+    """The decoded pixels, those blanked that a rule says, and whether there were any."""
+    values = pixel_data.decode(dataset, meta.transfer_syntax)
+    parts = pixel_redaction.plan(dataset, rules.blanks, us_regions=rules.us_regions)
+    if parts:
+        values = pixel_redaction.blank(values, parts, text(dataset, "PhotometricInterpretation"))
+    return values, bool(parts)
+
+
+def _read_dicom(data: bytes, rules: admission_rules.Rules, who: Deidentifier) -> tuple[dict[str, Any], list[Part]]:
+    dataset, meta = _opened(data, rules, who)
+    needles = identifiers(dataset, who.profile)
+    values, blanked = _native(dataset, meta, rules)
+    plain, face = pixel_data.native(dataset, values), may_show_a_face(dataset)
+    clean = who.clean(plain, Pixels("cleaned" if blanked else "unknown", faces_in(dataset, face=face)))
+    steps = (
+        [*clean.trace, action_trace.AttributeAction("pixels", "blanked", "clean_pixels")] if blanked else clean.trace
+    )
+    out = io.BytesIO()
+    clean.dataset.save_as(out, enforce_file_format=True)
+    payload = out.getvalue()
+    if residual(needles, payload):
+        raise FileRejectedError("residual_identifier")
+    image: Part = b""
+    instance = text(dataset, "SOPInstanceUID")
+    instance_name(who, instance)
+    who.mac("study", text(dataset, "StudyInstanceUID").encode())
+    who.mac("series", (text(dataset, "SeriesInstanceUID") or instance).encode())  # one without is a series of its own
+    # some write WHOLE BODY, and some WHOLE_BODY
+    body_part = "".join(c for c in text(dataset, "BodyPartExamined").upper() if c.isalnum())
+    head: dict[str, Any] = {
+        "modality": text(dataset, "Modality"),
+        "body_part": body_part if body_part in _BODY_PARTS else "",
+        "kind": "volume" if frames(dataset) > 1 else "image",
+        "face": face,
+        "text": rules.look_for_text and has_burned_in_text(values),
+    }
+    if head["kind"] == "image":
+        unit = np.ascontiguousarray(pixel_data.unit_range(plain, values), dtype="<f4")
+        head["height"], head["width"], head["channels"] = (*unit.shape, 1)[:3]
+        image = unit.data.cast("B")
+    return head, [image, payload, action_trace.dumps(steps)]
+
+
+def _read_nifti(data: bytes, told: dict[str, Any], rules: admission_rules.Rules) -> tuple[dict[str, Any], list[Part]]:
+    patient_id = str(told["patient_id"] or "")
+    if not patient_id.strip():
+        raise FileRejectedError("nifti_without_patient")
+    if rules.nifti_modality not in rules.modalities:
+        raise FileRejectedError("modality_not_allowed")
+    payload = nifti.clean(nifti.inflate(data, rules.max_bytes), rules.max_pixels)
+    if residual(of_patient(patient_id), payload):
+        raise FileRejectedError("residual_identifier")
+    head = {
+        "modality": rules.nifti_modality,
+        "body_part": "",
+        "kind": "volume",
+        "face": True,  # a NIfTI header does not say which part of the body it shows
+        "text": False,  # made by programs from the slices of a scan, and never captured from a screen
+    }
+    return head, [b"", payload, action_trace.dumps([])]
+
+
+def _answer(
+    data: bytes, told: dict[str, Any], rules: admission_rules.Rules, who: Deidentifier
+) -> tuple[dict[str, Any], list[Part]]:
+    try:
+        if told.get("directory"):
+            return {}, [json.dumps(dicomdir.listed(data)).encode()]
+        if told.get("whose"):
+            whom = patient_identity.person(
+                data, who, str(told["patient_id"] or ""), str(told["issuer"]), rules.max_bytes
+            )
+            return {"named": whom != ""}, []
+        if nifti.looks_like_nifti(data):
+            return _read_nifti(data, told, rules)
+        return _read_dicom(data, rules, who)
+    except FileRejectedError as refusal:
+        return {"code": refusal.code}, []
+    except MemoryError:
+        raise  # the process may be damaged: let it end, the agent starts another
+    except Exception:  # noqa: BLE001 - a parser may raise anything, and its text may quote the file
+        return {"code": "undecodable"}, []
+
+
+def main() -> None:
+    """Serve files from standard input until it ends."""
+    source = os.fdopen(os.dup(0), "rb")
+    sink = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # whatever a library prints must not get between the answers
+        os.dup2(null, descriptor)
+    setup, _ = receive(source, 0)
+    rules, profile = admission_rules.rules_from(setup["rules"]), Profile(**setup["profile"])
+    pydicom_config.settings.reading_validation_mode = pydicom_config.IGNORE
+    pydicom_config.settings.writing_validation_mode = pydicom_config.RAISE
+    pydicom_config.replace_un_with_known_vr = False  # UN stays opaque: nothing hidden in it is parsed
+    seconds = setup["limits"]["cpu_seconds"]
+    apply_rlimits(setup["limits"]["memory_bytes"], seconds)
+    try:
+        _check_room()
+        allowed = confinement.Allowed(confinement.INTERPRETER, confinement.interpreter())
+        confinement.end_with(setup["parent"])
+        confinement.confine(allowed, setup["demand"])
+    except (ParserError, confinement.ConfinementError) as fault:
+        send(sink, {"fault": str(fault)})
+        return
+    send(sink, {"ready": True})
+    known: dict[Asked, str] = {}
+    while True:
+        try:
+            head, (data,) = receive(source, rules.max_bytes)
+        except EOFError:
+            return
+        extend_cpu_limit(seconds)
+        # ids of a series are those of its next file too; whose a file is and what it is called, each file asks anew
+        known = {a: name for a, name in known.items() if a[1] in MOST_NAMES} if len(known) < _KNOWN else {}
+        who = Deidentifier(b"", setup["issuer"], profile, names=partial(_asked, source, sink, known))
+        reply, parts = _answer(data, head, rules, who)
+        send(sink, {**reply, "spent": True} if cpu_exhausted(seconds) else reply, parts)
+
+
+def _check_room() -> None:
+    """Find out now what would later be blamed on a file: no decoder, or no memory to decode into."""
+    bytearray(_LEAST_ROOM)
+    if not imagecodecs.JPEG8.available:
+        raise ParserError("imagecodecs is installed without JPEG")
+    for syntax, decoder in admission_rules.DECODERS.items():
+        if decoder in ("", admission_rules.IMAGECODECS):
+            continue
+        if decoder not in get_decoder(UID(syntax)).available_plugins:
+            raise ParserError(f"no decoder {decoder} is installed")
+
+
+def _asked(
+    source: IO[bytes],
+    sink: IO[bytes],
+    known: dict[Asked, str],
+    key: str,
+    purpose: str,
+    parts: tuple[bytes, ...],
+) -> str:
+    """A keyed name, from the side that has the keys; ``known``: those that were asked for before."""
+    if (key, purpose, parts) not in known:
+        send(sink, {"key": key, "purpose": purpose}, parts)
+        reply, _ = receive(source, 0)
+        known[key, purpose, parts] = str(reply["name"])
+    return known[key, purpose, parts]
+
+
+if __name__ == "__main__":
+    main()
