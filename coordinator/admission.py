@@ -17,42 +17,43 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-from policies.claims import UnsupportedClaim
-from policies.entries import InvalidEntry, Refused
-from policies.ledger import KeyReused
-from policies.merkle import BadCheckpoint, cosigners, open_checkpoint
-from policies.policy import Policy, PolicyError, strictest
-from policies.policy import parse as parse_policy
-from policies.register import Facts, Register, verdict_of
-from policies.review import Finding, Verdict
-from policies.statement import (
+from policies.accounting.claims import UnsupportedClaimError
+from policies.ledger.entries import InvalidEntryError, Refused
+from policies.ledger.merkle import LedgerCheckpointError, cosigners, open_checkpoint
+from policies.ledger.state import KeyReusedError
+from policies.ledger.store import AppendRequest, Store
+from policies.ledger_service import ArtifactFindings, LedgerService, verdict_of
+from policies.review.policy import Policy, PolicyError, strictest
+from policies.review.policy import parse as parse_policy
+from policies.review.rules import Finding, Verdict
+from policies.statements import (
     PAYLOAD_TYPE,
     Amendment,
     Approval,
     Enrolment,
-    MalformedStatement,
     Receipts,
     Release,
     Request,
     Reservation,
     Settlement,
     Statement,
+    StatementError,
     parse,
 )
-from policies.store import Draft, Store
-from protos.envelope import MAX_BYTES, BadEnvelope, open_sealed
-from protos.identity import SITE_NAME, agent_name, requested_key
+from protos.common.dsse import MAX_BYTES, EnvelopeError, open_sealed
+from protos.common.errors import LedgerIntegrityError, PeerError
+from protos.identity.certificates import SITE_NAME, agent_name, requested_key
 
 KEY: Final = re.compile(r"[a-z0-9_-]{1,200}")
 _REUSED: Final = Finding("key_reused", "this idempotency key was used for something else")
-HUB: Final = "coordinator"  # the idempotency keys of the coordinator's own doing; no site may bear that name
+COORDINATOR: Final = "coordinator"  # the idempotency keys of the coordinator's own doing; no site may bear that name
 
 
-class RolledBack(Exception):
+class LedgerRollbackError(LedgerIntegrityError):
     """A head that this ledger's key has signed is not in the ledger: it is an older copy, or was rewritten."""
 
 
-class Unwelcome(Exception):
+class RequestRejectedError(PeerError):
     """A peer's call that is refused before any review; the finding says why, and it is in the ledger."""
 
     def __init__(self, finding: Finding) -> None:
@@ -61,7 +62,7 @@ class Unwelcome(Exception):
         self.finding = finding
 
 
-class Goods(Protocol):
+class Artifact(Protocol):
     """An artifact at hand: its digest and size as found, and a look into it."""
 
     @property
@@ -78,15 +79,15 @@ class Goods(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class AdmissionService:
     """The coordinator's counter: its register, and the policies that sites enrolled with."""
 
-    register: Register
+    register: LedgerService
     federation: Policy
     node_keys: dict[str, str]  # site -> its Flower node key, OpenSSH
 
     @staticmethod
-    def over(store: Store, federation: Policy) -> Intake:
+    def over(store: Store, federation: Policy) -> AdmissionService:
         """Put together from a ledger: the sites' policies and keys are read from their sealed statements."""
         nodes: dict[str, str] = {}
         for site, entry in store.state.sites.items():
@@ -94,30 +95,32 @@ class Intake:
             assert isinstance(statement, Enrolment)
             nodes[site] = statement.node_key
         read: dict[bytes, Policy] = {}
-        return Intake(Register(store, lambda site: strictest(_own(store, site, read), federation)), federation, nodes)
+        return AdmissionService(
+            LedgerService(store, lambda site: strictest(_own(store, site, read), federation)), federation, nodes
+        )
 
     def read_enrolment(self, envelope: bytes) -> Enrolment:
         """A site's sealed request, with everything in it found usable; nothing is written.
 
         Raises:
-            BadEnvelope: the request is not sealed by the key that it carries, or a key in it cannot be used.
-            BadCertificate: its signing request proves possession of no key, or asks for another name.
-            MalformedStatement, PolicyError: its content cannot be used.
+            EnvelopeError: the request is not sealed by the key that it carries, or a key in it cannot be used.
+            CertificateError: its signing request proves possession of no key, or asks for another name.
+            StatementError, PolicyError: its content cannot be used.
         """
         statement = _unverified(envelope)
         try:
             key = base64.b64decode(statement.sign_key, validate=True)
             node = load_ssh_public_key(statement.node_key.encode())
         except (ValueError, UnsupportedAlgorithm):
-            raise BadEnvelope("a key in the request cannot be read") from None
+            raise EnvelopeError("a key in the request cannot be read") from None
         others = (known for site, known in self.node_keys.items() if site != statement.site)
         taken = {tuple(known.split()[:2]) for known in others}  # without the comment
         if not isinstance(node, ec.EllipticCurvePublicKey) or node.curve.name != "secp384r1" or len(key) != 32:
-            raise BadEnvelope("the node key must be EC P-384, the signing key Ed25519")
+            raise EnvelopeError("the node key must be EC P-384, the signing key Ed25519")
         if statement.site == "coordinator":
-            raise BadEnvelope("no site may bear that name: ledgers are named after their owners")
+            raise EnvelopeError("this site name is reserved")
         if not SITE_NAME.fullmatch(statement.site) or tuple(statement.node_key.split()[:2]) in taken:
-            raise BadEnvelope("the site's name is not one, or its node key is another site's")
+            raise EnvelopeError("the site's name is invalid, or its node key belongs to another site")
         open_sealed(envelope, PAYLOAD_TYPE, {statement.site: key})
         parse_policy(statement.policy, f"policy of {statement.site}")
         requested_key(statement.csr.encode(), agent_name(statement.site))
@@ -133,8 +136,9 @@ class Intake:
             envelope: the request.
             serial: of the proposal that persons approved; nothing only where nobody may approve yet.
         Raises:
-            BadEnvelope, BadCertificate, MalformedStatement, PolicyError: see :meth:`read_enrolment`.
-            InvalidEntry: the site is enrolled already, or was with this request; its signing key is another's, or
+            EnvelopeError, CertificateError, StatementError, PolicyError: see :meth:`read_enrolment`.
+            InvalidEntryError: the site is enrolled already, or was with this request; its signing key is another's,
+            or
                 approvals are missing.
         """
         statement = self.read_enrolment(envelope)
@@ -147,7 +151,8 @@ class Intake:
         """The statement in an envelope that this peer sealed.
 
         Raises:
-            Unwelcome: unknown peer, bad signature, malformed statement, or one that speaks for another site.
+            RequestRejectedError: unknown peer, bad signature, malformed statement, or one that speaks for another
+            site.
         """
         if not KEY.fullmatch(key):
             raise self.unwelcome(peer, "malformed", Finding("bad_key", "a key is 1 to 200 of a-z, 0-9, - and _"))
@@ -157,9 +162,9 @@ class Intake:
         try:
             sealed = open_sealed(envelope, PAYLOAD_TYPE, {peer: enrolled.sign_key})
             statement = parse(sealed.payload)
-        except BadEnvelope as error:
+        except EnvelopeError as error:
             raise self.unwelcome(peer, key, Finding("bad_envelope", str(error))) from None
-        except (MalformedStatement, UnsupportedClaim) as error:
+        except (StatementError, UnsupportedClaimError) as error:
             raise self.unwelcome(peer, key, Finding("bad_statement", str(error))) from None
         except ValueError:  # of a library, whose text is not for the peer
             raise self.unwelcome(peer, key, Finding("bad_statement", "the statement cannot be read")) from None
@@ -167,16 +172,16 @@ class Intake:
             raise self.unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
         return statement
 
-    def unwelcome(self, peer: str, key: str, finding: Finding) -> Unwelcome:
+    def unwelcome(self, peer: str, key: str, finding: Finding) -> RequestRejectedError:
         """Write down why a peer's call is refused before any review, and give the exception that says so."""
         self._write_refusal(peer, key, finding.rule)
-        return Unwelcome(finding)
+        return RequestRejectedError(finding)
 
     def _write_refusal(self, peer: str, key: str, rule: str) -> None:
         """One entry for each: under the books' lock, and with a slash, which is in no key that a site may name."""
         with self.register.store.exclusive() as state:
             entry = Refused("", peer, "", "call", [rule], b"")
-            self.register.store.append(_key(peer, f"{key}/refused-{state.size}"), Draft((entry,)))
+            self.register.store.append(_key(peer, f"{key}/refused-{state.size}"), AppendRequest((entry,)))
 
     def reserve(self, peer: str, key: str, envelope: bytes) -> Verdict:
         """Price first: hold the claim's cost, or say why not."""
@@ -200,26 +205,27 @@ class Intake:
         try:
             parse_policy(statement.policy, f"policy of {peer}")
             return self._once(peer, key, lambda k: self.register.amend(k, statement, envelope))
-        except (PolicyError, InvalidEntry) as error:
+        except (PolicyError, InvalidEntryError) as error:
             raise self.unwelcome(peer, key, Finding("bad_statement", str(error))) from None
 
     def present(self, peer: str, key: str, envelope: bytes) -> Verdict:
         """After a restore: a sealed reservation that was lost, or the word that all were shown.
 
-        A grant that the books hold is a no with the rule ``known``: nothing is written, and nothing was lost.
+        If the ledger already holds the grant, the answer is a refusal with the rule ``known``: nothing is written,
+        and nothing was lost.
         """
         statement = self.opened(peer, key, envelope)
         if not isinstance(statement, Reservation | Receipts):
             raise self.unwelcome(peer, key, Finding("bad_statement", "neither a reservation nor a word on receipts"))
         try:
             return self._once(peer, key, lambda k: self.register.present(k, statement, envelope))
-        except InvalidEntry as error:
+        except InvalidEntryError as error:
             raise self.unwelcome(peer, key, Finding(self._why_not(peer, statement, envelope), str(error))) from None
 
     def _why_not(self, peer: str, statement: Reservation | Receipts, envelope: bytes) -> str:
         """The rule by which a receipt is not taken."""
         state = self.register.store.state
-        if peer not in state.waiting | state.late:
+        if peer not in state.sites_awaited | state.sites_pending_receipts:
             return "not_awaited"
         if isinstance(statement, Receipts):
             return "wrong_receipts"
@@ -229,13 +235,13 @@ class Intake:
         """Is this a head of this ledger's epoch that the peer, and nobody else, has validly cosigned?
 
         Raises:
-            RolledBack: this ledger's key signed that head, and the ledger does not hold it.
+            LedgerRollbackError: this ledger's key signed that head, and the ledger does not hold it.
         """
         store = self.register.store
         enrolled = store.state.sites.get(peer)
         try:
             head = open_checkpoint(note, store.public)
-        except BadCheckpoint:
+        except LedgerCheckpointError:
             return False
         signatures = note.partition("\n\n")[2].count("\n")
         if enrolled is None or signatures != 2 or cosigners(note, {peer: enrolled.sign_key}) != {peer}:
@@ -243,7 +249,7 @@ class Intake:
         if (head.epoch, head.nonce) != (store.state.epoch, store.state.nonce):  # of before a restore
             return False
         if not store.holds(head):
-            raise RolledBack
+            raise LedgerRollbackError
         return True
 
     def release(self, peer: str, key: str, envelope: bytes) -> Release:
@@ -262,23 +268,27 @@ class Intake:
         """What this key has led to, if it came with this envelope before; another one under it is unwelcome."""
         try:
             return self.register.answered(_key(peer, key), envelope)
-        except KeyReused:
+        except KeyReusedError:
             raise self.unwelcome(peer, key, _REUSED) from None
 
-    def foresee(self, peer: str, key: str, envelope: bytes, release: Release) -> Verdict:
+    def preview_verdict(self, peer: str, key: str, envelope: bytes, release: Release) -> Verdict:
         """Before a byte of the artifact is accepted: a release that cannot be admitted gets its verdict now."""
-        verdict = self.register.examine(release, envelope)
+        verdict = self.register.dry_run_review(release, envelope)
         if verdict.admitted:
             return verdict
-        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, Facts((), verdict.findings)))
+        return self._once(
+            peer, key, lambda k: self.register.admit(k, release, envelope, ArtifactFindings((), verdict.findings))
+        )
 
-    def admit(self, peer: str, key: str, envelope: bytes, release: Release, goods: Goods) -> Verdict:
+    def admit(self, peer: str, key: str, envelope: bytes, release: Release, goods: Artifact) -> Verdict:
         """Review a release with its artifact at hand; only what has a grant is worth looking into."""
         facts = tuple(_changed(release, goods))
-        early = () if facts else self.register.examine(release, envelope).findings
+        early = () if facts else self.register.dry_run_review(release, envelope).findings
         if not facts and not early:
             facts = tuple(goods.look())
-        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, Facts(facts, early)))
+        return self._once(
+            peer, key, lambda k: self.register.admit(k, release, envelope, ArtifactFindings(facts, early))
+        )
 
     def reserve_run(self, run: str, sealed: Mapping[str, bytes], least: int) -> dict[str, Verdict]:
         """The budgets of a run's sites, in one append: of those that can be granted, if ``least`` are; or of none.
@@ -300,16 +310,16 @@ class Intake:
                         site, f"run-{run}", Finding("bad_statement", "not a reservation for this run")
                     )
                 asked.append((statement, envelope))
-            except Unwelcome as refusal:
+            except RequestRejectedError as refusal:
                 verdicts[site] = Verdict((refusal.finding,))
         if asked:
-            given = self.register.reserve_all(_key(HUB, f"run-{run}"), asked, least)
+            given = self.register.reserve_all(_key(COORDINATOR, f"run-{run}"), asked, least)
             verdicts |= {r.site: verdict for (r, _), verdict in zip(asked, given, strict=True)}
         return verdicts
 
     def reserved_run(self, run: str) -> bool:
         """Has the run's reservation been decided?"""
-        return bool(self.register.store.answer(_key(HUB, f"run-{run}")))
+        return bool(self.register.store.answer(_key(COORDINATOR, f"run-{run}")))
 
     def parted(self, peer: str) -> str:
         """The newest run for which a site was granted, if the books have closed its grant; "": none, or open."""
@@ -321,14 +331,14 @@ class Intake:
         """What a peer's key has led to, and where in the ledger; ``run-<run>``: the run's reservation for it."""
         lines = self.register.store.answer(_key(peer, key))
         if not lines and key.startswith("run-"):
-            lines = self.register.store.answer(_key(HUB, key))
+            lines = self.register.store.answer(_key(COORDINATOR, key))
             lines = [line for line in lines or () if getattr(line.record.entry, "site", "") == peer]
         return (verdict_of(lines[0]), lines[0].seq) if lines else None
 
     def _once(self, peer: str, key: str, act: Callable[[str], Verdict]) -> Verdict:
         try:
             return act(_key(peer, key))
-        except KeyReused:
+        except KeyReusedError:
             raise self.unwelcome(peer, key, _REUSED) from None
 
 
@@ -357,18 +367,18 @@ def _key(peer: str, key: str) -> str:
 def _unverified(envelope: bytes) -> Enrolment:
     """The enrolment inside an envelope whose key is still to be taken from it."""
     if not len(envelope) <= MAX_BYTES:
-        raise BadEnvelope("too large")
+        raise EnvelopeError("too large")
     try:
         payload = base64.b64decode(json.loads(envelope)["payload"], validate=True)
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise BadEnvelope("not a DSSE envelope") from None
+        raise EnvelopeError("not a DSSE envelope") from None
     statement = parse(payload)
     if not isinstance(statement, Enrolment):
-        raise BadEnvelope("not an enrolment")
+        raise EnvelopeError("not an enrolment")
     return statement
 
 
-def _changed(release: Release, goods: Goods) -> Iterator[Finding]:
+def _changed(release: Release, goods: Artifact) -> Iterator[Finding]:
     """Are these the bytes of the statement?"""
     if goods.sha256 != release.artifact_sha256 or goods.size != release.artifact_bytes:
         yield Finding("artifact_changed", "the artifact is not the one in the statement")

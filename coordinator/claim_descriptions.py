@@ -1,4 +1,4 @@
-"""What a claim promises, in one sentence for a compliance officer, and what was tested where nothing is promised."""
+"""A claim's guarantee, in one sentence for a compliance officer, and the tests behind a release without one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from coordinator.wording import rounded_down, rounded_up
-from policies.claims import UnsupportedClaim, assumption
-from policies.statement import Release, claim_from, decimal, menu_of, parse
+from coordinator.explanations import rounded_down, rounded_up
+from policies.accounting.claims import UnsupportedClaimError, assumption
+from policies.statements import Release, claim_from, decimal, menu_of, parse
 
 UNKNOWN: Final = "no promise that this report knows"
 BRAIN: Final = "face removed; the brain itself remains linkable"
-NOTHING: Final = "nothing is promised: what was tested is all that stands behind it"
+NOTHING: Final = "there is no guarantee, only the tests that are listed"
 UNTESTED: Final = "empirical only: the statement does not say what was measured"
 
 
@@ -21,7 +21,7 @@ def evidence(reid_rate: object, vetting_power: object, mechanism: object = "") -
     """What stands behind a release of level C: the figures of its statement, rounded to its disadvantage."""
     try:
         rate, power = decimal(reid_rate), decimal(vetting_power)
-    except UnsupportedClaim:
+    except UnsupportedClaimError:
         return UNTESTED
     if not (0 <= rate <= 1 and 0 <= power <= 1):
         return UNTESTED
@@ -37,12 +37,12 @@ def evidence(reid_rate: object, vetting_power: object, mechanism: object = "") -
     )
 
 
-def crowded(level: str, claim: object) -> bool:
+def is_kanonymous(level: str, claim: object) -> bool:
     """Whether a release is k-anonymous: at level C such a claim is without a guarantee, as everything there."""
     return level == "B" and isinstance(claim, Mapping) and claim.get("kind") == "k-anonymous"
 
 
-def others(crowds: int, nothing: int) -> str:
+def without_epsilon(crowds: int, nothing: int) -> str:
     """The releases without an epsilon, k-anonymous ones and those that promise nothing apart; "" without any."""
     told = [f"{crowds} {'is' if crowds == 1 else 'are'} k-anonymous"] if crowds else []
     told += [f"{nothing} {'promises' if nothing == 1 else 'promise'} nothing"] if nothing else []
@@ -56,15 +56,17 @@ def release_in(envelope: bytes) -> Release | None:
 
 
 def figures(said: Release | None) -> dict[str, Any]:
-    """What a statement says beside its claim: every k that was tried, the figures of its vetting; else nothing."""
+    """The figures of a statement besides its claim: every k that was tried, the figures of its vetting; empty if
+    none.
+    """
     if said is None:
         return {}
     facts = {"k_tried": list(menu_of(said.menu)), "reid_rate": said.reid_rate, "vetting_power": said.vetting_power}
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def promise(claim: object) -> str:
-    """A claim's JSON (:func:`policies.statement.claim_json`) in one sentence."""
+def describe_claim(claim: object) -> str:
+    """A claim's JSON (:func:`policies.statements.claim_json`) in one sentence."""
     claim = claim if isinstance(claim, Mapping) else {}
     if claim.get("kind") == "k-anonymous":
         return (
@@ -103,7 +105,7 @@ def _shared(claim: Mapping[str, Any]) -> str:
     """Whose noise it is in a sum over sites, and on what the promise stands."""
     try:
         given = assumption(claim_from(dict(claim)))
-    except UnsupportedClaim:
+    except UnsupportedClaimError:
         return UNKNOWN
     return given or "every site adds the whole noise to its own part"
 
@@ -112,7 +114,7 @@ def _composed(claim: Mapping[str, Any]) -> str:
     """Everything that one release takes from the same patients; when a part is not known, nothing is promised."""
     try:
         claim_from(dict(claim))
-    except UnsupportedClaim:
+    except UnsupportedClaimError:
         return UNKNOWN
-    parts = [f"({n}) {promise(part)}" for n, part in enumerate(claim["parts"], 1)]
+    parts = [f"({n}) {describe_claim(part)}" for n, part in enumerate(claim["parts"], 1)]
     return f"{len(parts)} uses of the same patients, paid for together: {'; '.join(parts)}"

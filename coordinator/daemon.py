@@ -1,10 +1,12 @@
 """The serving process: gRPC for agents and operators, the embedded SuperLink, and the runs over it.
 
-Imported after :func:`protos.quiet.hush`, since Flower reads its environment while it is imported.
+Imported after :func:`protos.federation.flower_environment.configure_environment`, since Flower reads its environment
+while it is imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import resource
 import signal
@@ -13,52 +15,69 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from coordinator.edges.authority import Authority
-from coordinator.edges.counter import Counter
-from coordinator.edges.dated import Dated
-from coordinator.edges.federation import FlowerHost, HostConfig, PublicConfig
-from coordinator.edges.fleet import Fleet
-from coordinator.edges.heap import one_arena
-from coordinator.edges.home import Home, open_ledger, own_certificate
-from coordinator.edges.log import open_log
-from coordinator.edges.operations import Operations
-from coordinator.edges.port import start
-from coordinator.edges.runs import Runs
-from coordinator.edges.service import Service
-from coordinator.edges.sessions import Sessions
-from coordinator.edges.shelf import Shelf
-from coordinator.edges.site_heads import SiteHeads
-from coordinator.edges.uploads import Uploads
-from coordinator.edges.witnesses import Witnesses
-from coordinator.intake import Intake
-from policies.store import Store
+from coordinator.admission import AdmissionService
+from coordinator.enrolment.authority import Authority
+from coordinator.event_log import open_log
+from coordinator.federation.fleet_proxy import Fleet
+from coordinator.federation.run_manager import RunManager
+from coordinator.federation.superlink import FlowerHost
+from coordinator.federation.superlink_listeners import HostConfig
+from coordinator.gateway.context import GatewayContext
+from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.run_service import Operations
+from coordinator.gateway.server import ServerTimeInterceptor, start
+from coordinator.gateway.service import Service
+from coordinator.storage.directory import CoordinatorDirectory, open_ledger, own_certificate
+from coordinator.storage.release_store import ReleaseStore
+from coordinator.storage.site_heads import SiteHeads
+from coordinator.storage.uploads import Uploads
+from coordinator.storage.witness_store import Witnesses
+from policies.accounting import reference_accountant  # noqa: F401 - loaded at the start, not by the first grant
+from policies.audit.auditor import clock_warning
+from policies.ledger.store import Store
 
 UPKEEP_S = 600.0  # own certificate, orphaned uploads
 ORPHAN_S = 7 * 86_400.0  # an upload that nobody went on with
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The serving coordinator, for what stands beside the service: the console, metrics, health."""
+_M_ARENA_MAX: Final = -8  # mallopt(3), glibc
 
-    home: Home
+
+def one_arena() -> bool:
+    """Have all threads to come share one heap; call it before they are started.
+
+    glibc gives threads arenas of their own, eight for each processor, and each keeps freed memory. So a server that
+    answers every call in another thread would hold several times the memory that it uses at once.
+
+    Returns:
+        Whether the C library knows of arenas; elsewhere (musl, macOS) there is nothing to be done.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(_M_ARENA_MAX, 1) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRuntime:
+    """The serving coordinator, as the console, metrics and health checks use it."""
+
+    home: CoordinatorDirectory
     store: Store
-    intake: Intake
-    runs: Runs
-    shelf: Shelf
+    intake: AdmissionService
+    runs: RunManager
+    shelf: ReleaseStore
     sessions: Sessions
     authority: Authority
     uploads: Uploads
-    expel: Callable[[str], object]  # end a site's open calls
+    close_calls: Callable[[str], object]  # end a site's open calls
     log: Any
 
 
-Beside = Callable[[Parts], AbstractContextManager[Sequence[str]]]
+ExtraServices = Callable[[CoordinatorRuntime], AbstractContextManager[Sequence[str]]]
 
 
-def serve(home: Home, say: Callable[[str], None], beside: Beside) -> int:
+def serve(home: CoordinatorDirectory, say: Callable[[str], None], beside: ExtraServices) -> int:
     """Serve until SIGTERM or SIGINT; runs that a crash left are resumed.
 
     Args:
@@ -76,14 +95,14 @@ def serve(home: Home, say: Callable[[str], None], beside: Beside) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     own_certificate(home, dt.datetime.now(dt.UTC))
-    with open_ledger(home) as store, FlowerHost(_flower(home)) as superlink:
-        intake = Intake.over(store, home.policy())
-        shelf = Shelf(home.releases, store)
+    with open_ledger(home) as store, FlowerHost(HostConfig(home.root / "flower")) as superlink:
+        intake = AdmissionService.over(store, home.policy())
+        shelf = ReleaseStore(home.releases, store)
         uploads = Uploads(shelf.staging, time.time)
         sessions = Sessions(log)
-        runs = Runs(home.root / "runs", superlink, intake, shelf, log, sessions.notify)
+        runs = RunManager(home.root / "runs", superlink, intake, shelf, log, sessions.notify)
         authority = Authority(home, intake, lambda: dt.datetime.now(dt.UTC))
-        counter = Counter(
+        counter = GatewayContext(
             intake=intake,
             uploads=uploads,
             shelf=shelf,
@@ -98,16 +117,19 @@ def serve(home: Home, say: Callable[[str], None], beside: Beside) -> int:
             log=log,
         )
         service = Service(counter, sessions)
-        parts = Parts(home, store, intake, runs, shelf, sessions, authority, uploads, service.guard.expel, log)
-        server, bound = start(home, service, (Dated(),))
+        parts = CoordinatorRuntime(
+            home, store, intake, runs, shelf, sessions, authority, uploads, service.guard.close_calls, log
+        )
+        server, bound = start(home, service, (ServerTimeInterceptor(),))
         try:
             runs.resume_all()
             with beside(parts) as told:
-                flower = f", stock Flower nodes on {superlink.public[1]}" if superlink.public else ""
-                say(f"serving {len(intake.node_keys)} site(s): agents on port {bound}{flower}")
+                say(f"serving {len(intake.node_keys)} site(s): agents on port {bound}")
                 for line in told:
                     say(line)
-                _until(stop, store, lambda: _upkeep(home, uploads))
+                if wrong := _future(store, log):
+                    say(wrong)
+                _until(stop, store, lambda: _upkeep(home, uploads, store, log))
         finally:
             superlink.stopping.set()
             sessions.close()
@@ -126,16 +148,18 @@ def _until(stop: threading.Event, store: Store, upkeep: Callable[[], None]) -> N
             upkeep()
 
 
-def _upkeep(home: Home, uploads: Uploads) -> None:
+def _upkeep(home: CoordinatorDirectory, uploads: Uploads, store: Store, log: Any) -> None:
     own_certificate(home, dt.datetime.now(dt.UTC))
     uploads.expire(ORPHAN_S)
+    _future(store, log)
 
 
-def _flower(home: Home) -> HostConfig:
-    """The embedded SuperLink; a public listener only where ``superlink`` names one, for stock Flower nodes."""
-    address, public = home.settings().superlink, None
-    if address:
-        host, _, port = address.rpartition(":")
-        keys = home.keys
-        public = PublicConfig((host, int(port)), keys / "root.crt", keys / "tls.crt", keys / "tls.key")
-    return HostConfig(state=home.root / "flower", public=public)
+def _future(store: Store, log: Any) -> str:
+    """Warn of a newest entry whose time is ahead of this machine's clock; "" where none is."""
+    with store.exclusive() as state:
+        latest = state.latest
+    now = int(time.time())
+    wrong = clock_warning(latest, now)
+    if wrong:
+        log.warning("ledger_in_the_future", seconds=latest - now)
+    return wrong

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.edges.home import BadCoordinator
-from protos.journal import BadLog, UnlistedKey, open_journal
+from coordinator.errors import CoordinatorConfigError
+from protos.operations.event_log import LogConfigError, UnlistedKeyError, open_journal
 
-__all__ = ["KEYS", "UnlistedKey", "open_log"]
+__all__ = ["KEYS", "UnlistedKeyError", "open_log"]
 KEYS: Final = frozenset(
     {
         "event", "level", "timestamp", "site", "call", "mechanism", "grant", "release", "run", "round",
@@ -22,9 +22,9 @@ def open_log(path: Path) -> Any:
     """A logger that appends to ``path`` (0600) as JSON lines; ``log.toml`` beside it says more.
 
     Raises:
-        BadCoordinator: ``log.toml`` cannot be used.
+        CoordinatorConfigError: ``log.toml`` cannot be used.
     """
     try:
         return open_journal(path, "lazaret-coordinator", KEYS)
-    except BadLog as error:
-        raise BadCoordinator(str(error)) from None
+    except LogConfigError as error:
+        raise CoordinatorConfigError(str(error)) from None

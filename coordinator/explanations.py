@@ -1,7 +1,8 @@
-"""The report's sentences: what a rule, a level, a stage or a quarantine reason means, and what to do about it.
+"""The report's sentences: the meaning of a rule, a level, a stage or a quarantine reason, and the remedy.
 
-The rules are stable names for machines (policies.review, policies.register, coordinator.intake, and the site's
-own agent, which may decline by itself); a test finds each of them in the source and asks for its sentence here.
+The rules are stable names for machines (policies.review.rules, policies.ledger_service, coordinator.admission, and
+the site's own agent, which may decline by itself); a test finds each of them in the source and asks for its sentence
+here.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies import figures
+from policies.accounting import rounding
+from policies.review.mechanism_terms import TEXTS
 
-rounded_up, rounded_down, never_less = figures.rounded_up, figures.rounded_down, figures.never_less
-epsilon_text, epsilon_at_least = figures.epsilon_text, figures.epsilon_at_least
+rounded_up, rounded_down, format_rounded_up = rounding.rounded_up, rounding.rounded_down, rounding.format_rounded_up
+epsilon_text, epsilon_at_least = rounding.epsilon_text, rounding.epsilon_at_least
 
 # What to do, by who has to do it.
 _POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
 _LARGER: Final = "Choose larger groups (or a larger cohort) and ask again; nothing was read for this request."
 _BUDGET: Final = "For training, ask for fewer steps or more noise. Releases per patient, once used up, stay used."
 _AGENT: Final = "Bring the site's agent to the coordinator's version, then make the release again under a new grant."
-_AGAIN: Final = "Ask for a new grant. What the old one held stays spent, and that is on purpose."
-_INQUIRE: Final = "Call the site. If nobody there did this on purpose, treat it as an attack on the link or the key."
+_AGAIN: Final = "Ask for a new grant. The old one stays spent, by design."
+_INQUIRE: Final = (
+    "Call the site. If this was not done on purpose, treat it as an attack on the connection or the key."
+)
 _NOTHING: Final = "Nothing: it had its answer before, and asking again costs nothing."
 _SITE: Final = "Ask the site's IT for the agent's log of that time; then ask for a new grant."
 
@@ -32,26 +36,26 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "unknown_mechanism": ("The method is not one that Lazaret knows.", _POLICY),
         "mechanism_not_allowed": ("The policy does not admit this method.", _POLICY),
         "claim_kind": ("The method promised another kind of protection than the one it gives.", _AGENT),
-        "min_k": ("Too few patients would stand behind each image.", _LARGER),
+        "min_k": ("Too few patients would be behind each image.", _LARGER),
         "l_diversity": ("Groups of patients with too few different labels would give a diagnosis away.", _LARGER),
         "releases_per_patient": ("Patients would be in more image sets than the policy admits.", _POLICY),
         "unit": ("The promise was not made per patient, added or removed.", _AGENT),
         "modality": ("The policy does not admit images of this modality.", _POLICY),
         # the books
         "malformed": ("A field of the statement is missing or of another kind.", _AGENT),
-        "account_kind": ("The account pays for another kind of claim.", _AGENT),
+        "account_kind": ("The account is for another kind of claim.", _AGENT),
         "frozen": (
             "The ledger was restored from a backup, and not every hospital has shown its receipts yet.",
-            "Start the agents that are missing; for a hospital that will not come back, two persons waive it.",
+            "Start the agents that are missing; two persons can waive a hospital that will not come back.",
         ),
         "together": ("Another part of the same request was refused, so all of it was.", _POLICY),
-        "finished": ("The work is done, and what was not needed was given back.", _NOTHING),
+        "finished": ("The work is done, and unused budget was returned.", _NOTHING),
         "unused": ("The hospital left a run before it had read an image for it.", _NOTHING),
         "wrong_receipts": ("The receipts are for another restore, or their number is not the one shown.", _SITE),
         "was_refused": ("The request had been refused before the restore; nothing was lost.", _NOTHING),
-        "known": ("The books hold the grant; the restore had not lost it.", _NOTHING),
-        "not_recovered": ("A receipt could not be taken into the books.", _SITE),
-        "not_awaited": ("Receipts were shown that nobody waits for.", _NOTHING),
+        "known": ("The ledger contains the grant; the restore had not lost it.", _NOTHING),
+        "not_recovered": ("A receipt could not be added to the ledger.", _SITE),
+        "not_awaited": ("Receipts were shown that are not awaited.", _NOTHING),
         "budget": ("What is left of the hospital's budget does not cover the request.", _BUDGET),
         "no_account": (
             "The hospital has no budget of that kind.",
@@ -62,12 +66,12 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "grant_closed": ("The grant was already closed.", _AGAIN),
         "grant_of_another": ("The grant belongs to another hospital, method or run.", _INQUIRE),
         "grant_used": ("The grant's one release was made before.", _AGAIN),
-        "claim_not_granted": ("The release promises something else than what was granted.", _AGENT),
+        "claim_not_granted": ("The release makes another claim than the one that was granted.", _AGENT),
         "round_repeated": ("This training round was released before.", _NOTHING),
         "run_spent": ("The hospital has had a grant in this run before: there is one for each.", _AGAIN),
         "round": ("The training round is not covered by a grant, or named where none belongs.", _AGAIN),
         "run": ("A run is named where none belongs, or its name is not a proper one.", _AGENT),
-        "release_id": ("The release bears another name than the one that follows from its grant.", _INQUIRE),
+        "release_id": ("The release has another name than the one that follows from its grant.", _INQUIRE),
         "bad_key": ("The request's key is not in its permitted form.", _AGENT),
         "revoked": (
             "The hospital, or the certificate that it called with, was revoked.",
@@ -88,11 +92,11 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "artifact_changed": ("The file that arrived is not the one that the hospital signed.", _INQUIRE),
         "artifact_malformed": ("The file is not in its one permitted form.", _AGENT),
         "reader": (
-            "The file is encrypted to a reader whom the hospital's policy does not name.",
-            "Put the reader's fingerprint into both policies, or make the release again without a reader.",
+            "The file is encrypted to a recipient whom the hospital's policy does not name.",
+            "Put the recipient's fingerprint into both policies, or make the release again without one.",
         ),
         "not_sealed": (
-            "The file was declared as encrypted to a reader, and has not the form of one that is.",
+            "The file was declared as encrypted to a recipient, but does not have that form.",
             _AGENT,
         ),
         "one_step": (
@@ -101,10 +105,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "architecture": (
             "The model is not of a network that the coordinator's operator has approved.",
-            "Have its architecture approved (`pool architecture`), then make the release again under a new grant.",
+            "Ask the operator to approve it (`pool architecture`), then make the release again under a new grant.",
         ),
         "sandbox": (
-            "The file could not be examined: its reader was stopped at its limits of time or memory.",
+            "The file could not be examined: the inspection reached its limit of time or memory.",
             "Treat the file as hostile until the site's IT has found out how it was made.",
         ),
         "masked": (
@@ -127,18 +131,18 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "vetting_power": (
             "Too few planted copies of patients' images were caught, or how many was not measured.",
-            "Have a better verifier trained, or one for this kind of image; then make the release again.",
+            "Train a better verifier, or one for this kind of image; then make the release again.",
         ),
         "menu": (
-            "The group size is none of those that were searched.",
+            "The group size was not one of those that were tried.",
             "Take one of the sizes that were tried, or search again with this one among them.",
         ),
         "artifact": (
             "The kept files of this release are not the ones that its statement is about.",
-            "Withdraw it at the site, and look for what changed them; its grant is spent by that.",
+            "Withdraw it at the site, which spends its grant, and find out what changed the files.",
         ),
         "approval": (
-            "A person whose approval the policy asks for has not given it.",
+            "A person has not given the approval that the policy needs.",
             "Ask that person to review it.",
         ),
         "opted_out": (
@@ -146,7 +150,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "Withdraw it; a new one is made without that patient.",
         ),
         "retired": (
-            "It shows a picture of an earlier release that a later vetting found to be like a patient.",
+            "It shows an image of an earlier release that a later vetting found too similar to a patient.",
             "Withdraw it; a new one is made without that picture.",
         ),
         "level": ("The policy asks for a stronger claim level than this release can show.", _POLICY),
@@ -158,12 +162,12 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "another_site": ("A hospital spoke for another hospital.", _INQUIRE),
         "key_reused": ("One request number was used for two different requests.", _AGENT),
         "not_uploaded": (
-            "The file was not sent whole before its review was asked for.",
+            "The file was not complete when its review was requested.",
             "Let the agent send it again.",
         ),
         "upload_refused": ("The file was not accepted: not what was offered, or more than the quota.", _INQUIRE),
         "busy": (
-            "The coordinator had no room for another call or file at that moment.",
+            "The coordinator could not take another call or file at that moment.",
             "Nothing: the agent tries again.",
         ),
         "bad_manifest": ("The list of the file's pieces does not fit its size.", _AGENT),
@@ -171,29 +175,47 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "chunk_size": ("A piece of the file had another length than announced.", _AGENT),
         "chunk_moved": ("A piece of the file arrived in another one's place.", _INQUIRE),
         "chunk_foreign": ("A piece arrived that does not belong to the file.", _INQUIRE),
-        "incomplete": ("Pieces of the file are missing.", "Let the agent send it again: what arrived is kept."),
-        "unknown_upload": ("Pieces were sent of a file that nobody had announced.", _AGENT),
+        "incomplete": (
+            "Pieces of the file are missing.",
+            "Let the agent send it again: the chunks that arrived are kept.",
+        ),
+        "unknown_upload": ("Chunks of a file were sent that was not announced.", _AGENT),
         "too_many_uploads": ("The hospital sends too many files at once.", "Nothing: the agent tries again."),
-        "disk_full": ("The coordinator's disk is full.", "Make room on the coordinator; the agent tries again."),
+        "disk_full": (
+            "The coordinator's disk is full.",
+            "Free some space on the coordinator; the agent tries again.",
+        ),
         "storage": ("The coordinator could not keep the file.", "See the coordinator's log; the agent tries again."),
-        "bad_upload": ("The stream of pieces did not say what it belongs to.", _AGENT),
+        "bad_upload": ("The stream of chunks did not name its file.", _AGENT),
         "bad_message": ("A call came with bytes that are no message of that call.", _INQUIRE),
         "too_large": ("A message was larger than any that an agent sends.", _INQUIRE),
         "rate": ("The hospital called too often, or was refused too often.", "Nothing: the agent slows down."),
         "old_tls": ("The caller spoke an older protocol than TLS 1.3.", _AGENT),
-        "no_name": ("The caller's certificate bears no name.", _INQUIRE),
-        "several_names": ("The caller's certificate bears more than one name.", _INQUIRE),
-        "no_role": ("The caller's certificate is for nobody here.", _INQUIRE),
-        "wrong_role": ("The caller asked for something that is not its business.", _INQUIRE),
-        "expired": ("The caller's certificate is not valid at this time.", "Check both clocks; else enrol it anew."),
+        "no_name": ("The caller's certificate has no name.", _INQUIRE),
+        "several_names": ("The caller's certificate has more than one name.", _INQUIRE),
+        "no_role": ("The caller's certificate has no role here.", _INQUIRE),
+        "wrong_role": ("The caller made a call that its role does not permit.", _INQUIRE),
+        "expired": (
+            "The caller's certificate is not valid at this time.",
+            "Check both clocks. If they are right, enrol it again.",
+        ),
         "rolled_back": (
             "The hospital has seen a head that this ledger signed and does not hold: this is an older copy.",
             "Stop the coordinator, bring back the newest copy, and open a new epoch with `ledger restore`.",
         ),
         "turned_back": (
-            "The hospital's own ledger is behind what it showed before: its machine was turned back.",
-            "The hospital runs `lazaret-agent restore`; nothing is taken from it before.",
+            "The hospital's own ledger is older than what it showed before: its machine was rolled back.",
+            "The hospital must run `lazaret-agent restore`. Until then its calls are refused.",
         ),
+        "bad_head": (
+            "The hospital does not show a valid head of its own ledger, or the stored head here cannot be read.",
+            "See `doctor`: restore site-heads/ from a backup, or ask the hospital which key it signs with.",
+        ),
+        "not_shown": (
+            "The hospital must show the head of its own ledger again before its calls are accepted.",
+            "Nothing: the agent shows it.",
+        ),
+        "silent": ("A call came without its message.", "Nothing: the agent tries again."),
         "older_vault": (
             "The hospital's vault does not know every earlier release, so patients could be released twice.",
             "The hospital puts its newer vault back, or restores the whole site from one backup.",
@@ -217,7 +239,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "token": (
             "The invitation's token is wrong, was used, or is older than its thirty minutes.",
-            "Invite the hospital again; a token is told once and works once.",
+            "Invite the hospital again; a token is shown once and works once.",
         ),
         # the site's own word on its grant
         "coordinator": ("The coordinator had refused the price.", "See the coordinator's own refusal."),
@@ -228,7 +250,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     }
 )
 
-# A level's title, what its certificate prints (coordinator.edges.shelf), and the same for a board.
+# A level's title, what its certificate prints (coordinator.storage.release_store), and the same for a board.
 LEVELS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
     {
         "A": (
@@ -255,28 +277,7 @@ LEVELS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
     }
 )
 
-MECHANISMS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "ksame": "Synthetic images, each averaged over a group of patients",
-        "ksalsa": "Synthetic images, each averaged over a group of patients, with their local texture (k-SALSA)",
-        "anonfaces": "Synthetic images, each mixed from a group of patients and tested by recognisers (AnonFACES)",
-        "privimage": "Synthetic images from a generator that was trained on patients with noise (PrivImage)",
-        "centroids": "Synthetic images of averages over patients, taken with noise",
-        "distill": (
-            "A model, or its images, that learned from a secret one's images, of which those like a patient's were "
-            "dropped (Privacy Distillation)"
-        ),
-        "distill-dp": (
-            "A model, or its images, that learned from the images of one that was trained on patients with noise "
-            "(Privacy Distillation)"
-        ),
-        "remodel": (
-            "Patients' own head scans with another face (C-DeID-GAN): face removed; the brain itself remains linkable"
-        ),
-        "federated": "Federated training with noise",
-        "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",
-    }
-)
+MECHANISMS: Final = TEXTS
 KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enrolled": "Hospital enrolled",
@@ -306,10 +307,10 @@ KINDS: Final[Mapping[str, str]] = MappingProxyType(
 STAGES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "reservation": "when asked for its price, before anything was made from an image",
-        "release": "at the door, with the file in hand",
+        "release": "at the coordinator, with the file",
         "declined": "by the hospital itself, before anything was made from an image",
         "call": "as a call, before any review",
-        "expired": "given up by the hospital; its budget is spent",
+        "expired": "discarded by the hospital; its budget is spent",
     }
 )
 RELATIONS: Final[Mapping[str, str]] = MappingProxyType(
@@ -331,7 +332,7 @@ QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
         "no_pixels": "an image object without a picture",
         "sop_class_not_allowed": "a kind of object that is not on the site's list",
         "modality_not_allowed": "a modality that is not on the site's list",
-        "burned_in_risk": "the picture itself may show a name",
+        "burned_in_risk": "the image itself may show a name",
         "missing_patient": "names no patient, so patients cannot be counted",
         "undecodable": "the picture could not be decoded",
         "conflicting_instance": "kept before with other contents",
@@ -339,12 +340,12 @@ QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
         "nifti_without_patient": "a NIfTI file that names no patient",
         "manufacturer_not_allowed": "a maker of devices that is not on the site's list",
         "inconsistent_series": "a series of two patients or two studies; all of it is held back",
-        "opted_out": "of a patient who wants no part",
-        "residual_identifier": "an identifier was still in what would have been kept",
-        "burned_in_text": "text was read in the picture; its study is held back",
+        "opted_out": "of a patient who has opted out",
+        "residual_identifier": "an identifier was still in the data that would have been kept",
+        "burned_in_text": "text was found in the image; its study is held back",
         "instance_mismatch": "another object than the one that was announced",
         "nifti_without_modality": "a NIfTI file whose modality is not set",
-        "missing_from_medium": "listed by the index of a medium, and not there",
+        "missing_from_medium": "listed by the index of a medium, but missing",
     }
 )
 
@@ -359,8 +360,8 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}".replace(",", " ")
 
 
-def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str, Any]) -> tuple[str, str]:
-    """Whose entry it is, and what it says; grants and accounts by their names, as policies.view gives them."""
+def describe_entry(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str, Any]) -> tuple[str, str]:
+    """An entry's site, and its content; grants and accounts by their names, as policies.audit.display gives them."""
     kind, hold = e["type"], grants.get(e.get("grant", ""), {})
     site = e.get("site") or hold.get("site") or e.get("account", "").rpartition("/")[0]
     account = accounts.get(hold.get("account", ""))
@@ -376,7 +377,8 @@ def told(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str,
     if kind == "opened" and e["order"]:
         return (
             site,
-            f"epsilon {epsilon_text(e['epsilon'])} at delta {never_less(e['delta'])} per patient, order {e['order']}",
+            f"epsilon {epsilon_text(e['epsilon'])} at delta {format_rounded_up(e['delta'])} per patient, "
+            f"order {e['order']}",
         )
     if kind == "opened":
         return site, f"{count(e['limit'], 'release')} without an epsilon per patient, ever"
@@ -400,7 +402,7 @@ _TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyTyp
         "amended": lambda e: f"own policy {e['policy'][:12]}…",
         "appointed": lambda e: f"role {e['role']}, key {e['public'][:12]}…",
         "approved": lambda e: f"{e['person']} approves {e['serial']}",
-        "dismissed": lambda e: f"{e['person']} is no longer in office",
+        "dismissed": lambda e: f"{e['person']} is no longer active",
         "requested": lambda e: f"{e['person']} asks for {e['serial']}",
         "limit-set": lambda e: f"{e['account']}: {_limit(e)}, approved as {e['serial']}",
         "restored": lambda e: f"epoch {e['epoch']}, from a backup of {count(e['size'], 'entry', 'entries')}",
@@ -415,10 +417,10 @@ _TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyTyp
 )
 
 
-def stated(epsilon: float, account: Mapping[str, Any], ledger: Mapping[str, Any]) -> str:
+def format_epsilon(epsilon: float, account: Mapping[str, Any], ledger: Mapping[str, Any]) -> str:
     """An epsilon with all that it means nothing without (P1)."""
     relation = RELATIONS.get(ledger["relation"], ledger["relation"])
-    where = f"delta {never_less(account['delta'])} per {ledger['unit']}, {relation}"
+    where = f"delta {format_rounded_up(account['delta'])} per {ledger['unit']}, {relation}"
     return f"epsilon {epsilon_text(epsilon)} at {where}; Rényi filter of order {account['order']}"
 
 

@@ -10,23 +10,24 @@ import contextlib
 import datetime as dt
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import grpc
-from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
-from coordinator.edges import home as homes
-from policies.figures import epsilon_text
-from protos.v1 import gateway_pb2 as pb
+from coordinator import errors as coordinator_errors
+from coordinator.cli.output import ERR, OUT
+from coordinator.storage import directory as homes
+from policies.accounting.rounding import epsilon_text
+from protos.common import durable_files
+from protos.protocol_version import USER_AGENT
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import USER_AGENT
 
-OUT = Console(highlight=False)
-ERR = Console(stderr=True, highlight=False)
 CALL_S = 30.0
 _KINDS = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
 _MORE = {"strategy": dict, "all_or_none": bool, "secure": bool}  # may be left out of a job file
@@ -34,7 +35,7 @@ _MORE = {"strategy": dict, "all_or_none": bool, "secure": bool}  # may be left o
 
 @contextlib.contextmanager
 def _stub(arguments: argparse.Namespace) -> Iterator[Any]:
-    home = homes.Home(arguments.home)
+    home = homes.CoordinatorDirectory(arguments.home)
     key, chain = homes.operator_certificate(home, dt.datetime.now(dt.UTC))
     credentials = grpc.ssl_channel_credentials(home.root_crt(), key, chain)
     options = [("grpc.enable_http_proxy", 0), ("grpc.primary_user_agent", USER_AGENT)]
@@ -45,22 +46,22 @@ def _stub(arguments: argparse.Namespace) -> Iterator[Any]:
 def _invite(arguments: argparse.Namespace) -> int:
     """Make a one-use invitation: a file without secrets, and a token to be told another way."""
     with _stub(arguments) as stub:
-        reply = stub.Invite(pb.InviteRequest(site=arguments.site), timeout=CALL_S)
-    homes.write_durably(arguments.out, reply.invitation)
+        reply = stub.Invite(gateway_pb2.InviteRequest(site=arguments.site), timeout=CALL_S)
+    durable_files.replace_file(arguments.out, reply.invitation)
     if arguments.token_file:
-        homes.write_durably(arguments.token_file, reply.token.encode() + b"\n")
-    OUT.print(f"wrote {arguments.out.name}: send it to {arguments.site}; it holds no secret")
+        durable_files.replace_file(arguments.token_file, reply.token.encode() + b"\n")
+    OUT.print(f"wrote {arguments.out.name}: send it to {arguments.site}; it contains no secret")
     if not arguments.token_file:
-        OUT.print(f"token, good for one request within 30 minutes: {reply.token}", soft_wrap=True)
+        OUT.print(f"token, valid for one request within 30 minutes: {reply.token}", soft_wrap=True)
     OUT.print(f"fingerprint of the federation's root: {reply.fingerprint}", soft_wrap=True)
-    OUT.print("tell both by telephone; never send the token together with the file")
+    OUT.print("give both by phone; never send the token together with the file")
     return 0
 
 
 def _enrolments(arguments: argparse.Namespace) -> int:
     """Who was invited, and who waits for approval."""
     with _stub(arguments) as stub:
-        pending = stub.Enrolments(pb.EnrolmentsRequest(), timeout=CALL_S).pending
+        pending = stub.Enrolments(gateway_pb2.EnrolmentsRequest(), timeout=CALL_S).pending
     if arguments.json:
         names = ("site", "state", "fingerprint", "digest", "until")
         sys.stdout.write(json.dumps([{n: getattr(p, n) for n in names} for p in pending], indent=2) + "\n")
@@ -71,7 +72,7 @@ def _enrolments(arguments: argparse.Namespace) -> int:
         until = dt.datetime.fromtimestamp(p.until, dt.UTC).strftime("%Y-%m-%d %H:%M") if p.until else ""
         table.add_row(p.site, p.state, p.fingerprint, until, p.digest)
     OUT.print(table)
-    OUT.print("each approver compares the fingerprint with the hospital by telephone, and signs:")
+    OUT.print("each approver compares the fingerprint with the hospital by phone, and signs:")
     OUT.print("  ledger sign enrol SITE DIGEST --serial NAME ...   then: approve SITE FILES --serial NAME")
     return 0
 
@@ -79,23 +80,27 @@ def _enrolments(arguments: argparse.Namespace) -> int:
 def _approve(arguments: argparse.Namespace) -> int:
     """Hand in persons' approvals of a request; with those of both roles the site is enrolled."""
     sealed = [path.read_bytes() for path in arguments.approvals]
-    request = pb.ApproveRequest(site=arguments.site, serial=arguments.serial, approvals=sealed)
+    request = gateway_pb2.ApproveRequest(site=arguments.site, serial=arguments.serial, approvals=sealed)
     with _stub(arguments) as stub:
         stub.Approve(request, timeout=CALL_S)
-    OUT.print(f"{arguments.site} is enrolled; its agent finds that out by itself, or with `lazaret-agent enrol`")
+    OUT.print(f"{arguments.site} is enrolled; its agent notices this by itself, or with `lazaret-agent enrol`")
     return 0
 
 
 def _revoke(arguments: argparse.Namespace) -> int:
     """Put a certificate, or a whole site, on the deny-list, now."""
     if not arguments.certificate and not arguments.yes:
-        ERR.print(f"this ends {arguments.site}'s part in the federation until it is enrolled anew: say --yes")
+        ERR.print(
+            f"this ends {arguments.site}'s part in the federation until it is enrolled again. To confirm: --yes"
+        )
         return 1
-    request = pb.RevokeRequest(site=arguments.site, certificate=arguments.certificate, reason=arguments.reason)
+    request = gateway_pb2.RevokeRequest(
+        site=arguments.site, certificate=arguments.certificate, reason=arguments.reason
+    )
     with _stub(arguments) as stub:
         stub.Revoke(request, timeout=CALL_S)
     what = f"certificate {arguments.certificate} of {arguments.site}" if arguments.certificate else arguments.site
-    OUT.print(f"{what} is revoked: its open calls were ended, and the next one is refused")
+    OUT.print(f"{what} is revoked: its open calls are closed, and new ones are refused")
     return 0
 
 
@@ -103,23 +108,23 @@ def read_job(path: Path) -> dict[str, Any]:
     """A job file's content; what it means is the mechanism's business.
 
     Raises:
-        BadCoordinator: not JSON, or without exactly its keys.
+        CoordinatorConfigError: not JSON, or without exactly its keys.
     """
     try:
         job = json.loads(path.read_text())
     except ValueError:
-        raise homes.BadCoordinator(f"{path.name}: not JSON") from None
+        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: not JSON") from None
     given = {k: type(v) for k, v in job.items()} if isinstance(job, dict) else {}
     if {k: t for k, t in given.items() if k not in _MORE} != _KINDS or not given.items() <= (_KINDS | _MORE).items():
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
-        raise homes.BadCoordinator(f"{path.name}: the keys are {wanted}; and if need be {more}")
+        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
     return {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     job = read_job(arguments.job)
-    request = pb.LaunchRequest(
+    request = gateway_pb2.LaunchRequest(
         run=getattr(arguments, "run", "") or "forecast",
         mechanism=job["mechanism"],
         config=json.dumps(job["config"]).encode(),
@@ -146,11 +151,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         return 1 if reply.refused else 0
     table = Table("site", "epsilon of the run", "delta", "of what is left", "", title=f"{job['rounds']} round(s)")
     for c in reply.sites:
-        share = f"{100 * c.amount / c.left:.0f} %" if c.left > 0 else "nothing is left"
+        share = f"{100 * c.amount / c.left:.0f} %" if c.left > 0 else "no budget left"
         shown = epsilon_text(c.epsilon) if c.epsilon else ""  # "": it cannot be told
         table.add_row(c.site, shown, c.delta, share, "fits" if c.fits else c.reason)
     OUT.print(table)
-    OUT.print(f"cannot go: {reply.refused}" if reply.refused else "can go", markup=False)
+    OUT.print(f"cannot start: {reply.refused}" if reply.refused else "can go", markup=False)
     return 1 if reply.refused else 0
 
 
@@ -164,19 +169,19 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _watch(arguments: argparse.Namespace) -> int:
     """Follow a run; exit 1 when it failed or was stopped."""
     with _stub(arguments) as stub:
-        return _show(stub.Watch(pb.RunRequest(run=arguments.run)), arguments.json, 0)
+        return _show(stub.Watch(gateway_pb2.RunRequest(run=arguments.run)), arguments.json, 0)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Go on with a stopped run, and follow it."""
     with _stub(arguments) as stub:
-        return _show(stub.Resume(pb.RunRequest(run=arguments.run)), arguments.json, 0)
+        return _show(stub.Resume(gateway_pb2.RunRequest(run=arguments.run)), arguments.json, 0)
 
 
 def _stop(arguments: argparse.Namespace) -> int:
     """Stop a run after the round in progress; its grants stay held."""
     with _stub(arguments) as stub:
-        state = stub.Stop(pb.RunRequest(run=arguments.run), timeout=CALL_S).state
+        state = stub.Stop(gateway_pb2.RunRequest(run=arguments.run), timeout=CALL_S).state
     OUT.print({"unknown": "there is no run of that name"}.get(state, f"{arguments.run}: {state}"))
     return 0 if state == "stopping" else 1
 
@@ -233,43 +238,25 @@ class _Board:
         return table
 
 
-Add = Callable[..., argparse.ArgumentParser]
+_COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = MappingProxyType(
+    {
+        "invite": _invite,
+        "enrolments": _enrolments,
+        "approve": _approve,
+        "revoke": _revoke,
+        "round plan": _plan,
+        "round launch": _launch,
+        "round watch": _watch,
+        "round resume": _resume,
+        "round stop": _stop,
+    }
+)
 
 
-def add_commands(commands: Any, add: Add) -> Any:
-    """The parsers of all commands here; ``add(group, name, act, text)`` makes one.
-
-    Returns:
-        The group ``round``.
-    """
-    invite = add(commands, "invite", _invite, "invite a hospital: a file, and a token to be told another way")
-    invite.add_argument("site", help="short lower-case name")
-    invite.add_argument("--out", type=Path, required=True, help="the invitation, without secrets")
-    invite.add_argument("--token-file", type=Path, help="write the token here instead of showing it")
-    pending = add(commands, "enrolments", _enrolments, "who was invited, and who waits for approval")
-    pending.add_argument("--json", action="store_true")
-    approve = add(commands, "approve", _approve, "enrol a site that two persons have approved")
-    approve.add_argument("site")
-    approve.add_argument("approvals", type=Path, nargs="*", help="what `ledger sign enrol` wrote")
-    approve.add_argument("--serial", required=True, help="that they signed")
-    revoke = add(commands, "revoke", _revoke, "end a certificate, or a site's part in the federation, now")
-    revoke.add_argument("site")
-    revoke.add_argument("--certificate", default="", help="its serial number; left out: the site")
-    revoke.add_argument("--reason", required=True, help="one short word, for the ledger: lost, stolen, left ...")
-    revoke.add_argument("--yes", action="store_true")
-    rounds = commands.add_parser("round", help="federated runs").add_subparsers(required=True, metavar="WHAT")
-    plan = add(rounds, "plan", _plan, "what a run would cost each site; nothing is held")
-    launch = add(rounds, "launch", _launch, "start a run, or follow the one of that name")
-    for one in (plan, launch):
-        one.add_argument("job", type=Path, help="JSON: mechanism, parameters, sites, rounds, min_sites, config ...")
-        one.add_argument("--json", action="store_true", help="one JSON object per line")
-    launch.add_argument("--run", required=True, help="the run's name")
-    for name, act, text in (
-        ("watch", _watch, "follow a run"),
-        ("resume", _resume, "go on with a stopped run"),
-        ("stop", _stop, "stop a run after the round in progress; `resume` goes on"),
-    ):
-        one = add(rounds, name, act, text)
-        one.add_argument("run")
-        one.add_argument("--json", action="store_true", help="one JSON object per line")
-    return rounds
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out one of these commands; what the coordinator refuses becomes a sentence and exit status 1."""
+    try:
+        return _COMMANDS[arguments.command](arguments)
+    except grpc.RpcError as error:
+        ERR.print(f"refused: {error.details()}", markup=False)
+        return 1

@@ -1,4 +1,4 @@
-"""What an operator types about pools: list what was admitted, export it, merge models, approve architectures."""
+"""The commands ``pool``: list admitted releases, export a pool, merge models, approve architectures."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from coordinator.datasheet import Card
-from coordinator.edges.architectures import approve_architecture, architecture_of
-from coordinator.edges.averaging import average_runs
-from coordinator.edges.home import Home
-from coordinator.edges.pooling import Options, as_json, export_pool, list_releases, read_books
-from coordinator.pool import PoolRefused, Wanted
-from coordinator.wording import count, epsilon_text
-
-OUT = Console(highlight=False)
-ERR = Console(stderr=True, highlight=False)
+from coordinator.cli.output import ERR, OUT
+from coordinator.explanations import count, epsilon_text
+from coordinator.pools.architectures import approve_architecture, architecture_of
+from coordinator.pools.datasheet import Card
+from coordinator.pools.export import Options, as_json, export_pool, list_releases, read_books
+from coordinator.pools.model_averaging import average_runs
+from coordinator.pools.selection import PoolRefusedError, SelectionCriteria
+from coordinator.storage.directory import CoordinatorDirectory
 
 
 @contextlib.contextmanager
@@ -38,7 +36,7 @@ def _bar(silent: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 def _list(arguments: argparse.Namespace) -> int:
     """What lies on the shelf, and what of it a pool can hold."""
-    home = Home(arguments.home)
+    home = CoordinatorDirectory(arguments.home)
     rows = list_releases(home, read_books(home))
     if arguments.json:
         sys.stdout.write(json.dumps(as_json(rows), indent=2) + "\n")
@@ -57,8 +55,8 @@ def _list(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     """Write a pool for training: WebDataset shards, a Croissant description, a datasheet."""
     a = arguments
-    home = Home(a.home)
-    wanted = Wanted(
+    home = CoordinatorDirectory(a.home)
+    wanted = SelectionCriteria(
         sites=frozenset(a.site),
         mechanisms=frozenset(a.mechanism),
         modalities=frozenset(a.modality),
@@ -81,8 +79,8 @@ def _average(arguments: argparse.Namespace) -> int:
     try:
         weights = [float(w) for w in a.weights.split(",")] if a.weights else None
     except ValueError:
-        raise PoolRefused("weights are numbers with commas between them, one for each run") from None
-    home = Home(a.home)
+        raise PoolRefusedError("weights are numbers with commas between them, one for each run") from None
+    home = CoordinatorDirectory(a.home)
     with _bar(a.json) as progress:
         report = average_runs(home, read_books(home), a.out, a.runs, weights, progress)
     _tell(as_json(report), a.json, a.out)
@@ -97,16 +95,16 @@ def _architecture(arguments: argparse.Namespace) -> int:
         sys.stdout.write(shown.encode().decode() + "\n")
     else:
         told = json.loads(shown.told) if shown.told else {}
-        OUT.print(f"kind: {told.get('kind', 'the file says nothing of itself')}", markup=False)
+        OUT.print(f"kind: {told.get('kind', 'the file has no description')}", markup=False)
         OUT.print(f"configuration: {json.dumps(told.get('config', {}), indent=2)}", markup=False, soft_wrap=True)
         numbers = count(sum(math.prod(t.shape) for t in shown.tensors), "number")
         OUT.print(f"{count(len(shown.tensors), 'tensor')}, {numbers}, {count(shown.nbytes, 'byte')}")
         OUT.print(f"sha256 of the architecture: {shown.digest()}")
     if not a.approve:
-        ERR.print("nothing was approved; with --approve NAME models of exactly this architecture are admitted")
+        ERR.print("nothing was approved; --approve NAME admits models of exactly this architecture")
         return 0
-    written = approve_architecture(Home(a.home), a.approve, shown)
-    ERR.print(f"approved: {written.name}; to take it back, remove that file", markup=False)
+    written = approve_architecture(CoordinatorDirectory(a.home), a.approve, shown)
+    ERR.print(f"approved: {written.name}; to undo it, remove that file", markup=False)
     return 0
 
 
@@ -122,18 +120,20 @@ def _tell(report: dict[str, Any], as_lines: bool, out: Path) -> None:
         OUT.print(f"  without {left['release']}: {left['why']}", markup=False)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list,
-    "export": _export,
-    "average": _average,
-    "architecture": _architecture,
-}
+_COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = MappingProxyType(
+    {
+        "pool list": _list,
+        "pool export": _export,
+        "pool average": _average,
+        "pool architecture": _architecture,
+    }
+)
 
 
-def run(name: str, arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run one command; what it expects to go wrong becomes a sentence and exit status 1."""
     try:
-        return COMMANDS[name](arguments)
-    except PoolRefused as error:
+        return _COMMANDS[arguments.command](arguments)
+    except PoolRefusedError as error:
         ERR.print(f"refused: {error}", markup=False)
         return 1

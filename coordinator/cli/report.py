@@ -1,6 +1,6 @@
-"""``lazaret-coordinator report``: the HTML report as before, or one of the reports by name.
+"""``lazaret-coordinator report``: the overview as HTML, or one of the reports by name.
 
-report OUT.html                          the report of everything, with --measured beside it
+report OUT.html                          the overview of the whole ledger, with --measured beside it
 report NAME OUT [--release NAME]         one of the reports; its form is OUT's ending
 report list                              which reports there are
 """
@@ -10,71 +10,61 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import gc
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from coordinator.edges import home as homes
-from coordinator.reports.document import NoReport
-
-OUT = Console(highlight=False)
-Act = Callable[[argparse.Namespace], int]
+from coordinator.cli.output import ERR, OUT
+from coordinator.reports.document import ReportError
+from coordinator.storage import directory as homes
+from protos.common import durable_files
 
 
 def _step(what: str) -> None:
     """What is done next, for somebody who waits at a terminal: a ledger of a million entries takes a minute."""
     if sys.stderr.isatty():
-        Console(stderr=True, highlight=False).print(f"{what} …", markup=False)
+        ERR.print(f"{what} …", markup=False)
 
 
-def add_command(commands: Any, add: Callable[..., argparse.ArgumentParser], everything: Act) -> None:
-    """The parser of ``report``.
-
-    Args:
-        commands: the group of all commands.
-        add: ``add(group, name, act, text)`` makes a parser.
-        everything: writes the report of everything to ``arguments.out``, with ``arguments.measured``.
-    """
-
-    def act(arguments: argparse.Namespace) -> int:
-        return _run(arguments, everything)
-
-    report = add(commands, "report", act, "write a report: the page of everything, or one by its name")
-    report.add_argument("what", nargs="+", metavar="[NAME] OUT", help="`list` shows the names")
-    report.add_argument("--release", default="", metavar="NAME", help="the release or run that it is about")
-    report.add_argument("--measured", type=Path, help="JSON with accuracy, ingest counts and times to show beside")
-
-
-def _run(arguments: argparse.Namespace, everything: Act) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report that was asked for, or list them all."""
     words: list[str] = arguments.what
     if words == ["list"]:
         return _list()
     if len(words) == 1:
         if arguments.release:
-            raise NoReport("name the report too: report certificate OUT.pdf --release NAME")
+            raise ReportError("name the report too: report certificate OUT.pdf --release NAME")
         _not_a_name(words[0])
-        arguments.out = Path(words[0])
-        return everything(arguments)
+        measured = json.loads(arguments.measured.read_text()) if arguments.measured else None
+        from coordinator.reports.catalog import overview_html  # noqa: PLC0415 - what writes PDF; no other command needs it
+
+        return _write(arguments, Path(words[0]), lambda home, now: overview_html(home, measured, now, step=_step))
     if len(words) > 2 or arguments.measured:
-        raise NoReport("give the name of one report and one file to write")
-    from coordinator.edges.reports import make  # noqa: PLC0415 - what writes PDF, which no other command needs
+        raise ReportError("give the name of one report and one file to write")
+    from coordinator.reports.catalog import make  # noqa: PLC0415 - as above
 
     name, out = words[0], Path(words[1])
     form = out.suffix.removeprefix(".").lower()
-    home, now = homes.Home(arguments.home), dt.datetime.now(dt.UTC)
-    gc.disable()  # a million entries are no garbage; a quarter of the time
-    try:
-        made = make(home, name, form, arguments.release, now, step=_step)
-    finally:
-        gc.enable()
-    homes.write_durably(out, made.body)
-    OUT.print(f"wrote {out.name}", markup=False)
+    _write(arguments, out, lambda home, now: make(home, name, form, arguments.release, now, step=_step).body)
     if name == "certificate":
         OUT.print(f"check it with: lazaret-verify {out.name} --key FINGERPRINT --from ledger.export", markup=False)
+    return 0
+
+
+def _write(
+    arguments: argparse.Namespace, out: Path, made: Callable[[homes.CoordinatorDirectory, dt.datetime], bytes]
+) -> int:
+    """One report into one file."""
+    gc.disable()  # a million entries are no garbage; a quarter of the time
+    try:
+        body = made(homes.CoordinatorDirectory(arguments.home), dt.datetime.now(dt.UTC))
+    finally:
+        gc.enable()
+    durable_files.replace_file(out, body)
+    OUT.print(f"wrote {out.name}", markup=False)
     return 0
 
 
@@ -82,21 +72,21 @@ def _not_a_name(word: str) -> None:
     """One word is the file for the page of everything.
 
     Raises:
-        NoReport: it is the name of a report, so that the file was forgotten.
+        ReportError: it is the name of a report, so that the file was forgotten.
     """
     if Path(word).suffix or Path(word).name != word:
         return
-    from coordinator.edges.reports import REPORTS  # noqa: PLC0415 - as above
+    from coordinator.reports.catalog import REPORTS  # noqa: PLC0415 - as above
 
     report = REPORTS.get(word)
     if report is not None:
         form = report.forms[0]
         more = f" --release {report.about.upper()}" if report.about else ""
-        raise NoReport(f"say also which file to write: report {word} {word}.{form}{more}")
+        raise ReportError(f"name the file to write: report {word} {word}.{form}{more}")
 
 
 def _list() -> int:
-    from coordinator.edges.reports import REPORTS  # noqa: PLC0415 - as above
+    from coordinator.reports.catalog import REPORTS  # noqa: PLC0415 - as above
 
     table = Table("name", "as", "about", "what it is")
     for report in REPORTS.values():

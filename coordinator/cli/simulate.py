@@ -1,4 +1,4 @@
-"""``round simulate``: how a job behaves with many virtual sites, before anybody is asked."""
+"""``round simulate``: simulate a job with many virtual sites, before any site is asked."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from coordinator.edges.home import BadCoordinator, Home
-from coordinator.edges.remote import Add, read_job
-from coordinator.plan import BadJob, Job
-from policies.figures import epsilon_text
-from protos import quiet
+from coordinator.cli.operator_client import read_job
+from coordinator.cli.output import OUT
+from coordinator.errors import CoordinatorConfigError
+from coordinator.federation.job import Job, JobError
+from coordinator.storage.directory import CoordinatorDirectory
+from policies.accounting.rounding import epsilon_text
+from protos.federation import flower_environment
 
 if TYPE_CHECKING:
-    from coordinator.edges.simulate import Simulated
-    from coordinator.edges.strategy import Progress
-
-OUT = Console(highlight=False)
+    from coordinator.federation.simulation import SimulationResult
+    from coordinator.federation.strategy import Progress
 
 
 def _job(path: Path, rounds: int) -> Job:
@@ -40,24 +38,24 @@ def _job(path: Path, rounds: int) -> Job:
             all_or_none=given["all_or_none"],
             secure=given["secure"],
         )
-    except BadJob as fault:
-        raise BadCoordinator(str(fault)) from None
+    except JobError as fault:
+        raise CoordinatorConfigError(str(fault)) from None
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
-    """Progress as it comes, and the whole at the end; exit 1 when the run failed. Nothing is asked of any site."""
-    home = Home(arguments.home)
+def run(arguments: argparse.Namespace) -> int:
+    """Print progress as it arrives, and the result at the end; exit 1 if the run failed. No site is contacted."""
+    home = CoordinatorDirectory(arguments.home)
     job, policy = _job(arguments.job, arguments.rounds), home.policy_text()
-    quiet.hush(home.root / "flower")
+    flower_environment.configure_environment(home.root / "flower")
     # Flower reads its environment while it is imported
-    from coordinator.edges.simulate import SimulationUnavailable, simulate  # noqa: PLC0415
-    from coordinator.edges.virtual import Cast  # noqa: PLC0415
+    from coordinator.federation.simulation import SimulationUnavailableError, simulate  # noqa: PLC0415
+    from coordinator.federation.virtual_sites import Scenario  # noqa: PLC0415
 
     try:
-        players = Cast(arguments.sites, arguments.seed, arguments.poisoned, arguments.poor, arguments.away)
+        players = Scenario(arguments.sites, arguments.seed, arguments.poisoned, arguments.poor, arguments.away)
         shown = simulate(job, players, policy, _lines if arguments.json else _words, arguments.cpus)
-    except (SimulationUnavailable, ValueError) as fault:  # BadJob too
-        raise BadCoordinator(str(fault)) from None
+    except (SimulationUnavailableError, ValueError) as fault:  # JobError too
+        raise CoordinatorConfigError(str(fault)) from None
     if arguments.json:
         sys.stdout.write(json.dumps(shown.to_json()) + "\n")
     else:
@@ -97,25 +95,11 @@ def _counted(before: str, refused: Any) -> str:
     return before + codes if codes else ""
 
 
-def _summary(shown: Simulated) -> str:
-    last = f"accuracy {shown.rounds[-1].accuracy:.1%} on made patients after {len(shown.rounds)} round(s); "
+def _summary(shown: SimulationResult) -> str:
+    last = f"accuracy {shown.rounds[-1].accuracy:.1%} on synthetic patients after {len(shown.rounds)} round(s); "
     return (
         f"{shown.failed or 'finished'}: {shown.granted} of {shown.sites} sites granted it; "
         f"{last if shown.rounds else ''}{shown.updates} updates admitted; each site would spend epsilon "
         f"{epsilon_text(shown.epsilon)} at delta {shown.delta}; {shown.start_seconds} s to start, "
         f"{shown.price_seconds} s for the price"
     )
-
-
-def add_command(rounds: Any, add: Add) -> None:
-    """The parser; ``rounds`` is the group of `round`, ``add(group, name, act, text)`` makes one."""
-    one = add(rounds, "simulate", _simulate, "try a job with many virtual sites on this machine; needs Ray")
-    one.add_argument("job", type=Path, help="as for `round launch`; its sites are replaced by virtual ones")
-    one.add_argument("--sites", type=int, default=200, help="how many")
-    one.add_argument("--rounds", type=int, default=0, help="fewer than the job's")
-    one.add_argument("--seed", type=int, default=0, help="of the made patients and of the noise")
-    one.add_argument("--poisoned", type=int, default=0, help="sites that send ten times the opposite")
-    one.add_argument("--poor", type=int, default=0, help="sites whose own policy leaves too little of a budget")
-    one.add_argument("--away", type=int, default=0, help="sites that do not answer when asked to train")
-    one.add_argument("--cpus", type=int, default=2, help="processors for the sites")
-    one.add_argument("--json", action="store_true", help="one JSON object per line, the last one the whole")

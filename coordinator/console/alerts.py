@@ -1,4 +1,4 @@
-"""What somebody has to look at now: each alarm says what is wrong and what to do, the gravest first. Pure.
+"""Alerts that need attention now: each says what is wrong and what to do, the most severe first. Pure.
 
 Every "cannot tell" is an alarm too: a figure that cannot be read is not a figure that is good.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.console.budgets import Budget
+from coordinator.console.entry_text import visible_text
 from coordinator.console.keys import Key
-from coordinator.console.narrative import shown
-from coordinator.wording import RULES, count, explain
-from policies.ledger import State
-from policies.search import Refusals
+from coordinator.explanations import RULES, count, explain
+from policies.index.search import RuleRefusals
+from policies.ledger.state import State
 
 DAY: Final = 86_400
 GRAVE, MILD = "no", "warn"  # as badges are coloured
@@ -38,7 +38,7 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CosignedHead:
     """What a site last cosigned of this ledger."""
 
     site: str
@@ -56,29 +56,29 @@ def of_ledger(state: State, stopped: bool) -> Iterator[Alarm]:
     if stopped:
         yield Alarm(
             GRAVE,
-            "The ledger could not be written, and nothing is decided any more.",
-            "Free or mend the disk, then restart the coordinator: it replays what is durable.",
+            "The ledger could not be written, so nothing is decided any more.",
+            "Free or repair the disk, then restart the coordinator. It replays the durable entries.",
         )
-    if state.waiting:
-        names = ", ".join(sorted(state.waiting))
+    if state.sites_awaited:
+        names = ", ".join(sorted(state.sites_awaited))
         yield Alarm(
             GRAVE,
-            f"The ledger was restored from a backup, and nothing is granted: {names} must show what they hold.",
+            f"The ledger was restored from a backup, and no budget is granted: {names} must show their receipts.",
             explain("frozen")[1],
             "/people",
         )
     if not state.office():
         yield Alarm(
             MILD,
-            "Nobody is in office who may approve.",
+            "No person may approve yet.",
             "Appoint one person for compliance and one for the hospitals' side.",
             "/people",
         )
 
 
-def of_refusals(refusals: Sequence[Refusals], since: str) -> Iterator[Alarm]:
+def of_refusals(refusals: Sequence[RuleRefusals], since: str) -> Iterator[Alarm]:
     """Refusals that only an attack or a fault explains; the others are the law at work, and have their own list."""
-    by_rule: dict[str, list[Refusals]] = {}
+    by_rule: dict[str, list[RuleRefusals]] = {}
     for refusal in refusals:
         if explain(refusal.rule)[1] == _INQUIRE or refusal.rule not in RULES:
             by_rule.setdefault(refusal.rule, []).append(refusal)
@@ -87,7 +87,7 @@ def of_refusals(refusals: Sequence[Refusals], since: str) -> Iterator[Alarm]:
         names = ", ".join(sorted({r.site for r in listed if r.site})) or "a caller without a name"
         times = count(sum(r.times for r in listed), "time")
         href = f"/ledger?kind=refused&since={since}&text=rule%3D{rule}" if rule in RULES else "/refusals"
-        yield Alarm(GRAVE, shown(f"{why} ({times}, {names})"), todo, href)
+        yield Alarm(GRAVE, visible_text(f"{why} ({times}, {names})"), todo, href)
 
 
 def of_budgets(budgets: Iterable[Budget]) -> Iterator[Alarm]:
@@ -97,12 +97,12 @@ def of_budgets(budgets: Iterable[Budget]) -> Iterator[Alarm]:
             yield Alarm(
                 MILD,
                 f"{b.site} has {b.share_left:g} % of its epsilon budget left.",
-                "Plan with fewer steps or more noise. More budget needs two persons, and the site's own policy.",
+                "Plan fewer steps or more noise. More budget needs two persons and the site's own policy.",
                 f"/budgets/{b.site}",
             )
 
 
-def of_witnesses(heads: Iterable[Head], size: int, now: float) -> Iterator[Alarm]:
+def of_witnesses(heads: Iterable[CosignedHead], size: int, now: float) -> Iterator[Alarm]:
     """Sites that have not looked at the ledger's head for long: nobody but they would see it rewritten."""
     for head in heads:
         if head.unseen_since is not None and not now - head.unseen_since <= UNSEEN_S:
@@ -136,16 +136,16 @@ def of_certificates(
             ended = "has ended" if days <= 0 else f"ends in {count(int(days), 'day')}"
             todo = "Renew it with the root's medium at hand: `lazaret-coordinator renew-ca`."
             if key.name.startswith("This"):
-                todo = "Look at the coordinator's log: it could not renew it by itself."
+                todo = "See the coordinator's log: the automatic renewal failed."
             elif key.name.startswith("Root"):
-                todo = "Plan a new root: every site has to be enrolled anew under it."
+                todo = "Plan a new root: every site must enrol again under it."
             yield Alarm(GRAVE if not days > grave else MILD, f"{key.name}: its certificate {ended}.", todo, "/people")
     for site, until in sorted(sites.items()):
         if site not in set(barred) and until is not None and not until > now:
             yield Alarm(
                 MILD,
-                f"The certificate of {site} has ended, so its agent cannot call any more.",
-                "An agent renews it by itself while it runs. If it was off for long, invite the site again.",
+                f"The certificate of {site} has expired, so its agent cannot connect.",
+                "An agent renews it while it runs. If the agent was off for long, invite the site again.",
                 "/people",
             )
 
@@ -153,13 +153,13 @@ def of_certificates(
 def of_disk(total: int, free: int) -> Iterator[Alarm]:
     """The disk of the ledger and the shelf, in bytes."""
     if not (total > 0 and free >= 0):
-        yield Alarm(GRAVE, "How much room the coordinator's disk has cannot be told.", "Look at the disk itself.")
+        yield Alarm(GRAVE, "The free space on the coordinator's disk is unknown.", "Check the disk.")
         return
     share = free / total
     for kind, part, least in zip((GRAVE, MILD), FREE, FREE_BYTES, strict=True):
         if share < part or free < least:
             said = f"{free / (1 << 30):.1f} GiB, {100 * share:.0f} %"
-            todo = "Make room: when the disk is full the ledger stops, and nothing is decided until it is restarted."
+            todo = "Free some space: if the disk is full, the ledger stops, and nothing is decided until a restart."
             yield Alarm(kind, f"The coordinator's disk is nearly full: {said} free.", todo)
             return
 

@@ -1,4 +1,4 @@
-"""The coordinator console as a whole: its pages, and what stands beside the service while it serves."""
+"""The coordinator console: its pages, and the services that run next to the Gateway service."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from coordinator.console import exports, ledger, overview, people, policies, releases, rounds
-from coordinator.console.desk import Desk
-from coordinator.edges import home as homes
-from coordinator.edges import metrics
-from coordinator.edges.server import Parts
-from policies import governance
-from policies.follower import Follower
-from policies.search import Index
-from protos.watching import watched_over
+from coordinator.console.context import CoordinatorConsoleContext
+from coordinator.daemon import CoordinatorRuntime
+from coordinator.operations import metrics
+from coordinator.storage import directory as homes
+from policies.governance import decisions
+from policies.index.follower import IndexFollower
+from policies.index.search import Index
 from protos.web import settings as console_settings
-from protos.web.login_command import FOLDER
-from protos.web.logins import Logins
-from protos.web.pages import Pages
-from protos.web.serving import Serving
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.health import watched_over
+from protos.web.login_cli import FOLDER
+from protos.web.router import Router
+from protos.web.server import ConsoleServer
 from protos.web.settings import ConsoleSettings
 
 
-def pages(desk: Desk, settings: ConsoleSettings, logins: Logins) -> Pages:
+def pages(desk: CoordinatorConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:
     """Every page, in the order of the menu."""
-    made = Pages(
+    made = Router(
         title="Lazaret, coordinator",
         side="coordinator",
         who=desk.person,
@@ -34,7 +34,7 @@ def pages(desk: Desk, settings: ConsoleSettings, logins: Logins) -> Pages:
         settings=settings,
         log=desk.log,
         logins=logins,
-        encode=governance.word,
+        encode=decisions.statement_bytes,
     )
     for part in (overview, rounds, releases, ledger, policies, people, exports):
         part.add(made, desk)
@@ -42,16 +42,16 @@ def pages(desk: Desk, settings: ConsoleSettings, logins: Logins) -> Pages:
 
 
 @contextmanager
-def beside(parts: Parts) -> Iterator[tuple[str, ...]]:
-    """What stands beside the service while it serves: the console and metrics as ``console.toml`` says, and systemd.
+def beside(parts: CoordinatorRuntime) -> Iterator[tuple[str, ...]]:
+    """Run the console and the metrics page as ``console.toml`` says, and notify systemd, while the service runs.
 
     Yields:
         What to tell the operator.
     Raises:
-        BadConsole: the console cannot be opened as it is configured.
+        ConsoleConfigError: the console cannot be opened as it is configured.
     """
     settings = console_settings.read(parts.home.root)
-    watched = metrics.Watched(
+    watched = metrics.MonitoredState(
         parts.home, parts.store, parts.sessions, parts.runs.root, parts.shelf.staging, lambda: dt.datetime.now(dt.UTC)
     )
     with ExitStack() as stack:
@@ -62,13 +62,13 @@ def beside(parts: Parts) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def _console(parts: Parts, settings: ConsoleSettings) -> Iterator[str]:
+def _console(parts: CoordinatorRuntime, settings: ConsoleSettings) -> Iterator[str]:
     home = parts.home
     with ExitStack() as stack:
         index = stack.enter_context(Index(home.root / "search.db", lambda: homes.look_at_ledger(home)))
-        stack.enter_context(Follower(index))
-        logins = Logins(home.root / FOLDER)
-        desk = Desk(
+        stack.enter_context(IndexFollower(index))
+        logins = PinnedCertificates(home.root / FOLDER)
+        desk = CoordinatorConsoleContext(
             home=home,
             store=parts.store,
             intake=parts.intake,
@@ -77,11 +77,11 @@ def _console(parts: Parts, settings: ConsoleSettings) -> Iterator[str]:
             sessions=parts.sessions,
             authority=parts.authority,
             index=index,
-            expel=parts.expel,
+            close_calls=parts.close_calls,
             log=parts.log,
             now=lambda: dt.datetime.now(dt.UTC),
         )
         app = pages(desk, settings, logins).guarded()
-        serving = stack.enter_context(Serving(app, settings, logins, home.root))
+        serving = stack.enter_context(ConsoleServer(app, settings, logins, home.root))
         host = settings.listen.rpartition(":")[0]
         yield f"console: https://{host}:{serving.port}, certificate {serving.fingerprint[:32]} ..."

@@ -1,7 +1,7 @@
 """What is left of each site's lifetime budgets: as bars, by project, and day by day.
 
-Balances are the fold's. The days and the projects come from the search index, and are shown only while its balance of
-today is the fold's: a cache never says what the books do not.
+Balances come from the ledger state. Days and projects come from the search index, and are shown only while the
+index's balance of today equals the ledger's: a cache never overrules the ledger.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from coordinator.console.desk import READERS, Desk
-from coordinator.console.narrative import percent_down, percent_up
-from coordinator.wording import RELATIONS, count, epsilon_text, never_less, stated
-from policies.accounts import Account
-from policies.claims import RELATION, UNIT
-from policies.flows import DAY
-from policies.ledger import State
-from policies.rdp import epsilon_of
-from policies.search import Balance, Index, Share
+from coordinator.console.context import READERS, CoordinatorConsoleContext
+from coordinator.console.entry_text import percent_down, percent_up
+from coordinator.explanations import RELATIONS, count, epsilon_text, format_epsilon, format_rounded_up
+from policies.accounting.claims import RELATION, UNIT
+from policies.accounting.rdp import epsilon_of
+from policies.index.projection import DAY
+from policies.index.search import Balance, Index, ProjectShare
+from policies.ledger.state import Account, State
 from protos.web.charts import Bar, Frame, Part, Series, bars, steps
-from protos.web.pages import Asked, Pages, Refusal
+from protos.web.router import PageError, RequestContext, Router
 
 LEGEND: Final = (("spent", "spent"), ("held", "held for work in progress"), ("left", "left"))
 CURVES: Final = 6  # that can be told apart
@@ -71,12 +70,12 @@ def budget_of(name: str, account: Account) -> Budget:
         return Budget(name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone)
     delta, order = float(opened.delta), opened.order
     facts = {"delta": delta, "order": order}
-    says = stated(float(account.epsilon), facts, {"relation": RELATION, "unit": UNIT})
+    says = format_epsilon(float(account.epsilon), facts, {"relation": RELATION, "unit": UNIT})
     gone = "nothing spent or held"
     if account.spent or account.held:
         spent, bound = (epsilon_of(n, delta, order) for n in (account.spent, account.spent + account.held))
         more = f", {epsilon_text(bound)} with what is held" if account.held else ""
-        where = f"delta {never_less(opened.delta)} per {UNIT}, {RELATIONS.get(RELATION, RELATION)}"
+        where = f"delta {format_rounded_up(opened.delta)} per {UNIT}, {RELATIONS.get(RELATION, RELATION)}"
         gone = f"epsilon {epsilon_text(spent)} spent{more}, of {epsilon_text(account.epsilon)} at {where}"
     return Budget(name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone)
 
@@ -136,13 +135,13 @@ def by_project(index: Index, budget: Budget) -> Any:
         return None
     shares = index.shares(budget.account, PROJECTS)
     rows = [_project(share, budget) for share in shares]
-    others = Share("", budget.held - sum(s.held for s in shares), budget.spent - sum(s.spent for s in shares))
+    others = ProjectShare("", budget.held - sum(s.held for s in shares), budget.spent - sum(s.spent for s in shares))
     if others.held + others.spent > 0:
         rows.append(_project(others, budget))
     return bars(rows, "By project: a run, or the method of single releases", LEGEND) if rows else None
 
 
-def _project(share: Share, budget: Budget) -> Bar:
+def _project(share: ProjectShare, budget: Budget) -> Bar:
     whole = f"{percent_up(share.spent, budget.limit):g} % of the budget spent"
     if budget.kind == "k":
         whole = f"{count(share.spent, 'release')} per {UNIT} spent"
@@ -152,18 +151,18 @@ def _project(share: Share, budget: Budget) -> Bar:
     return Bar(share.project or "all others", parts, budget.limit, whole + held, href)
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """One site's budgets."""
 
     @pages.get("/budgets/{site}", READERS)
-    def budgets(asked: Asked, site: str, days: int = 90) -> Response:
+    def budgets(asked: RequestContext, site: str, days: int = 90) -> Response:
         if days not in PERIODS:
-            raise Refusal(400, f"Choose one of {', '.join(map(str, PERIODS))} days.")
+            raise PageError(400, f"Choose one of {', '.join(map(str, PERIODS))} days.")
         level = desk.index.follow(1_000)
         with desk.store.exclusive() as state:
             own = [b for b in budgets_of(state) if b.site == site]
         if not own:
-            raise Refusal(404, "There is no budget of a site of that name.")
+            raise PageError(404, "There is no budget of a site of that name.")
         end = int(desk.now().timestamp()) + 1
         shown = [
             {

@@ -1,4 +1,4 @@
-"""What the pages of the coordinator console work with, and who may see what."""
+"""The context of the coordinator console's pages, and the permissions of roles."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.edges.authority import Authority
-from coordinator.edges.home import Home
-from coordinator.edges.runs import Runs
-from coordinator.edges.sessions import Sessions
-from coordinator.edges.shelf import Shelf
-from coordinator.intake import Intake
-from policies.search import Index
-from policies.store import Store
-from protos.web.pages import Person
+from coordinator.admission import AdmissionService
+from coordinator.enrolment.authority import Authority
+from coordinator.federation.run_manager import RunManager
+from coordinator.gateway.notifications import Sessions
+from coordinator.storage.directory import CoordinatorDirectory
+from coordinator.storage.release_store import ReleaseStore
+from policies.index.search import Index
+from policies.ledger.store import Store
+from protos.web.router import LoggedInPerson
 
 OPERATOR: Final = "operator"
 RESEARCHER: Final = "researcher"
@@ -27,22 +27,22 @@ INFORMED: Final = READERS - {RESEARCHER}  # who sees what was refused to any hos
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class CoordinatorConsoleContext:
     """The serving coordinator, as its pages see it. The ledger's fold decides; a page only shows and passes on."""
 
-    home: Home
+    home: CoordinatorDirectory
     store: Store
-    intake: Intake
-    runs: Runs
-    shelf: Shelf
+    intake: AdmissionService
+    runs: RunManager
+    shelf: ReleaseStore
     sessions: Sessions
     authority: Authority
     index: Index
-    expel: Callable[[str], object]  # end a site's open calls
+    close_calls: Callable[[str], object]  # end a site's open calls
     log: Any
     now: Callable[[], dt.datetime]
 
-    def person(self, name: str) -> Person | None:
+    def person(self, name: str) -> LoggedInPerson | None:
         """Who is in office under this name today; None: may do nothing here."""
-        known = self.store.state.in_office(name)
-        return Person(name, known.role, known.public) if known is not None else None
+        known = self.store.state.active_person(name)
+        return LoggedInPerson(name, known.role, known.public) if known is not None else None

@@ -1,7 +1,7 @@
 """An entry of the ledger in words: one sentence, then each of its fields, none left out. Pure.
 
 A number is never shown without its unit, and what an entry costs is a share of the budget that pays for it, rounded
-up. The sentences themselves are those of the report (:mod:`coordinator.wording`).
+up. The sentences themselves are those of the report (:mod:`coordinator.explanations`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.promises import promise
-from coordinator.wording import KINDS, LEVELS, MECHANISMS, STAGES, count, explain, told, utc
-from policies.claims import UNIT
-from policies.entries import Admitted, Entry, Expired, Freed, Record, Refused, Spent, kind_of
-from policies.ledger import State
-from policies.statement import load_json
+from coordinator.claim_descriptions import describe_claim
+from coordinator.explanations import KINDS, LEVELS, MECHANISMS, STAGES, count, describe_entry, explain, utc
+from policies.accounting.claims import UNIT
+from policies.ledger.entries import Admitted, Entry, Expired, Freed, Record, Refused, Spent, kind_of
+from policies.ledger.state import State
+from policies.statements import load_json
 
 NOBODY: Final = "–"
 BADGES: Final[Mapping[str, str]] = MappingProxyType(
@@ -103,8 +103,8 @@ class Field:
     note: str = ""
 
 
-def shown(text: str) -> str:
-    """A text of somebody else's without what cannot be seen: nothing in it moves or turns the words around it."""
+def visible_text(text: str) -> str:
+    """A foreign text without invisible characters, so that it cannot move or reorder the text around it."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -114,11 +114,11 @@ def row(seq: int, record: Record, state: State) -> Row:
     kind = kind_of(entry)
     who, words = sentence(record, state)
     title, badge = KINDS.get(kind, kind), BADGES.get(kind, "")
-    return Row(seq, record.at, kind, title, badge, shown(who or NOBODY), shown(words))
+    return Row(seq, record.at, kind, title, badge, visible_text(who or NOBODY), visible_text(words))
 
 
 def sentence(record: Record, state: State) -> tuple[str, str]:
-    """Whose entry it is, and what it says."""
+    """An entry's site, and its content in words."""
     entry = record.entry
     grant = getattr(entry, "grant", "")
     known = state.grants.get(grant)
@@ -131,7 +131,7 @@ def sentence(record: Record, state: State) -> tuple[str, str]:
     name = known.reserved.account if known is not None else getattr(entry, "account", "")
     account = state.accounts.get(name)
     accounts = {name: {"kind": "rdp" if account.opened.order else "k", "limit": account.limit}} if account else {}
-    site, words = told(plain, held, accounts)
+    site, words = describe_entry(plain, held, accounts)
     if getattr(entry, "run", "") and "," not in words and isinstance(entry, Admitted):
         words = f"{words}, run {entry.run}"
     return site, words
@@ -186,19 +186,19 @@ def reasons(entry: Entry) -> list[tuple[str, str, str]]:
     """Of a refusal: each rule, why, and what to do."""
     if not isinstance(entry, Refused):
         return []
-    return [(shown(rule), shown(explain(rule)[0]), explain(rule)[1]) for rule in entry.findings]
+    return [(visible_text(rule), visible_text(explain(rule)[0]), explain(rule)[1]) for rule in entry.findings]
 
 
 def facts(entry: Entry, state: State) -> list[Field]:
     """Every field of an entry, none left out."""
     made = [_field(f.name, getattr(entry, f.name), entry, state) for f in fields(entry)]
-    return [replace(field, text=shown(field.text), note=shown(field.note)) for field in made]
+    return [replace(field, text=visible_text(field.text), note=visible_text(field.note)) for field in made]
 
 
 def _field(name: str, value: Any, entry: Entry, state: State) -> Field:
     label = LABELS[name]
     if name == "claim":
-        return Field(label, value.decode(), note=promise(load_json(value)))
+        return Field(label, value.decode(), note=describe_claim(load_json(value)))
     if isinstance(value, bytes):
         return Field(label, "", digest=value.hex()) if value else Field(label, "none")
     if value in ("", []):

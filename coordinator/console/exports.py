@@ -1,4 +1,4 @@
-"""The exports: every report and certificate to take away, each made from one signed snapshot of the ledger."""
+"""The exports: download every report and certificate, each from one signed snapshot of the ledger."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 
 from starlette.responses import Response
 
-from coordinator.console.desk import INFORMED, READERS, Desk
-from coordinator.edges.reports import REPORTS, Report, make
-from coordinator.reports.document import NoReport
-from policies.ledger import State
-from policies.statement import ID
-from policies.store import LedgerUnsound
-from protos.web.pages import Asked, Pages, Refusal
+from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleContext
+from coordinator.reports.catalog import REPORTS, Report, make
+from coordinator.reports.document import ReportError
+from policies.ledger.state import State
+from policies.ledger.store import LedgerUnsoundError
+from policies.statements import ID
+from protos.web.router import PageError, RequestContext, Router
 
 _NEWEST: Final = 200  # releases that the page offers; others by their name
 _REFUSALS: Final = frozenset({"denied", "bundle"})  # the bundle holds the whole ledger
@@ -27,18 +27,18 @@ _WORDS: Final = {
 }
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """The pages."""
     turn = threading.Lock()  # a snapshot holds the whole ledger in memory: one at a time
     pages.menu("Exports", "/exports", READERS)
 
     @pages.get("/exports", READERS)
-    def exports(asked: Asked, release: str = "") -> Response:
+    def exports(asked: RequestContext, release: str = "") -> Response:
         with desk.store.exclusive() as state:
             names = subjects(state)
             offered = offers(state, release) if release in names else []
         if release and not offered:
-            raise Refusal(404, "The ledger has admitted no release of that name, and no run of it has a model.")
+            raise PageError(404, "The ledger has admitted no release of that name, and no run of it has a model.")
         return asked.page(
             "exports.html",
             whole=[r for r in REPORTS.values() if not r.about and _may(asked, r.name)],
@@ -50,25 +50,27 @@ def add(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.get("/exports/{name}.{form}", READERS)
-    def download(asked: Asked, name: str, form: str, release: str = "") -> Response:
+    def download(asked: RequestContext, name: str, form: str, release: str = "") -> Response:
         if release and not ID.fullmatch(release):
-            raise Refusal(404, "That is not the name of a release or run.")
+            raise PageError(404, "That is not the name of a release or run.")
         if not _may(asked, name):
-            raise Refusal(403, "What was refused is in it, and that is not shown to researchers.")
+            raise PageError(403, "What was refused is in it, and that is not shown to researchers.")
         if not turn.acquire(timeout=30.0):
-            raise Refusal(503, "Another report is being made. Try again in a minute.")
+            raise PageError(503, "Another report is being made. Try again in a minute.")
         try:
             made = make(desk.home, name, form, release, desk.now())
-        except NoReport as error:
-            raise Refusal(404, f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
-        except LedgerUnsound:
-            raise Refusal(503, "The ledger on disk is not what its key committed last: nothing was signed.") from None
+        except ReportError as error:
+            raise PageError(404, f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
+        except LedgerUnsoundError:
+            raise PageError(
+                503, "The ledger on disk is not the one that its key signed last: nothing was signed."
+            ) from None
         finally:
             turn.release()
         return asked.download(made.name, made.body, made.media)
 
 
-def _may(asked: Asked, name: str) -> bool:
+def _may(asked: RequestContext, name: str) -> bool:
     """Whether the person may take a report: what was refused is in some."""
     return asked.person.role in INFORMED or name not in _REFUSALS
 

@@ -8,17 +8,17 @@ from typing import Final, TypeVar
 
 from starlette.responses import Response
 
-from coordinator.console.desk import OPERATOR, Desk
-from policies.statement import ID
-from protos.web.pages import Asked, Pages, Refusal
+from coordinator.console.context import OPERATOR, CoordinatorConsoleContext
+from policies.statements import ID
+from protos.web.router import PageError, RequestContext, Router
 
 _Made = TypeVar("_Made")
 WHY: Final = ("lost", "stolen", "left", "key")
 _KEPT: Final = 16  # invitations that can still be downloaded; they hold no secret, and end after half an hour
 
 
-class Bodies:
-    """The invitations of this process, for the download beside the page that told the token."""
+class InvitationStore:
+    """The invitations of this process, for the download next to the page that showed the token."""
 
     def __init__(self) -> None:
         """None yet."""
@@ -38,17 +38,17 @@ class Bodies:
             return self._kept.get(site)
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """The pages; they are reached from "People and keys"."""
-    _invite(pages, desk, Bodies())
+    _invite(pages, desk, InvitationStore())
     _revoke(pages, desk)
 
 
-def _invite(pages: Pages, desk: Desk, bodies: Bodies) -> None:
+def _invite(pages: Router, desk: CoordinatorConsoleContext, bodies: InvitationStore) -> None:
     """A hospital may come."""
 
     @pages.post("/hospitals/invite", {OPERATOR})
-    def invite(asked: Asked) -> Response:
+    def invite(asked: RequestContext) -> Response:
         site = asked.form["site"].strip()
         made = _managed(lambda: desk.authority.invite(site))
         bodies.keep(site, made.body)
@@ -56,23 +56,23 @@ def _invite(pages: Pages, desk: Desk, bodies: Bodies) -> None:
         return asked.page("invited.html", site=site, token=made.token, fingerprint=made.fingerprint)
 
     @pages.get("/hospitals/{site}/invitation", {OPERATOR})
-    def invitation(asked: Asked, site: str) -> Response:
+    def invitation(asked: RequestContext, site: str) -> Response:
         body = bodies.of(site)
         if body is None:
-            raise Refusal(404, "There is no invitation of that hospital to download: invite it again.")
+            raise PageError(404, "There is no invitation of that hospital to download: invite it again.")
         return asked.download(f"{site}-invitation.json", body, "application/json")
 
 
-def _revoke(pages: Pages, desk: Desk) -> None:
+def _revoke(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """A hospital, or one of its certificates, ends."""
 
     @pages.get("/hospitals/{site}/revoke", {OPERATOR})
-    def ask(asked: Asked, site: str, certificate: str = "") -> Response:
+    def ask(asked: RequestContext, site: str, certificate: str = "") -> Response:
         state = desk.store.state
-        if site not in state.sites or site in state.barred:
-            raise Refusal(404, "No hospital of that name is enrolled.")
+        if site not in state.sites or site in state.revoked_sites:
+            raise PageError(404, "No hospital of that name is enrolled.")
         if certificate and certificate not in state.issued:
-            raise Refusal(404, "No certificate of that number was issued.")
+            raise PageError(404, "No certificate of that number was issued.")
         with desk.store.exclusive() as books:
             grants = [g for g in books.grants.values() if g.reserved.site == site and g.state == "held"]
             runs = sorted({g.reserved.run for g in grants if g.reserved.run})
@@ -81,22 +81,22 @@ def _revoke(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.post("/hospitals/{site}/revoke", {OPERATOR})
-    def revoke(asked: Asked, site: str) -> Response:
+    def revoke(asked: RequestContext, site: str) -> Response:
         number, why = asked.form["certificate"].strip(), asked.form["why"]
         if why not in WHY or not ID.fullmatch(site):
-            raise Refusal(400, "The reason is one of the words that are offered.")
+            raise PageError(400, "Choose one of the reasons of the list.")
         if not number and asked.form["again"].strip() != site:
-            raise Refusal(400, "Type the hospital's name to end its part in the federation. Nothing was done.")
+            raise PageError(400, "Type the hospital's name to end its part in the federation. Nothing was done.")
         _managed(lambda: desk.authority.revoke(site, number, why))
-        expel(desk, site)
+        close_calls(desk, site)
         desk.log.warning("revoked", site=site, rule=why)
         what = f"Certificate {number[:12]}… of {site}" if number else site
-        return asked.go("/people", f"{what} is revoked. It counts from now on, and the ledger says so to everybody.")
+        return asked.go("/people", f"{what} is revoked. This takes effect now, and is recorded in the ledger.")
 
 
-def expel(desk: Desk, site: str) -> None:
+def close_calls(desk: CoordinatorConsoleContext, site: str) -> None:
     """End the open calls of a revoked site; every new one is refused by itself, as the ledger is asked each time."""
-    desk.expel(site)
+    desk.close_calls(site)
 
 
 def _managed(act: Callable[[], _Made]) -> _Made:
@@ -104,4 +104,4 @@ def _managed(act: Callable[[], _Made]) -> _Made:
     try:
         return act()
     except ValueError as refusal:
-        raise Refusal(409, f"It was refused, and nothing was done: {refusal}.") from None
+        raise PageError(409, f"It was refused, and nothing was done: {refusal}.") from None

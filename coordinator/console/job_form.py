@@ -1,7 +1,7 @@
 """A run as a form: its fields to a job and back, what it would cost, and whether that has changed since. Pure.
 
-The fields are the keys of a job file, and those of its mechanism's public configuration each on its own, so that
-nobody has to write JSON by hand to ask what a run would cost. What is wrong is said all at once.
+The fields are the keys of a job file, and each key of its mechanism's public configuration, so a forecast needs no
+JSON by hand. All problems are reported at once.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.plan import FEDAVG, KEYS, MASKED, PLAIN, BadJob, Decision, Job, SiteCost
-from coordinator.strictjson import json_object
-from coordinator.wording import epsilon_at_least, epsilon_text, never_less, rounded_up
-from policies.claims import RELATION, UNIT
-from policies.statement import canonical
+from coordinator.explanations import epsilon_at_least, epsilon_text, format_rounded_up, rounded_up
+from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Decision, Job, JobError, SiteCost
+from coordinator.strict_json import json_object
+from policies.accounting.claims import RELATION, UNIT
+from protos.common.canonical_json import canonical
+from protos.common.errors import ConfigError
 
 MOST_JOB: Final = 1 << 20  # bytes of a job file
 _NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "rounds", "min_sites"})
 _MORE: Final = frozenset({"strategy", "all_or_none", "secure"})  # may be left out of a job file
 
 
-class BadForm(ValueError):
+class JobFormError(ConfigError, ValueError):
     """The form makes no job; every problem is in the tuple."""
 
     def __init__(self, problems: Iterable[str]) -> None:
@@ -49,7 +50,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "sampling_rate": ("Sampling rate", "the probability that a patient takes part in a step, above 0, at most 1"),
         "noise_multiplier": ("Noise multiplier", "the noise's standard deviation, in bounds on one patient's part"),
-        "steps_per_round": ("Steps in each round", "a whole number; every step is paid for"),
+        "steps_per_round": ("Steps in each round", "a whole number; every step costs budget"),
         "rounds": ("Rounds that are priced", "a whole number, the run's rounds or more"),
         "clip": ("Bound on one patient's part", "the largest norm of it"),
         "images_per_patient": ("Images of each patient", "drawn in every step; a patient counts once"),
@@ -60,7 +61,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "learning_rate": ("Learning rate", "of the sites' own steps"),
         "proximal": ("Proximal term", "0 for plain averaging; with the strategy fedprox its mu"),
         "sites": ("Sites that share the noise", "as many as take part"),
-        "honest": ("Honest sites", "so many must keep their noise to themselves for the promise to hold"),
+        "honest": ("Honest sites", "this number must keep their noise secret for the guarantee to hold"),
         "value_bound": ("Bound on a value", "of one element of an update, before it is masked"),
         "scale": ("Scale", "bits after the point in the masked sum"),
         "ring_bits": ("Ring", "bits of the masked sum's elements"),
@@ -117,7 +118,7 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     """The form of a job file, as ``round launch`` takes it; what its values mean is checked with the form.
 
     Raises:
-        BadForm: not a job file.
+        JobFormError: not a job file.
     """
     try:
         values = json_object(raw.decode()) if len(raw) <= MOST_JOB else {}
@@ -128,10 +129,10 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     wrong = [f"the job file lacks {', '.join(lacking)}"] if lacking else []
     wrong += [f"the job file has the unknown keys {', '.join(map(_short, unknown))}"] if unknown else []
     if wrong:
-        raise BadForm(wrong)
+        raise JobFormError(wrong)
     mechanism, config, sites = values["mechanism"], values["config"], values["sites"]
     if mechanism not in KEYS or not isinstance(config, dict) or not isinstance(sites, list):
-        raise BadForm([f"the job file: mechanism is one of {', '.join(KEYS)}, config an object, sites a list"])
+        raise JobFormError([f"the job file: mechanism is one of {', '.join(KEYS)}, config an object, sites a list"])
     out = {name: _typed(values[name]) for name in ("parameters", "rounds", "min_sites")}
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
@@ -143,11 +144,11 @@ def job_of(form: Mapping[str, str]) -> Job:
     """The job that a form asks for.
 
     Raises:
-        BadForm: every problem at once: those of the single fields, or else those of the job as a whole.
+        JobFormError: every problem at once: those of the single fields, or else those of the job as a whole.
     """
     mechanism, wrong = form.get("mechanism", ""), list[str]()
     if mechanism not in KEYS:
-        raise BadForm([f"mechanism: one of {', '.join(KEYS)}"])
+        raise JobFormError([f"mechanism: one of {', '.join(KEYS)}"])
 
     def read(name: str, label: str, kind: type) -> Any:
         try:
@@ -159,12 +160,12 @@ def job_of(form: Mapping[str, str]) -> Job:
     config = {key: read(f"config.{key}", _HELP[key][0], kind) for key, kind in KEYS[mechanism].items()}
     numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
     try:
-        strategy = json.dumps(json_object(form.get("strategy", "")), sort_keys=True, separators=(",", ":"))
+        strategy = canonical(json_object(form.get("strategy", ""))).decode()
     except ValueError:
         wrong.append("strategy: a JSON object, such as " + FEDAVG)
         strategy = ""
     if wrong:
-        raise BadForm(wrong)
+        raise JobFormError(wrong)
     try:
         return Job(
             run=form.get("run", "").strip(),
@@ -176,8 +177,8 @@ def job_of(form: Mapping[str, str]) -> Job:
             secure=mechanism == MASKED,
             **numbers,
         )
-    except BadJob as fault:
-        raise BadForm(str(fault).removeprefix("the job needs ").split("; ")) from None
+    except JobError as fault:
+        raise JobFormError(str(fault).removeprefix("the job needs ").split("; ")) from None
 
 
 def _whole(text: str) -> int:
@@ -239,7 +240,7 @@ def costs_of(costs: Sequence[SiteCost]) -> list[Cost]:
             c.site,
             c.fits,
             epsilon_text(c.epsilon) if c.epsilon else "",
-            never_less(c.delta) if c.delta else "",
+            format_rounded_up(c.delta) if c.delta else "",
             epsilon_at_least(c.left_epsilon) if c.left_epsilon else "",
             rounded_up(100 * c.amount / c.left, 1) if c.left > 0 else None,
             c.reason,
@@ -248,10 +249,11 @@ def costs_of(costs: Sequence[SiteCost]) -> list[Cost]:
     ]
 
 
-def seen(costs: Sequence[SiteCost], decision: Decision) -> str:
-    """What a person has seen of a forecast, as a digest: who would take part, and at what price.
+def forecast_digest(costs: Sequence[SiteCost], decision: Decision) -> str:
+    """A digest of the forecast that a person has seen: the participants and the price.
 
-    A launch brings it back. When it is another one by then, nothing is launched: the person sees the new one first.
+    A launch sends it back. If it has changed by then, nothing is launched, and the person sees the new forecast
+    first.
     """
     told = [[c.site, c.fits, str(c.amount), c.epsilon, c.delta] for c in costs]
     value: Any = [decision.go, list(decision.sites), told]

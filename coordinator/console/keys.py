@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from coordinator.edges.home import Home
-from policies.store import Store
-from protos.envelope import key_id
-from protos.identity import fingerprint, leaf_of, root_fingerprint
+from coordinator.storage.directory import CoordinatorDirectory
+from policies.ledger.store import Store
+from protos.common.dsse import key_id
+from protos.identity.certificates import fingerprint, leaf_of, root_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Key:
 def sites_of(store: Store, now: dt.datetime) -> list[SiteKeys]:
     """Every site that was ever enrolled, by name."""
     with store.exclusive() as state:
-        enrolled = [(site, e.sign_key, site in state.barred) for site, e in sorted(state.sites.items())]
+        enrolled = [(site, e.sign_key, site in state.revoked_sites) for site, e in sorted(state.sites.items())]
         issued = list(state.issued.values())
         revoked = set(state.revoked)
     at, out = now.timestamp(), []
@@ -66,7 +66,7 @@ def sites_of(store: Store, now: dt.datetime) -> list[SiteKeys]:
     return out
 
 
-def keys_of(home: Home, store: Store) -> list[Key]:
+def keys_of(home: CoordinatorDirectory, store: Store) -> list[Key]:
     """The coordinator's own."""
     root, tls = home.root_crt(), leaf_of(home.tls()[1])
     return [

@@ -12,34 +12,34 @@ from urllib.parse import urlencode
 
 from starlette.responses import Response
 
-from coordinator.console import narrative
-from coordinator.console.desk import INFORMED, READERS, Desk
-from coordinator.console.signed import signed
-from coordinator.wording import KINDS, count, explain
-from policies.entries import decode, kind_of
-from policies.proof import Proof, check
-from policies.search import COUNTED, Found, Query, Refusals, TooWide
-from policies.store import LedgerUnsound
-from protos.web.pages import Asked, Pages, Refusal
+from coordinator.console import entry_text
+from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleContext
+from coordinator.console.statements import statement_view
+from coordinator.explanations import KINDS, count, explain
+from policies.audit.inclusion_proof import Proof, check
+from policies.index.search import COUNTED, EntryPage, Query, QueryTooWideError, RuleRefusals
+from policies.ledger.entries import decode, kind_of
+from policies.ledger.store import LedgerUnsoundError
+from protos.web.router import PageError, RequestContext, Router
 
 DAY: Final = 86_400
 NEW: Final = 1_000  # entries that a page takes into the index itself
 PERIODS: Final = (7, 30, 90, 365)
 _LARGEST: Final = 10**15  # of an entry's number; beyond 2^63 SQLite has none
 _REFUSED: Final = "refused"
-_NOT_YOURS: Final = "What was refused is not shown to researchers. A run's page says who is not in it, and why."
+_NOT_YOURS: Final = "Refusals are not shown to researchers. A run's page shows which sites are missing, and why."
 _NO_ENTRY: Final = "There is no such entry, or it is not durable yet."
 _NUMBER: Final = re.compile(r"#?([0-9]{1,15})")
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """The ledger, one entry of it, and the refusals."""
     pages.menu("Ledger", "/ledger", READERS)
     pages.menu("Refusals", "/refusals", INFORMED)
 
     @pages.get("/ledger", READERS)
     def ledger(  # noqa: PLR0913 - a filter has that many fields
-        asked: Asked,
+        asked: RequestContext,
         *,
         kind: str = "",
         site: str = "",
@@ -54,56 +54,62 @@ def add(pages: Pages, desk: Desk) -> None:
             return asked.page("ledger.html", **listing(desk, chosen, _kinds(asked, kind), before, after))
 
     @pages.get("/ledger/{seq}", READERS)
-    def entry(asked: Asked, seq: int) -> Response:
+    def entry(asked: RequestContext, seq: int) -> Response:
         with searching():
-            return asked.page("entry.html", **one(desk, seq, _proof(asked, desk, seq)))
+            return asked.page("entry.html", **entry_page(desk, seq, _proof(asked, desk, seq)))
 
     @pages.get("/ledger/{seq}/proof.json", READERS)
-    def proof(asked: Asked, seq: int) -> Response:
+    def proof(asked: RequestContext, seq: int) -> Response:
         return asked.download(f"entry-{seq}-proof.json", _proof(asked, desk, seq).to_json(), "application/json")
 
     @pages.get("/ledger/{seq}/checkpoint", READERS)
-    def checkpoint(asked: Asked, seq: int) -> Response:
+    def checkpoint(asked: RequestContext, seq: int) -> Response:
         note = _proof(asked, desk, seq).checkpoint.encode()
         return asked.download("ledger.checkpoint", note, "text/plain; charset=utf-8")
 
     @pages.get("/ledger/{seq}/statement.json", READERS)
-    def statement(asked: Asked, seq: int) -> Response:
+    def statement(asked: RequestContext, seq: int) -> Response:
         digest = getattr(decode(_proof(asked, desk, seq).entry).entry, "envelope", b"")
         raw = desk.store.envelope(digest) if digest else None
         if raw is None:
-            raise Refusal(404, f"Entry {seq} rests on no signed statement that is kept here.")
+            raise PageError(404, f"Entry {seq} rests on no signed statement that is kept here.")
         return asked.download(f"entry-{seq}-statement.json", raw, "application/json")
 
     @pages.get("/refusals", INFORMED)
-    def refusals(asked: Asked, days: int = 7, site: str = "") -> Response:
+    def refusals(asked: RequestContext, days: int = 7, site: str = "") -> Response:
         with searching():
             return asked.page("refusals.html", **refused(desk, days, site))
 
 
-def follow(desk: Desk) -> str:
+def follow(desk: CoordinatorConsoleContext) -> str:
     """Bring the index up to date; what to say when it is not."""
     try:
         level = desk.index.follow(NEW)
-    except (LedgerUnsound, OSError):
+    except (LedgerUnsoundError, OSError):
         level = False
     if level:
         return ""
     held, size = desk.index.size, desk.store.state.size
-    return f"The search is still being prepared: it holds the first {held:,} of {size:,} entries.".replace(",", " ")
+    return f"The search index is still being built: it has the first {held:,} of {size:,} entries.".replace(",", " ")
 
 
 @contextmanager
 def searching() -> Iterator[None]:
-    """A page that cannot search says so; the index is made again by whoever comes next."""
+    """Report on the page that the search is unavailable; the next request rebuilds the index."""
     try:
         yield
-    except LedgerUnsound as error:
-        raise Refusal(503, f"{str(error).capitalize()}. The ledger itself is not touched: look again soon.") from None
+    except LedgerUnsoundError as error:
+        raise PageError(
+            503, f"{str(error).capitalize()}. The ledger itself is not affected: try again soon."
+        ) from None
 
 
 def listing(
-    desk: Desk, chosen: Mapping[str, str], kinds: Sequence[str], before: int | None, after: int | None
+    desk: CoordinatorConsoleContext,
+    chosen: Mapping[str, str],
+    kinds: Sequence[str],
+    before: int | None,
+    after: int | None,
 ) -> dict[str, Any]:
     """A page of entries, and what the filter is.
 
@@ -119,10 +125,10 @@ def listing(
     try:
         found, total = desk.index.find(query), desk.index.count(query)
         problem = ""
-    except TooWide as error:
-        found, total, problem = Found((), False, False), 0, f"{error}."
+    except QueryTooWideError as error:
+        found, total, problem = EntryPage((), False, False), 0, f"{error}."
     with desk.store.exclusive() as state:
-        rows = [narrative.row(seq, desk.store.line(seq).record, state) for seq in found.seqs]
+        rows = [entry_text.row(seq, desk.store.line(seq).record, state) for seq in found.seqs]
         sites, size = sorted(state.sites), state.size
         jump = _jump(chosen["text"], size)
         if jump is not None and _REFUSED not in kinds and kind_of(desk.store.line(jump).record.entry) == _REFUSED:
@@ -160,16 +166,16 @@ def _jump(text: str, size: int) -> int | None:
     return int(match[1]) if match and int(match[1]) < size else None
 
 
-def _kinds(asked: Asked, kind: str) -> tuple[str, ...]:
+def _kinds(asked: RequestContext, kind: str) -> tuple[str, ...]:
     """The kinds of entries that a person may choose from: refusals are for those who are told of them.
 
     Raises:
-        Refusal: the person chose another kind.
+        PageError: the person chose another kind.
     """
     if asked.person.role in INFORMED:
         return tuple(KINDS)
     if kind == _REFUSED:
-        raise Refusal(403, _NOT_YOURS)
+        raise PageError(403, _NOT_YOURS)
     return tuple(name for name in KINDS if name != _REFUSED)
 
 
@@ -177,20 +183,20 @@ def _query(chosen: Mapping[str, str], kinds: Sequence[str], before: int | None, 
     """What the filter asks for.
 
     Raises:
-        Refusal: a kind that does not exist, a date that is none, or a page that lies on both sides of an entry.
+        PageError: a kind that does not exist, a date that is none, or a page that lies on both sides of an entry.
     """
     kind = chosen["kind"]
     if kind and kind not in KINDS:
-        raise Refusal(400, "There is no such kind of entry.")
+        raise PageError(400, "There is no such kind of entry.")
     if any(abs(number) > _LARGEST for number in (before, after) if number is not None):
-        raise Refusal(400, "No entry has that number.")
+        raise PageError(400, "No entry has that number.")
     until = _day(chosen["until"])
     ends = None if until is None else until + DAY
     wanted = (kind,) if kind else tuple(kinds) if len(kinds) < len(KINDS) else ()
     try:
         return Query(wanted, chosen["site"], _day(chosen["since"]), ends, chosen["text"], before, after)
     except ValueError as error:
-        raise Refusal(400, f"The page cannot be found: {error}.") from None
+        raise PageError(400, f"The page cannot be found: {error}.") from None
 
 
 def _day(text: str) -> int | None:
@@ -200,46 +206,46 @@ def _day(text: str) -> int | None:
     try:
         return int(dt.datetime.combine(dt.date.fromisoformat(text), dt.time(), dt.UTC).timestamp())
     except ValueError:
-        raise Refusal(400, "A date is written as in 2026-01-31.") from None
+        raise PageError(400, "A date is written as in 2026-01-31.") from None
 
 
-def _proof(asked: Asked, desk: Desk, seq: int) -> Proof:
+def _proof(asked: RequestContext, desk: CoordinatorConsoleContext, seq: int) -> Proof:
     """One entry with its proof, for a person.
 
     Raises:
-        Refusal: there is no such entry; for a person who is told of no refusal, one is answered in the same way.
+        PageError: there is no such entry; for a person who is told of no refusal, one is answered in the same way.
     """
     proof = proof_of(desk, seq)
     if asked.person.role not in INFORMED and kind_of(decode(proof.entry).entry) == _REFUSED:
-        raise Refusal(404, _NO_ENTRY)
+        raise PageError(404, _NO_ENTRY)
     return proof
 
 
-def proof_of(desk: Desk, seq: int) -> Proof:
+def proof_of(desk: CoordinatorConsoleContext, seq: int) -> Proof:
     """One entry with its inclusion proof, checked here.
 
     Raises:
-        Refusal: there is no such entry.
+        PageError: there is no such entry.
     """
     shown = desk.store.prove(0, seq) if 0 <= seq < 1 << 62 else None
     if shown is None or not shown.entry:
-        raise Refusal(404, _NO_ENTRY)
+        raise PageError(404, _NO_ENTRY)
     return check(seq, shown.entry, shown.included, shown.checkpoint, (desk.store.origin, desk.store.public))
 
 
-def one(desk: Desk, seq: int, proof: Proof) -> dict[str, Any]:
+def entry_page(desk: CoordinatorConsoleContext, seq: int, proof: Proof) -> dict[str, Any]:
     """One entry in words, its signed statement and its proof."""
     behind = follow(desk)
     record = decode(proof.entry)
     with desk.store.exclusive() as state:
-        line = narrative.row(seq, record, state)
-        facts = narrative.facts(record.entry, state)
-        said = signed(record.entry, state, desk.store, desk.index)
+        line = entry_text.row(seq, record, state)
+        facts = entry_text.facts(record.entry, state)
+        said = statement_view(record.entry, state, desk.store, desk.index)
     return {
         "line": line,
-        "key": narrative.shown(record.key),
+        "key": entry_text.visible_text(record.key),
         "facts": facts,
-        "reasons": narrative.reasons(record.entry),
+        "reasons": entry_text.reasons(record.entry),
         "said": said,
         "proof": proof,
         "size": proof.head.size if proof.head else 0,
@@ -248,16 +254,16 @@ def one(desk: Desk, seq: int, proof: Proof) -> dict[str, Any]:
     }
 
 
-def refused(desk: Desk, days: int, site: str) -> dict[str, Any]:
+def refused(desk: CoordinatorConsoleContext, days: int, site: str) -> dict[str, Any]:
     """What was refused in the last days: how often by which rule, in words, and the newest of them."""
     if days not in PERIODS:
-        raise Refusal(400, f"Choose one of {', '.join(map(str, PERIODS))} days.")
+        raise PageError(400, f"Choose one of {', '.join(map(str, PERIODS))} days.")
     behind, now = follow(desk), int(desk.now().timestamp())
     since = (now // DAY - days + 1) * DAY
     counted = [r for r in desk.index.refusals(since, now + DAY) if not site or r.site == site]
     newest = desk.index.find(Query(("refused",), site, since, most=20))
     with desk.store.exclusive() as state:
-        rows = [narrative.row(seq, desk.store.line(seq).record, state) for seq in newest.seqs]
+        rows = [entry_text.row(seq, desk.store.line(seq).record, state) for seq in newest.seqs]
         sites = sorted(state.sites)
     first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
     return {
@@ -273,7 +279,7 @@ def refused(desk: Desk, days: int, site: str) -> dict[str, Any]:
     }
 
 
-def rules_of(counted: Sequence[Refusals], since: str) -> list[dict[str, Any]]:
+def rules_of(counted: Sequence[RuleRefusals], since: str) -> list[dict[str, Any]]:
     """Refusals by their rule, the most frequent first: why, what to do, whose, and where to read them.
 
     Args:
@@ -282,13 +288,13 @@ def rules_of(counted: Sequence[Refusals], since: str) -> list[dict[str, Any]]:
     """
     by_rule: dict[str, dict[str, int]] = {}
     for r in counted:
-        by_rule.setdefault(r.rule, {})[r.site or narrative.NOBODY] = r.times
+        by_rule.setdefault(r.rule, {})[r.site or entry_text.NOBODY] = r.times
     return [
         {
-            "rule": narrative.shown(rule),
-            "why": narrative.shown(explain(rule)[0]),
+            "rule": entry_text.visible_text(rule),
+            "why": entry_text.visible_text(explain(rule)[0]),
             "what": explain(rule)[1],
-            "sites": narrative.shown(", ".join(f"{site} {times}" for site, times in sorted(sites.items()))),
+            "sites": entry_text.visible_text(", ".join(f"{site} {times}" for site, times in sorted(sites.items()))),
             "times": sum(sites.values()),
             "href": _link({"kind": "refused", "since": since, "text": f"rule={rule}"}),
         }

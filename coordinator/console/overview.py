@@ -1,4 +1,4 @@
-"""The first page: what to look at now, who is there, what waits for approval, and what is left of every budget."""
+"""The first page: alerts, connected sites, pending approvals, and the remaining budgets."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from coordinator.console import alarms, budgets
-from coordinator.console.alarms import DAY, Head
-from coordinator.console.desk import INFORMED, READERS, Desk
+from coordinator.console import alerts, budgets
+from coordinator.console.alerts import DAY, CosignedHead
+from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleContext
 from coordinator.console.keys import keys_of
 from coordinator.console.ledger import NEW, rules_of, searching
 from coordinator.console.proposals import proposals_of
-from coordinator.edges.witnesses import Witnesses
-from policies.ledger import State
-from policies.merkle import cosigners
-from policies.search import Query
-from policies.store import LedgerUnsound
-from protos.web.pages import Asked, Pages
+from coordinator.storage.witness_store import Witnesses
+from policies.index.search import Query
+from policies.ledger.merkle import cosigners
+from policies.ledger.state import State
+from policies.ledger.store import LedgerUnsoundError
+from protos.web.router import RequestContext, Router
 
 RECENT_DAYS: Final = 7
 CURVE_DAYS: Final = 90
@@ -39,19 +39,19 @@ class SiteRow:
     level: bool  # whether that is the whole ledger
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """The overview, and the page of one site's budgets."""
     pages.menu("Overview", "/", READERS)
 
     @pages.get("/", READERS)
-    def overview(asked: Asked) -> Response:
+    def overview(asked: RequestContext) -> Response:
         with searching():
             return asked.page("overview.html", **facts(desk, asked.person.name, asked.person.role in INFORMED))
 
     budgets.add(pages, desk)
 
 
-def facts(desk: Desk, me: str, told: bool) -> dict[str, Any]:
+def facts(desk: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, Any]:
     """Everything that the page shows.
 
     Args:
@@ -68,25 +68,25 @@ def facts(desk: Desk, me: str, told: bool) -> dict[str, Any]:
         sites, heads = _sites(desk, state)
         open_ones = proposals_of(state, desk.store.envelope, me, (LISTED, 0))
         found = [
-            *alarms.of_ledger(state, desk.store.stopped),
-            *alarms.of_certificates(
-                keys_of(desk.home, desk.store), alarms.newest_certificates(state), state.barred, now
+            *alerts.of_ledger(state, desk.store.stopped),
+            *alerts.of_certificates(
+                keys_of(desk.home, desk.store), alerts.newest_certificates(state), state.revoked_sites, now
             ),
         ]
-        barred, size = set(state.barred), state.size
+        barred, size = set(state.revoked_sites), state.size
     first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
     disk = shutil.disk_usage(desk.home.root)
     found += [
-        *alarms.of_refusals(refusals, first),
-        *alarms.of_witnesses([h for h in heads if h.site not in barred], size, now),
-        *alarms.of_budgets(b for b in accounts if b.site not in barred),
-        *alarms.of_disk(disk.total, disk.free),
+        *alerts.of_refusals(refusals, first),
+        *alerts.of_witnesses([h for h in heads if h.site not in barred], size, now),
+        *alerts.of_budgets(b for b in accounts if b.site not in barred),
+        *alerts.of_disk(disk.total, disk.free),
     ]
     if not level:
-        todo = "Wait: it is made in the background. If it stays so, look at the coordinator's log."
-        found.append(alarms.Alarm(alarms.MILD, "The search index is behind the ledger.", todo, "/ledger"))
+        todo = "Wait: it is built in the background. If this message stays, see the coordinator's log."
+        found.append(alerts.Alarm(alerts.MILD, "The search index is behind the ledger.", todo, "/ledger"))
     return {
-        **alarms.as_context(alarms.in_order(found)),
+        **alerts.as_context(alerts.in_order(found)),
         **_money(desk, accounts, now, level),
         "sites": sites,
         "online": sum(row.state == "online" for row in sites),
@@ -102,19 +102,19 @@ def facts(desk: Desk, me: str, told: bool) -> dict[str, Any]:
     }
 
 
-def _level(desk: Desk) -> bool:
+def _level(desk: CoordinatorConsoleContext) -> bool:
     try:
         return desk.index.follow(NEW)
-    except (LedgerUnsound, OSError):
+    except (LedgerUnsoundError, OSError):
         return False
 
 
-def _refused(desk: Desk, since: int) -> int:
+def _refused(desk: CoordinatorConsoleContext, since: int) -> int:
     """How many entries refuse something, on these days; an entry may have several reasons."""
     return desk.index.tally(since, 1 << 52).get("refused", 0)
 
 
-def _money(desk: Desk, accounts: list[budgets.Budget], now: int, level: bool) -> dict[str, Any]:
+def _money(desk: CoordinatorConsoleContext, accounts: list[budgets.Budget], now: int, level: bool) -> dict[str, Any]:
     """Bars of all accounts, and curves of those with an epsilon."""
     kinds = []
     for kind, title in budgets.KINDS.items():
@@ -132,28 +132,28 @@ def _says(own: list[budgets.Budget]) -> str:
     return said.pop() if len(said) == 1 else "Each hospital's own, see its page."
 
 
-def _sites(desk: Desk, state: State) -> tuple[list[SiteRow], list[Head]]:
+def _sites(desk: CoordinatorConsoleContext, state: State) -> tuple[list[SiteRow], list[CosignedHead]]:
     presence = desk.sessions.presence()
-    ends, rows, heads = alarms.newest_certificates(state), [], []
+    ends, rows, heads = alerts.newest_certificates(state), [], []
     seen = _cosigned(desk, state)
     for site in sorted(state.sites):
         there = presence.get(site)
         word = "online" if there is not None and there.online else "offline"
-        word = "revoked" if site in state.barred else word
+        word = "revoked" if site in state.revoked_sites else word
         size = min(seen.get(site, 0), state.size)
         rows.append(SiteRow(site, word, there.since if there else None, ends.get(site), size, size == state.size))
         first = max(size, _joined(desk, site))  # what was written before it was enrolled is no news to it
-        heads.append(Head(site, size, desk.index.time_of(first) if size < state.size else None))
+        heads.append(CosignedHead(site, size, desk.index.time_of(first) if size < state.size else None))
     return rows, heads
 
 
-def _joined(desk: Desk, site: str) -> int:
+def _joined(desk: CoordinatorConsoleContext, site: str) -> int:
     """The place of its newest enrolment; 0 where the index does not know it yet."""
     found = desk.index.find(Query(kinds=("enrolled",), site=site, most=1)).seqs
     return found[0] if found else 0
 
 
-def _cosigned(desk: Desk, state: State) -> dict[str, int]:
+def _cosigned(desk: CoordinatorConsoleContext, state: State) -> dict[str, int]:
     """By site: the size of the newest head of this epoch that it cosigned. Nobody else's signature counts."""
     found: dict[str, int] = {}
     later = [f"epoch {state.epoch} {state.nonce}"] if state.epoch > 1 else []

@@ -1,7 +1,8 @@
-"""People and keys: who may do what, what was asked for and approved, who waits to be enrolled, whose keys count.
+"""People and keys: roles, requests and approvals, pending enrolments, valid keys.
 
-A page passes sealed words on and shows what the fold made of them. Whoever asked for something never approves it,
-and nothing is carried out before all roles have approved it, whatever a page offers: see :mod:`policies.office`.
+A page forwards signed statements and shows the resulting ledger state. Requesters never approve their own requests,
+and nothing is carried out before all roles have approved it, whatever a page offers: see
+:mod:`policies.ledger.approvals`.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from typing import Final, TypeVar
 from starlette.responses import Response
 
 from coordinator.console import invitations
-from coordinator.console.desk import COMPLIANCE, HOSPITAL, OPERATOR, READERS, Desk
+from coordinator.console.context import COMPLIANCE, HOSPITAL, OPERATOR, READERS, CoordinatorConsoleContext
 from coordinator.console.keys import keys_of, sites_of
 from coordinator.console.proposals import (
     ACTIONS,
     ROLES,
     Proposal,
-    askable,
     persons_of,
     proposal_of,
     proposals_of,
+    requestable_kinds,
     words,
 )
-from policies import governance
-from policies.entries import InvalidEntry
-from policies.ledger import KeyReused, waiver
-from policies.office import APPROVING, ASKING
-from policies.statement import ID
-from protos.web.pages import Asked, Pages, Refusal
+from policies.governance import decisions
+from policies.ledger.approvals import APPROVING, ASKING
+from policies.ledger.entries import InvalidEntryError
+from policies.ledger.state import KeyReusedError, waiver
+from policies.statements import ID
+from protos.web.router import PageError, RequestContext, Router
 
 _Out = TypeVar("_Out")
 APPROVERS: Final = frozenset({COMPLIANCE, HOSPITAL})
@@ -41,7 +42,7 @@ MOST_OPEN: Final = 100  # open proposals that are shown
 MOST_DONE: Final = 20  # closed proposals that are shown
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """The pages."""
     pages.menu("People and keys", "/people", READERS)
     invitations.add(pages, desk)
@@ -50,11 +51,11 @@ def add(pages: Pages, desk: Desk) -> None:
     _decide(pages, desk)
 
 
-def _look(pages: Pages, desk: Desk) -> None:
+def _look(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """Who is who, and how each proposal stands."""
 
     @pages.get("/people", READERS)
-    def people(asked: Asked) -> Response:
+    def people(asked: RequestContext) -> Response:
         with desk.store.exclusive() as state:
             persons = persons_of(state, _pinned(desk))
             proposals = proposals_of(state, desk.store.envelope, asked.person.name, (MOST_OPEN, MOST_DONE))
@@ -71,11 +72,11 @@ def _look(pages: Pages, desk: Desk) -> None:
             enrolments=desk.authority.enrolments(),
             sites=sites_of(desk.store, desk.now()),
             keys=keys_of(desk.home, desk.store),
-            actions={name: ACTIONS[name] for name in askable(asked.person.role)},
+            actions={name: ACTIONS[name] for name in requestable_kinds(asked.person.role)},
         )
 
     @pages.get("/people/proposals/{serial}", READERS)
-    def proposal(asked: Asked, serial: str) -> Response:
+    def proposal(asked: RequestContext, serial: str) -> Response:
         found = _proposal(desk, asked, serial)
         words_of = (desk.store.origin, found.serial, found.action, found.subject, found.value)
         return asked.page(
@@ -87,19 +88,19 @@ def _look(pages: Pages, desk: Desk) -> None:
         )
 
 
-def _ask(pages: Pages, desk: Desk) -> None:
+def _ask(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """A person asks for something, by a signature of their own."""
 
     @pages.get("/ask/{action}", ASKING)
-    def ask(asked: Asked, action: str, subject: str = "") -> Response:
+    def ask(asked: RequestContext, action: str, subject: str = "") -> Response:
         return _ask_form(asked, desk, action, {"subject": subject})
 
     @pages.post("/ask/{action}", ASKING)
-    def draft(asked: Asked, action: str) -> Response:
+    def draft(asked: RequestContext, action: str) -> Response:
         values = {name: asked.form[name].strip() for name in asked.form if name != "csrf"}
         try:
             subject, value = _words_of(desk, action, values)
-        except InvalidEntry as fault:
+        except InvalidEntryError as fault:
             return _ask_form(asked, desk, action, values, str(fault))
         if action == "appoint" and _first(desk, value.partition(" ")[0]):
             return asked.page("first.html", subject=subject, value=value, role=value.partition(" ")[0])
@@ -110,83 +111,83 @@ def _ask(pages: Pages, desk: Desk) -> None:
         return asked.page("sign_request.html", signing=signing, words=said, heading=ACTIONS[action])
 
     @pages.post("/people/requests", ASKING)
-    def requests(asked: Asked) -> Response:
+    def requests(asked: RequestContext) -> Response:
         envelope = asked.envelope()
-        said = _refusing(lambda: governance.said_by(envelope))
+        said = _refusing(lambda: decisions.said_by(envelope))
         _own(asked, said.person)
-        _refusing(lambda: governance.request(desk.store, envelope))
+        _refusing(lambda: decisions.request(desk.store, envelope))
         desk.log.info("requested", state=asked.person.role, rule=said.action)
-        return asked.go(f"/people/proposals/{said.serial}", "It is asked for, and in the ledger. Others decide now.")
+        return asked.go(f"/people/proposals/{said.serial}", "The request is in the ledger. Other persons decide now.")
 
     @pages.post("/people/first", {OPERATOR})
-    def first(asked: Asked) -> Response:
+    def first(asked: RequestContext) -> Response:
         name, (role, _, key) = asked.form["subject"], asked.form["value"].partition(" ")
         if not _first(desk, role):
-            raise Refusal(409, "There is somebody in that role: ask for it, and let others approve.")
+            raise PageError(409, "That role is already assigned: make a request, and let others approve.")
         _refusing(lambda: _appointing(desk, name, {"role": role, "key": key}))  # nobody approves a name that is none
-        _refusing(lambda: governance.appoint(desk.store, name, role, _raw(key)))
+        _refusing(lambda: decisions.appoint(desk.store, name, role, _raw(key)))
         desk.log.warning("appointed_first", state=role)
-        return asked.go("/people", f"{name} is the first {role}; the ledger says so to everybody.")
+        return asked.go("/people", f"{name} is the first {role}; this is recorded in the ledger.")
 
 
-def _decide(pages: Pages, desk: Desk) -> None:
+def _decide(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """Others approve, and what is approved is carried out."""
 
     @pages.post("/people/proposals/{serial}/approve", APPROVERS)
-    def approve(asked: Asked, serial: str) -> Response:
+    def approve(asked: RequestContext, serial: str) -> Response:
         envelope = asked.envelope()
-        said = _refusing(lambda: governance.said_by(envelope))
+        said = _refusing(lambda: decisions.said_by(envelope))
         _own(asked, said.person)
         if said.serial != serial:
-            raise Refusal(409, "That approval is for another proposal. Nothing was written.")
-        _refusing(lambda: governance.approve(desk.store, envelope))
+            raise PageError(409, "That approval is for another proposal. Nothing was written.")
+        _refusing(lambda: decisions.approve(desk.store, envelope))
         desk.log.info("approved", state=asked.person.role, rule=said.action)
         return asked.go(f"/people/proposals/{serial}", "Your approval is in the ledger.")
 
     @pages.post("/people/approvals", {OPERATOR})
-    def hand_in(asked: Asked) -> Response:
+    def hand_in(asked: RequestContext) -> Response:
         """Approvals that persons signed elsewhere, brought by whoever runs the ledger; the signature counts alone."""
         envelope = asked.envelope("approval")
-        said = _refusing(lambda: governance.approve(desk.store, envelope))
+        said = _refusing(lambda: decisions.approve(desk.store, envelope))
         desk.log.info("approved", state="handed in", rule=said.action)
         return asked.go(f"/people/proposals/{said.serial}", f"The approval of {said.person} is in the ledger.")
 
     @pages.post("/people/proposals/{serial}/do", DOERS)
-    def carry_out(asked: Asked, serial: str) -> Response:
+    def carry_out(asked: RequestContext, serial: str) -> Response:
         found = _proposal(desk, asked, serial)
         if found.done:
-            raise Refusal(409, "It is done already; a serial is used once.")
+            raise PageError(409, "It is done already. A proposal ID is used once.")
         act = _ACTS.get(found.action)
         if act is None:
-            raise Refusal(409, "That cannot be carried out from here.")
+            raise PageError(409, "This page cannot carry that out.")
         _refusing(lambda: act(desk, found))
         desk.log.info("carried_out", state=asked.person.role, rule=found.action)
-        return asked.go(f"/people/proposals/{serial}", "It is done, and in the ledger.")
+        return asked.go(f"/people/proposals/{serial}", "Done, and recorded in the ledger.")
 
 
-def _do_limit(desk: Desk, p: Proposal) -> None:
-    governance.set_limit(desk.store, p.subject, p.value, p.serial)
+def _do_limit(desk: CoordinatorConsoleContext, p: Proposal) -> None:
+    decisions.set_limit(desk.store, p.subject, p.value, p.serial)
 
 
-def _do_appoint(desk: Desk, p: Proposal) -> None:
+def _do_appoint(desk: CoordinatorConsoleContext, p: Proposal) -> None:
     role, _, key = p.value.partition(" ")
-    governance.appoint(desk.store, p.subject, role, _raw(key), p.serial)
+    decisions.appoint(desk.store, p.subject, role, _raw(key), p.serial)
 
 
-def _do_dismiss(desk: Desk, p: Proposal) -> None:
-    governance.dismiss(desk.store, p.subject, p.serial)
+def _do_dismiss(desk: CoordinatorConsoleContext, p: Proposal) -> None:
+    decisions.dismiss(desk.store, p.subject, p.serial)
 
 
-def _do_waive(desk: Desk, p: Proposal) -> None:
-    governance.waive(desk.store, p.subject, p.serial)
+def _do_waive(desk: CoordinatorConsoleContext, p: Proposal) -> None:
+    decisions.waive(desk.store, p.subject, p.serial)
 
 
-def _do_enrol(desk: Desk, p: Proposal) -> None:
+def _do_enrol(desk: CoordinatorConsoleContext, p: Proposal) -> None:
     desk.authority.enrol(p.subject, p.serial, ())
     desk.runs.register_node(p.subject)
 
 
-_ACTS: Final[Mapping[str, Callable[[Desk, Proposal], None]]] = {
+_ACTS: Final[Mapping[str, Callable[[CoordinatorConsoleContext, Proposal], None]]] = {
     "limit": _do_limit,
     "appoint": _do_appoint,
     "dismiss": _do_dismiss,
@@ -199,29 +200,29 @@ def _refusing(act: Callable[[], _Out]) -> _Out:
     """What the books or the registration desk say against it reaches the person in words."""
     try:
         return act()
-    except (KeyReused, ValueError) as refusal:
-        raise Refusal(409, f"It was refused, and nothing was written: {refusal}.") from None
+    except (KeyReusedError, ValueError) as refusal:
+        raise PageError(409, f"It was refused, and nothing was written: {refusal}.") from None
 
 
-def _own(asked: Asked, person: str) -> None:
+def _own(asked: RequestContext, person: str) -> None:
     """A signature is handed in by the one who made it.
 
     Raises:
-        Refusal: it is somebody else's.
+        PageError: it is somebody else's.
     """
     if person != asked.person.name:
-        raise Refusal(403, "That was signed in another name than the one that is logged in. Nothing was written.")
+        raise PageError(403, "The signature is of another person than the one who is logged in. Nothing was written.")
 
 
-def _proposal(desk: Desk, asked: Asked, serial: str) -> Proposal:
+def _proposal(desk: CoordinatorConsoleContext, asked: RequestContext, serial: str) -> Proposal:
     with desk.store.exclusive() as state:
         found = proposal_of(state, desk.store.envelope, asked.person.name, serial) if ID.fullmatch(serial) else None
     if found is None:
-        raise Refusal(404, "There is no proposal of that serial.")
+        raise PageError(404, "There is no proposal with that ID.")
     return found
 
 
-def _pending(desk: Desk, p: Proposal) -> str:
+def _pending(desk: CoordinatorConsoleContext, p: Proposal) -> str:
     """The fingerprint of the request that an enrolment is about, to be compared; "": it waits no more."""
     if p.action != "enrol":
         return ""
@@ -229,7 +230,7 @@ def _pending(desk: Desk, p: Proposal) -> str:
     return found[0].fingerprint if found else ""
 
 
-def _pinned(desk: Desk) -> frozenset[str]:
+def _pinned(desk: CoordinatorConsoleContext) -> frozenset[str]:
     """Names with a certificate to log in with."""
     return frozenset(path.stem for path in (desk.home.root / "logins").glob("*.crt"))
 
@@ -238,7 +239,7 @@ def _raw(key: str) -> bytes:
     """A public key of 32 bytes from hexadecimal, or from what `ledger person` printed.
 
     Raises:
-        InvalidEntry: it is neither.
+        InvalidEntryError: it is neither.
     """
     for read in (bytes.fromhex, lambda text: base64.b64decode(text, validate=True)):
         try:
@@ -247,60 +248,62 @@ def _raw(key: str) -> bytes:
             continue
         if len(raw) == 32:
             return raw
-    raise InvalidEntry("the key is what `ledger person` printed: 44 characters, in base64")
+    raise InvalidEntryError("the key is what `ledger person` printed: 44 characters, in base64")
 
 
-def _first(desk: Desk, role: str) -> bool:
+def _first(desk: CoordinatorConsoleContext, role: str) -> bool:
     """Whether nobody approves this appointment, as the role or every office is empty."""
     office = desk.store.state.office()
     return not office or role in APPROVING - office
 
 
-def _words_of(desk: Desk, action: str, values: Mapping[str, str]) -> tuple[str, str]:
+def _words_of(desk: CoordinatorConsoleContext, action: str, values: Mapping[str, str]) -> tuple[str, str]:
     """Subject and value as they are signed, from what a person typed.
 
     Raises:
-        InvalidEntry: it cannot be asked for; the text says why.
+        InvalidEntryError: it cannot be asked for; the text says why.
     """
     subject, state = values.get("subject", ""), desk.store.state
     if action == "limit":
-        limit, epsilon = governance.limit_value(desk.store, subject, values.get("budget", ""))
+        limit, epsilon = decisions.limit_value(desk.store, subject, values.get("budget", ""))
         return subject, epsilon or str(limit)
     if action == "appoint":
         return subject, _appointing(desk, subject, values)
     if action == "dismiss":
-        person = state.in_office(subject)
+        person = state.active_person(subject)
         if person is None:
-            raise InvalidEntry("nobody of that name is in office")
+            raise InvalidEntryError("no active person has that name")
         return subject, person.role
     if action == "enrol":
         waiting = {e.site: e.digest for e in desk.authority.enrolments() if e.state == "waiting"}
         if subject not in waiting:
-            raise InvalidEntry("no request of that hospital waits")
+            raise InvalidEntryError("no request of that hospital is pending")
         return subject, waiting[subject]
-    if subject not in state.waiting:
-        raise InvalidEntry("nothing is awaited from that hospital")
+    if subject not in state.sites_awaited:
+        raise InvalidEntryError("no receipts are awaited from that hospital")
     return subject, waiver(state.epoch, state.nonce)
 
 
-def _appointing(desk: Desk, subject: str, values: Mapping[str, str]) -> str:
+def _appointing(desk: CoordinatorConsoleContext, subject: str, values: Mapping[str, str]) -> str:
     role, raw = values.get("role", ""), _raw(values.get("key", ""))
     if not ID.fullmatch(subject):
-        raise InvalidEntry("a person's name is short and opaque: 1 to 64 of a-z, 0-9, - and _")
+        raise InvalidEntryError("a person's name is short and opaque: 1 to 64 of a-z, 0-9, - and _")
     if role not in ROLES:
-        raise InvalidEntry(f"the role is one of {', '.join(ROLES)}")
+        raise InvalidEntryError(f"the role is one of {', '.join(ROLES)}")
     if subject in desk.store.state.persons:
-        raise InvalidEntry("a person of that name was appointed before, and a name is never used again")
+        raise InvalidEntryError("a person of that name was appointed before, and a name is never used again")
     return f"{role} {raw.hex()}"
 
 
-def _ask_form(asked: Asked, desk: Desk, action: str, values: Mapping[str, str], problem: str = "") -> Response:
+def _ask_form(
+    asked: RequestContext, desk: CoordinatorConsoleContext, action: str, values: Mapping[str, str], problem: str = ""
+) -> Response:
     if action not in ACTIONS:
-        raise Refusal(404, "That cannot be asked for.")
+        raise PageError(404, "That cannot be asked for.")
     with desk.store.exclusive() as state:
         accounts = sorted(state.accounts)
         persons = sorted(name for name in state.persons if name not in state.dismissed)
-        waiting = sorted(state.waiting)
+        waiting = sorted(state.sites_awaited)
     sites = sorted(e.site for e in desk.authority.enrolments() if e.state == "waiting")
     offered = {"limit": accounts, "dismiss": persons, "enrol": sites, "waive": waiting}.get(action, [])
     blank = {"subject": "", "budget": "", "role": "", "key": ""}

@@ -8,16 +8,16 @@ from typing import Final
 
 from starlette.responses import Response
 
-from coordinator.console.bindings import Change, Row, Version, changes, compare
-from coordinator.console.desk import READERS, Desk
-from policies.audit import open_envelope
-from policies.entries import Amended, Enrolled
-from policies.figures import epsilon_text, never_less
-from policies.policy import Policy, PolicyError, parse, strictest
-from policies.search import Query
-from policies.statement import Amendment, Enrolment
-from policies.statement import parse as parse_statement
-from protos.web.pages import Asked, Pages, Refusal
+from coordinator.console.context import READERS, CoordinatorConsoleContext
+from coordinator.console.policy_comparison import Change, Row, Version, changes, compare
+from policies.accounting.rounding import epsilon_text, format_rounded_up
+from policies.audit.auditor import open_envelope
+from policies.index.search import Query
+from policies.ledger.entries import Amended, Enrolled
+from policies.review.policy import Policy, PolicyError, parse, strictest
+from policies.statements import Amendment, Enrolment
+from policies.statements import parse as parse_statement
+from protos.web.router import PageError, RequestContext, Router
 
 MOST: Final = 100  # versions of one site's policy that are shown
 
@@ -35,7 +35,7 @@ class SiteRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Purse:
+class AccountRow:
     """An account whose limit may have been set under another policy."""
 
     account: str
@@ -44,12 +44,12 @@ class Purse:
     bound: bool  # the policy of today is the smaller one
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """The pages."""
     pages.menu("Policies", "/policies", READERS)
 
     @pages.get("/policies", READERS)
-    def policies(asked: Asked) -> Response:
+    def policies(asked: RequestContext) -> Response:
         federation = desk.intake.federation
         rows = compare(federation, federation)
         return asked.page(
@@ -62,14 +62,14 @@ def add(pages: Pages, desk: Desk) -> None:
         )
 
     @pages.get("/policies/{site}", READERS)
-    def policy(asked: Asked, site: str) -> Response:
+    def policy(asked: RequestContext, site: str) -> Response:
         if site not in desk.store.state.sites:
-            raise Refusal(404, "No hospital of that name is enrolled.")
+            raise PageError(404, "No hospital of that name is enrolled.")
         own, federation = _own(desk, site), desk.intake.federation
         return asked.page(
             "policy.html",
             site=site,
-            revoked=site in desk.store.state.barred,
+            revoked=site in desk.store.state.revoked_sites,
             rows=compare(federation, own),
             both=strictest(federation, own),
             versions=_history(desk, site),
@@ -77,7 +77,7 @@ def add(pages: Pages, desk: Desk) -> None:
         )
 
 
-def _stale(desk: Desk) -> bool:
+def _stale(desk: CoordinatorConsoleContext) -> bool:
     """Whether policy.toml is another one by now than this process was started with."""
     try:
         return desk.home.policy() != desk.intake.federation
@@ -85,15 +85,15 @@ def _stale(desk: Desk) -> bool:
         return True
 
 
-def _sites(desk: Desk) -> list[SiteRow]:
+def _sites(desk: CoordinatorConsoleContext) -> list[SiteRow]:
     """Every site, by name."""
     with desk.store.exclusive() as state:
-        known = [(site, site in state.barred, state.amended.get(site, 0)) for site in sorted(state.sites)]
+        known = [(site, site in state.revoked_sites, state.amended.get(site, 0)) for site in sorted(state.sites)]
     out = []
     for site, revoked, number in known:
         try:
             rows = compare(desk.intake.federation, _own(desk, site))
-        except Refusal:
+        except PageError:
             out.append(SiteRow(site, revoked, number, (), (), False))
             continue
         out.append(SiteRow(site, revoked, number, _labels(rows, "site"), _labels(rows, "federation"), True))
@@ -104,16 +104,16 @@ def _labels(rows: list[Row], who: str) -> tuple[str, ...]:
     return tuple(row.label for row in rows if row.binds == who)
 
 
-def _own(desk: Desk, site: str) -> Policy:
+def _own(desk: CoordinatorConsoleContext, site: str) -> Policy:
     """The policy of a site that is in force, from the very statement that the books name."""
     return _signed(desk, site, desk.store.state.policies[site])[1]
 
 
-def _signed(desk: Desk, site: str, digest: bytes) -> tuple[str, Policy]:
+def _signed(desk: CoordinatorConsoleContext, site: str, digest: bytes) -> tuple[str, Policy]:
     """A policy that a site signed: its text, and what it says. Its signature was verified before it was written down.
 
     Raises:
-        Refusal: it is not kept, or cannot be read.
+        PageError: it is not kept, or cannot be read.
     """
     envelope = desk.store.envelope(digest) or b""
     try:
@@ -124,10 +124,10 @@ def _signed(desk: Desk, site: str, digest: bytes) -> tuple[str, Policy]:
             raise ValueError(site)
         return said.policy, parse(said.policy, f"policy of {site}")
     except (ValueError, PolicyError):
-        raise Refusal(409, f"The policy that {site} signed cannot be read here; the ledger names it.") from None
+        raise PageError(409, f"The policy that {site} signed cannot be read here; the ledger names it.") from None
 
 
-def _history(desk: Desk, site: str) -> list[Version]:
+def _history(desk: CoordinatorConsoleContext, site: str) -> list[Version]:
     """The policies that a site has signed, the newest first, each with what it changed."""
     desk.index.follow()
     found = desk.index.find(Query(kinds=("enrolled", "amended"), site=site, most=MOST))
@@ -147,7 +147,7 @@ def _history(desk: Desk, site: str) -> list[Version]:
     return out[::-1]
 
 
-def _purses(desk: Desk, site: str, both: Policy) -> list[Purse]:
+def _purses(desk: CoordinatorConsoleContext, site: str, both: Policy) -> list[AccountRow]:
     """A site's accounts beside what the policies of today allow: the smaller of both binds."""
     out = []
     with desk.store.exclusive() as state:
@@ -156,8 +156,8 @@ def _purses(desk: Desk, site: str, both: Policy) -> list[Purse]:
                 continue
             if account.opened.order:
                 bound = float(account.epsilon) > both.epsilon
-                delta = f"at delta {never_less(account.opened.delta)}"
-                row = Purse(
+                delta = f"at delta {format_rounded_up(account.opened.delta)}"
+                row = AccountRow(
                     name,
                     f"epsilon {epsilon_text(account.epsilon)} {delta}",
                     f"epsilon {epsilon_text(both.epsilon)}",
@@ -165,6 +165,6 @@ def _purses(desk: Desk, site: str, both: Policy) -> list[Purse]:
                 )
             else:
                 most = both.max_releases_per_patient
-                row = Purse(name, f"{account.limit} per patient", f"{most} per patient", account.limit > most)
+                row = AccountRow(name, f"{account.limit} per patient", f"{most} per patient", account.limit > most)
             out.append(row)
     return out

@@ -1,4 +1,4 @@
-"""Policies side by side: whose word binds, key by key, and what an amendment made tighter or looser. Pure."""
+"""Policies side by side: which policy binds, key by key, and what an amendment tightened or loosened. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Final
 
-from policies.policy import Policy, strictest
+from policies.review.policy import Policy, strictest
 
 # key -> what it is to a person
 KEYS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(

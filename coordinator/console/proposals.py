@@ -1,7 +1,7 @@
-"""What persons have asked for and approved: each proposal in words, who is missing, and who may do what about it.
+"""Requests and approvals: each proposal in words, the missing roles, and who may do what about it.
 
-The words come from the sealed statements, whose digests are in the ledger. Nothing is decided here: the fold counts
-the roles (:mod:`policies.office`), and whatever a page offers is refused there if it must not be.
+The words come from the signed statements, whose digests are in the ledger. Nothing is decided here: the ledger state
+counts the roles (:mod:`policies.ledger.approvals`) and refuses whatever a page should not have offered.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from policies import governance
-from policies.entries import InvalidEntry
-from policies.figures import never_less
-from policies.ledger import State
-from policies.office import APPROVING, ASKING
-from policies.statement import Approval, Request
-from protos.identity import fingerprint
+from policies.accounting.rounding import format_rounded_up
+from policies.governance import decisions
+from policies.ledger.approvals import APPROVING, ASKING
+from policies.ledger.entries import InvalidEntryError
+from policies.ledger.state import State
+from policies.statements import Approval, Request
+from protos.identity.certificates import fingerprint
 
 ACTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -31,11 +31,11 @@ ACTIONS: Final[Mapping[str, str]] = MappingProxyType(
 )
 ROLES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "auditor": "reads everything, refusals too; asks for nothing and approves nothing",
+        "auditor": "reads everything, refusals too; requests and approves nothing",
         "compliance": "approves, together with the hospital's side",
         "hospital": "approves, together with compliance",
-        "operator": "runs the coordinator; asks, and carries out what was approved; never approves",
-        "researcher": "plans and launches rounds, and asks; never approves",
+        "operator": "runs the coordinator; makes requests, and carries out approved ones; never approves",
+        "researcher": "plans and launches rounds, and makes requests; never approves",
     }
 )
 
@@ -56,7 +56,7 @@ class PersonRow:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One proposal, and how it stands for who looks at it."""
+    """One proposal, as the viewing person may act on it."""
 
     serial: str
     action: str
@@ -174,8 +174,8 @@ def _said(state: State, envelope: Callable[[bytes], bytes | None], serial: str) 
     digests += [digest for _, digest in kept.approvals.values()] if kept is not None else []
     for digest in digests:
         try:
-            return governance.said_by(envelope(digest) or b"")
-        except InvalidEntry:
+            return decisions.said_by(envelope(digest) or b"")
+        except InvalidEntryError:
             continue
     return None
 
@@ -201,11 +201,11 @@ def lowers(state: State, account: str, value: str) -> bool:
 
 def _may(state: State, me: str, by: str, given: tuple[str, ...], done: bool) -> tuple[bool, str]:
     """May this person approve it, and if a role could and this person may not: why."""
-    person = state.in_office(me)
+    person = state.active_person(me)
     if person is None or person.role not in APPROVING or done:
         return False, ""
     if me == by:
-        return False, "You asked for it, so others decide."
+        return False, "You requested it, so others decide."
     if me in given:
         return False, "You have approved it."
     return True, ""
@@ -219,9 +219,9 @@ def words(action: str, subject: str, value: str, state: State) -> str:
         role, _, key = value.partition(" ")
         return f"the person {subject} becomes {role}, with the key {_fingerprint(key)}"
     if action == "dismiss":
-        return f"the person {subject}, {value}, leaves: what they approve counts no more"
+        return f"the person {subject}, {value}, leaves: their approvals no longer count"
     if action == "enrol":
-        return f"the hospital {subject} takes part, as its sealed request {value[:16]}… says"
+        return f"the hospital {subject} takes part, as its signed request {value[:16]}… says"
     if action == "waive":
         gone = f"the hospital {subject} will not come back after the restore of epoch {value}"
         return f"{gone}; all of its budget is spent"
@@ -246,10 +246,10 @@ def _limit(account: str, value: str, state: State) -> str:
         )
     return (
         f"the lifetime budget of {site} becomes epsilon {value} per patient (add or remove one patient, delta "
-        f"{never_less(opened.delta)}); today it is epsilon {known.epsilon}"
+        f"{format_rounded_up(opened.delta)}); today it is epsilon {known.epsilon}"
     )
 
 
-def askable(role: str) -> tuple[str, ...]:
+def requestable_kinds(role: str) -> tuple[str, ...]:
     """What a person of this role may ask for."""
     return tuple(ACTIONS) if role in ASKING else ()

@@ -1,7 +1,7 @@
-"""An admitted release in words: what is promised, what it cost, what was tested, and on what that rests. Pure.
+"""An admitted release in words: its guarantee, its privacy cost, its tests, and their evidence. Pure.
 
-Everything here is the ledger's entry, the account that paid, and the sealed statement whose digest is in the entry.
-Nothing is taken from a certificate on the shelf, and nothing is said that is stronger than the level.
+All facts come from the ledger's entry, the account charged, and the signed statement whose digest is in the entry.
+Nothing is taken from a stored certificate, and no statement is stronger than the level.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.edges.shelf import certificate
-from coordinator.promises import UNTESTED, evidence, promise
-from coordinator.wording import LEVELS, MECHANISMS, rounded_down, rounded_up, stated
-from policies.claims import RELATION, UNIT, UnsupportedClaim
-from policies.entries import Admitted, Opened
-from policies.ledger import State
-from policies.rdp import NANO
-from policies.statement import Release, decimal, menu_of
+from coordinator.claim_descriptions import UNTESTED, describe_claim, evidence
+from coordinator.explanations import LEVELS, MECHANISMS, format_epsilon, rounded_down, rounded_up
+from coordinator.storage.release_store import certificate
+from policies.accounting.claims import RELATION, UNIT, UnsupportedClaimError
+from policies.accounting.rdp import NANO
+from policies.ledger.entries import Admitted, Opened
+from policies.ledger.state import State
+from policies.statements import Release, decimal, menu_of
 
 KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -89,7 +89,7 @@ class Facts:
 
     @property
     def pictures(self) -> bool:
-        """Whether the shelf may hold pictures that a browser shows."""
+        """Whether the shelf may hold images that a browser shows."""
         return self.file == FILES["image-set"]
 
 
@@ -121,7 +121,7 @@ def facts_of(entry: Admitted, opened: Opened, said: Release | None) -> Facts:
         title=title,
         meaning=meaning,
         plain=plain,
-        promise=promise(json.loads(entry.claim)),
+        promise=describe_claim(json.loads(entry.claim)),
         epsilon=epsilon_of(told),
         assumption=str(told.get("assumption", "")),
         tested=evidence(reid, power, entry.mechanism) if entry.level == "C" else "",
@@ -143,7 +143,7 @@ def epsilon_of(told: Mapping[str, Any]) -> str:
     if "epsilon" not in told:
         return ""
     account = {"delta": told["delta"], "order": told["order"]}
-    return stated(told["epsilon"], account, {"relation": RELATION, "unit": UNIT})
+    return format_epsilon(told["epsilon"], account, {"relation": RELATION, "unit": UNIT})
 
 
 def attacks_of(reid: str | None, power: str | None) -> tuple[Attack, ...]:
@@ -163,7 +163,7 @@ def attacks_of(reid: str | None, power: str | None) -> tuple[Attack, ...]:
 def _percent(share: str | None) -> float | None:
     try:
         value = decimal(share)
-    except UnsupportedClaim:
+    except UnsupportedClaimError:
         return None
     return 100 * value if 0 <= value <= 1 else None
 
@@ -180,7 +180,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the ledger says of a finished run's model."""
+    """A finished run's model, according to the ledger."""
 
     facts: Facts
     parts: tuple[Part, ...]
@@ -213,7 +213,7 @@ def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: 
     facts = replace(
         facts,
         id=run,
-        promise="; ".join(promise(json.loads(a.claim)) for a in worst),
+        promise="; ".join(describe_claim(json.loads(a.claim)) for a in worst),
         epsilon=_together(state, [replace(a, level=weakest) for a in worst]),
         site=", ".join(sorted(last)),
         run=run,

@@ -1,8 +1,8 @@
-"""What lies on the shelf, as far as the ledger vouches for it: files whose digest fits, and pictures out of them.
+"""Stored releases whose digest matches the ledger: files, and images out of them.
 
-A file is shown, or given away, only when its SHA-256 is the one in the ledger's entry. A set's pictures are found in
-one pass over the whole archive, together with that digest; each picture is remembered with a digest of its own, so
-that what is read later is what was there then, whatever happened to the file in between.
+A file is shown or downloaded only if its SHA-256 is the one in the ledger's entry. One pass over the archive finds a
+set's images and computes that digest. Each image is remembered with its own digest, so a later read returns the same
+bytes or fails, even if the file has changed in between.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from protos.chunks import CHUNK
+from protos.artifacts.chunks import CHUNK
+from protos.common.errors import RefusedError
 
 _KEPT: Final = 64  # sets whose places are remembered
 _HEAD: Final = 512  # bytes of a member's header, and of the archive's blocks (POSIX ustar)
-MOST_SHOWN: Final = 4096  # pictures of one set that are remembered; the rest is counted
+MOST_SHOWN: Final = 4096  # images of one set that are remembered; the rest is counted
 
 
-class NotVouched(Exception):
+class DigestMismatchError(RefusedError):
     """The shelf does not hold what the ledger admitted; the text is for people, and names no place on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One picture in a set's archive."""
+class ArchivedImage:
+    """One image in a set's archive."""
 
     label: str
     start: int
@@ -39,13 +40,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A set: its pictures in order, and how many there are."""
+    """A set: its images in order, and how many there are."""
 
-    places: tuple[Place, ...]
+    places: tuple[ArchivedImage, ...]
     total: int
 
 
-class Goods:
+class ReleaseFiles:
     """Reads a shelf. Every method may be called from any thread."""
 
     def __init__(self, root: Path) -> None:
@@ -61,15 +62,15 @@ class Goods:
         """A file that was found to have this SHA-256, at its beginning.
 
         Raises:
-            NotVouched: it is not there, or is another one.
+            DigestMismatchError: it is not there, or is another one.
         """
         try:
             stream = (self._root / release / name).open("rb")
         except OSError:
-            raise NotVouched("the file is not on the shelf, or cannot be read") from None
+            raise DigestMismatchError("the file is not in the release store, or cannot be read") from None
         try:
             if hashlib.file_digest(stream, "sha256").digest() != digest:
-                raise NotVouched("the file on the shelf is not the one that the ledger admitted; it is not shown")
+                raise DigestMismatchError("the stored file is not the one that the ledger admitted; it is not shown")
             stream.seek(0)
         except BaseException:
             stream.close()
@@ -77,10 +78,10 @@ class Goods:
         return stream
 
     def sheet(self, release: str, name: str, digest: bytes) -> Sheet:
-        """The pictures of a set of PNG.
+        """The images of a set of PNG.
 
         Raises:
-            NotVouched: see :meth:`open`; or it is no set of PNG.
+            DigestMismatchError: see :meth:`open`; or it is no set of PNG.
         """
         key = (release, digest)
         with self._lock:
@@ -95,27 +96,27 @@ class Goods:
                 self._sheets.popitem(last=False)
         return found
 
-    def picture(self, release: str, name: str, digest: bytes, index: int) -> bytes:
-        """One picture of a set, as PNG.
+    def image(self, release: str, name: str, digest: bytes, index: int) -> bytes:
+        """One image of a set, as PNG.
 
         Raises:
-            NotVouched: see :meth:`sheet`; there is no such picture, or it was changed since.
+            DigestMismatchError: see :meth:`sheet`; there is no such image, or it was changed since.
         """
         places = self.sheet(release, name, digest).places
         if not 0 <= index < len(places):
-            raise NotVouched("the set has no picture of that number")
+            raise DigestMismatchError("the set has no picture of that number")
         place = places[index]
         try:
             with (self._root / release / name).open("rb") as stream:
                 body = os.pread(stream.fileno(), place.size, place.start)
         except OSError:
-            raise NotVouched("the file is not on the shelf, or cannot be read") from None
+            raise DigestMismatchError("the file is not in the release store, or cannot be read") from None
         if hashlib.sha256(body).digest() != place.digest:
-            raise NotVouched("the file on the shelf was changed; it is not shown")
+            raise DigestMismatchError("the stored file was changed; it is not shown")
         return body
 
 
-def pieces(stream: BinaryIO) -> Iterator[bytes]:
+def rest_in_chunks(stream: BinaryIO) -> Iterator[bytes]:
     """The rest of an open file, a piece at a time; it is closed at the end."""
     with stream:
         while piece := stream.read(CHUNK):
@@ -123,8 +124,8 @@ def pieces(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _places(stream: BinaryIO) -> Sheet:
-    """Where the pictures are. The archive was read strictly before it was admitted: plain members, in pairs."""
-    found, total = list[Place](), 0
+    """Where the images are. The archive was read strictly before it was admitted: plain members, in pairs."""
+    found, total = list[ArchivedImage](), 0
     body, start = b"", 0
     while True:
         head = stream.read(_HEAD)
@@ -137,8 +138,10 @@ def _places(stream: BinaryIO) -> Sheet:
             body, start, total = data, at, total + 1
         elif name.endswith(b".txt") and body:
             if len(found) < MOST_SHOWN:
-                found.append(Place(data.decode("ascii", "replace"), start, len(body), hashlib.sha256(body).digest()))
+                found.append(
+                    ArchivedImage(data.decode("ascii", "replace"), start, len(body), hashlib.sha256(body).digest())
+                )
             body = b""
     if not total:
-        raise NotVouched("the set holds no pictures that a browser can show")
+        raise DigestMismatchError("the set holds no pictures that a browser can show")
     return Sheet(tuple(found), total)

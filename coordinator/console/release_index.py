@@ -1,4 +1,6 @@
-"""The admitted releases by what they can be asked for, kept beside the fold: a page of them without a look at all."""
+"""A searchable list of the admitted releases, updated with the ledger state, so that a page need not read all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from policies.entries import Admitted
-from policies.ledger import State
+from policies.ledger.entries import Admitted
+from policies.ledger.state import State
 
 _NAMES: Final = ("site", "level", "mechanism")
 

@@ -1,4 +1,4 @@
-"""The releases: what was admitted, in pictures and in words, and the files to take away."""
+"""The releases: admitted ones with images and descriptions, and their files for download."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from typing import Any, Final
 
 from starlette.responses import Response, StreamingResponse
 
-from coordinator.console.bindings import size_of
-from coordinator.console.desk import READERS, Desk
-from coordinator.console.facts import Attack, Facts, Model, facts_of, model_of
-from coordinator.console.goods import Goods, NotVouched, Place, pieces
-from coordinator.console.listed import Listed
-from coordinator.plan import Job
-from coordinator.promises import release_in
-from policies.entries import Admitted, RoundClosed
-from policies.ledger import State
-from policies.search import Query
-from policies.statement import ID
+from coordinator.claim_descriptions import release_in
+from coordinator.console.context import READERS, CoordinatorConsoleContext
+from coordinator.console.policy_comparison import size_of
+from coordinator.console.release_facts import Attack, Facts, Model, facts_of, model_of
+from coordinator.console.release_files import ArchivedImage, DigestMismatchError, ReleaseFiles, rest_in_chunks
+from coordinator.console.release_index import Listed
+from coordinator.federation.job import Job
+from policies.index.search import Query
+from policies.ledger.entries import Admitted, RoundClosed
+from policies.ledger.state import State
+from policies.statements import ID
 from protos.web.charts import Bar, Part, bars
-from protos.web.pages import Asked, Pages, Refusal
+from protos.web.router import PageError, RequestContext, Router
 
 PER_PAGE: Final = 20
-PER_SHEET: Final = 60  # pictures at once
+PER_SHEET: Final = 60  # images at once
 _GONE: Final = "The ledger has admitted no release of that name."
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """The pictures of one page of a contact sheet."""
+class SheetImages:
+    """The images of one page of a contact sheet."""
 
     first: int
-    places: Sequence[Place]
+    places: Sequence[ArchivedImage]
     total: int
     page: int
     pages: int
     refused: str  # why there are none, in a sentence
 
 
-def add(pages: Pages, desk: Desk) -> None:
+def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     """The pages."""
-    goods, listed = Goods(desk.shelf.root), Listed()
+    goods, listed = ReleaseFiles(desk.shelf.root), Listed()
     pages.menu("Releases", "/releases", READERS)
     _listed(pages, desk, listed)
     _one(pages, desk, goods, listed)
     _files(pages, desk, goods, listed)
 
 
-def _listed(pages: Pages, desk: Desk, listed: Listed) -> None:
+def _listed(pages: Router, desk: CoordinatorConsoleContext, listed: Listed) -> None:
     """All of them, newest first."""
 
     @pages.get("/releases", READERS)
     def releases(
-        asked: Asked, site: str = "", level: str = "", mechanism: str = "", text: str = "", page: int = 1
+        asked: RequestContext, site: str = "", level: str = "", mechanism: str = "", text: str = "", page: int = 1
     ) -> Response:
         wanted = {"site": site, "level": level, "mechanism": mechanism, "text": text}
         with desk.store.exclusive() as state:
@@ -74,11 +74,11 @@ def _listed(pages: Pages, desk: Desk, listed: Listed) -> None:
         )
 
 
-def _one(pages: Pages, desk: Desk, goods: Goods, listed: Listed) -> None:
+def _one(pages: Router, desk: CoordinatorConsoleContext, goods: ReleaseFiles, listed: Listed) -> None:
     """One release, or a run's model."""
 
     @pages.get("/releases/{release}", READERS)
-    def release(asked: Asked, release: str, sheet: int = 1) -> Response:
+    def release(asked: RequestContext, release: str, sheet: int = 1) -> Response:
         found = _find(desk, listed, release)
         if isinstance(found, Model):
             there = goods.there(release, found.facts.file)
@@ -101,40 +101,40 @@ def _one(pages: Pages, desk: Desk, goods: Goods, listed: Listed) -> None:
         )
 
     @pages.get("/releases/{release}/pictures/{index}", READERS)
-    def picture(asked: Asked, release: str, index: int) -> Response:
+    def picture(asked: RequestContext, release: str, index: int) -> Response:
         facts = _find(desk, listed, release)
         if not isinstance(facts, Facts) or not facts.pictures or facts.run:
-            raise Refusal(404, _GONE)
+            raise PageError(404, _GONE)
         try:
-            return asked.picture(goods.picture(release, facts.file, bytes.fromhex(facts.artifact), index))
-        except NotVouched as refusal:
-            raise Refusal(404, f"{str(refusal).capitalize()}.") from None
+            return asked.png_response(goods.image(release, facts.file, bytes.fromhex(facts.artifact), index))
+        except DigestMismatchError as refusal:
+            raise PageError(404, f"{str(refusal).capitalize()}.") from None
 
 
-def _files(pages: Pages, desk: Desk, goods: Goods, listed: Listed) -> None:
+def _files(pages: Router, desk: CoordinatorConsoleContext, goods: ReleaseFiles, listed: Listed) -> None:
     """What can be taken away."""
 
     @pages.get("/releases/{release}/artifact", READERS)
-    def artifact(asked: Asked, release: str) -> Response:
+    def artifact(asked: RequestContext, release: str) -> Response:
         found = _find(desk, listed, release)
         facts = found.facts if isinstance(found, Model) else found
         if facts.run and not isinstance(found, Model):
-            raise Refusal(404, "An update of a run is not kept by itself: take the run's model.")
+            raise PageError(404, "A single update of a run is not kept: use the run's model.")
         try:
             stream = goods.open(release, facts.file, bytes.fromhex(facts.artifact))
-        except NotVouched as refusal:
+        except DigestMismatchError as refusal:
             desk.log.error("release_not_vouched", release=release)
-            raise Refusal(404, f"{str(refusal).capitalize()}.") from None
+            raise PageError(404, f"{str(refusal).capitalize()}.") from None
         kept = asked.download(f"{release}-{facts.file}", b"", "application/octet-stream").headers
         headers = {"content-disposition": kept["content-disposition"]}
-        return StreamingResponse(pieces(stream), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(rest_in_chunks(stream), media_type="application/octet-stream", headers=headers)
 
     @pages.get("/releases/{release}/statement", READERS)
-    def statement(asked: Asked, release: str) -> Response:
+    def statement(asked: RequestContext, release: str) -> Response:
         facts = _find(desk, listed, release)
         body = None if isinstance(facts, Model) else desk.store.envelope(bytes.fromhex(facts.statement))
         if body is None:
-            raise Refusal(404, _GONE)
+            raise PageError(404, _GONE)
         return asked.download(f"{release}-envelope.json", body, "application/json")
 
 
@@ -143,11 +143,11 @@ def _bar(test: Attack) -> Bar:
     return Bar(test.name, (Part(test.kind, test.value),), 100.0, f"{test.says}; {test.wanted}")
 
 
-def _find(desk: Desk, listed: Listed, name: str) -> Facts | Model:
+def _find(desk: CoordinatorConsoleContext, listed: Listed, name: str) -> Facts | Model:
     """A release, or a finished run's model, of that name.
 
     Raises:
-        Refusal: there is neither.
+        PageError: there is neither.
     """
     with desk.store.exclusive() as state:
         entry = state.releases.get(name)
@@ -155,11 +155,11 @@ def _find(desk: Desk, listed: Listed, name: str) -> Facts | Model:
             return _facts(desk, state, entry)
     found = _model_of(desk, listed, name) if ID.fullmatch(name) else None
     if found is None:
-        raise Refusal(404, _GONE)
+        raise PageError(404, _GONE)
     return found
 
 
-def _facts(desk: Desk, state: State, entry: Admitted) -> Facts:
+def _facts(desk: CoordinatorConsoleContext, state: State, entry: Admitted) -> Facts:
     """A release in words; its statement is the one whose digest is in the entry."""
     opened = state.accounts[state.grants[entry.grant].reserved.account].opened
     try:
@@ -169,19 +169,19 @@ def _facts(desk: Desk, state: State, entry: Admitted) -> Facts:
     return facts_of(entry, opened, said)
 
 
-def _models(desk: Desk, listed: Listed) -> list[Model]:
+def _models(desk: CoordinatorConsoleContext, listed: Listed) -> list[Model]:
     """The models of finished runs, by name."""
     jobs = [job for job, state in desk.runs.known() if state == "finished"]
     return [model for job in jobs if (model := _model(desk, listed, job)) is not None]
 
 
-def _model_of(desk: Desk, listed: Listed, run: str) -> Model | None:
+def _model_of(desk: CoordinatorConsoleContext, listed: Listed, run: str) -> Model | None:
     """The model of the finished run of that name; None if there is none."""
     jobs = [job for job, state in desk.runs.known() if job.run == run and state == "finished"]
     return _model(desk, listed, jobs[0]) if jobs else None
 
 
-def _model(desk: Desk, listed: Listed, job: Job) -> Model | None:
+def _model(desk: CoordinatorConsoleContext, listed: Listed, job: Job) -> Model | None:
     """A finished run's model: the one of its last closed round, by the ledger's entry; None if there is none."""
     lines = desk.store.answer(f"round-{job.run}-{job.rounds}")
     entry = lines[0].record.entry if lines else None
@@ -191,19 +191,19 @@ def _model(desk: Desk, listed: Listed, job: Job) -> Model | None:
         return model_of(books, listed.of_run(books, job.run), entry.model, job.strategy)
 
 
-def _sheet(goods: Goods, facts: Facts, page: int) -> Shown:
+def _sheet(goods: ReleaseFiles, facts: Facts, page: int) -> SheetImages:
     """One page of a set's contact sheet, or why there is none."""
     try:
         sheet = goods.sheet(facts.id, facts.file, bytes.fromhex(facts.artifact))
-    except NotVouched as refusal:
-        return Shown(0, (), 0, 1, 1, f"{str(refusal).capitalize()}.")
+    except DigestMismatchError as refusal:
+        return SheetImages(0, (), 0, 1, 1, f"{str(refusal).capitalize()}.")
     pages = max(1, -(-len(sheet.places) // PER_SHEET))
     page = min(max(1, page), pages)
     first = (page - 1) * PER_SHEET
-    return Shown(first, sheet.places[first : first + PER_SHEET], sheet.total, page, pages, "")
+    return SheetImages(first, sheet.places[first : first + PER_SHEET], sheet.total, page, pages, "")
 
 
-def _seq(desk: Desk, release: str) -> int | None:
+def _seq(desk: CoordinatorConsoleContext, release: str) -> int | None:
     """The number of the entry that admitted it; None while the index has not found it."""
     desk.index.follow()
     for seq in desk.index.find(Query(kinds=("admitted",), text=release, most=5)).seqs:
@@ -213,7 +213,7 @@ def _seq(desk: Desk, release: str) -> int | None:
     return None
 
 
-def _statement(desk: Desk, facts: Facts) -> str:
+def _statement(desk: CoordinatorConsoleContext, facts: Facts) -> str:
     """The sealed statement's content, indented for reading; "" when it cannot be read."""
     body = desk.store.envelope(bytes.fromhex(facts.statement)) or b""
     try:

@@ -1,7 +1,7 @@
 """A federated run as a board: what became of each site in each round, and why those that are out are out. Pure.
 
-Closed rounds and grants are the ledger's word and outlive a restart. What happened in between (who was asked, who
-declined, who did not answer) is the run's own feed, which begins anew with the process; the page says so.
+Closed rounds and grants come from the ledger and survive a restart. Events in between (who was asked, who declined,
+who did not answer) come from the run's own feed, which starts empty with each process; the page says so.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.edges.feed import ENDS, Event
-from coordinator.plan import Job
-from coordinator.wording import RULES, epsilon_text, explain, never_less
-from policies.ledger import State
-from policies.rdp import epsilon_of
+from coordinator.explanations import RULES, epsilon_text, explain, format_rounded_up
+from coordinator.federation.events import ENDS, Event
+from coordinator.federation.job import Job
+from policies.accounting.rdp import epsilon_of
+from policies.ledger.state import State
 
 _SAME: Final = "Bring both sides to the same version."
 _SITE: Final = "See the agent's log at the site."
@@ -25,16 +25,16 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "offline": (
             "The hospital's agent was not connected.",
-            "Nothing, if it comes back; else call the site.",
+            "Nothing, if it comes back. Otherwise call the site.",
         ),
         "no_reply": (
             "The hospital's agent was asked and did not answer in time.",
             "See the agent's log at the site.",
         ),
-        "internal": ("Something failed at the hospital, or here.", "The log of that side knows what."),
+        "internal": ("Something failed at the hospital, or here.", "See the log of that side."),
         "bundle": ("The agent found another bundle than the one it knows.", _SAME),
         "message_type": (
-            "The agent was asked something that it does not know.",
+            "The agent received an unknown request.",
             "Bring both sides to the same version.",
         ),
         "policy": ("The hospital's own policy forbids it.", "Change the job, or agree on another policy."),
@@ -42,10 +42,10 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The agent does not know this method or its settings.",
             "Bring both sides to the same version.",
         ),
-        "unavailable": ("The hospital cannot take part; it does not say why, on purpose.", "Ask the site's IT."),
+        "unavailable": ("The hospital cannot take part. It gives no reason, by design.", "Ask the site's IT."),
         "schema": ("The answer was not of the agreed form.", _SAME),
         "not_finite": (
-            "The update held a number that is none.",
+            "The update contained a value that is not a number.",
             "Train with a smaller learning rate.",
         ),
         "size": ("The update had another length than the model.", _SAME),
@@ -53,7 +53,7 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The answer came from another hospital than was asked.",
             "Treat it as an attack.",
         ),
-        "another_round": ("The update was made for another round.", "Nothing: the next round asks anew."),
+        "another_round": ("The update was made for another round.", "Nothing: the next round asks again."),
         "not_selected": (
             "The strategy left the update out: too far from the others.",
             "Nothing, if once.",
@@ -61,11 +61,11 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "failed": ("The hospital's agent failed in an unknown way.", _SITE),
         "too_few_sites_online": (
             "Too few hospitals were connected.",
-            "It is tried for two hours, then stopped.",
+            "The coordinator tries for two hours, then stops the run.",
         ),
         "too_few_updates": ("Too few updates could be used.", _BESIDE),
         "too_few_grants": (
-            "Too few hospitals had the budget, or wanted to take part.",
+            "Too few hospitals had the budget, or agreed to take part.",
             "See beside each hospital why.",
         ),
         "no_aggregate": ("The updates could not be combined to a sound model.", "Choose another strategy."),
@@ -73,15 +73,15 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The masked sum could not be opened: too many hospitals left.",
             "Launch it again.",
         ),
-        "run_process_lost": ("The process that conducts the round ended; another takes its place.", "Nothing."),
-        "storage": ("The coordinator could not write to its disk.", "Make room, then resume the run."),
-        "by an operator": ("It was stopped by a person.", "Resume it when it shall go on."),
+        "run_process_lost": ("The process of the run ended; another one continues.", "Nothing."),
+        "storage": ("The coordinator could not write to its disk.", "Free some space, then resume the run."),
+        "by an operator": ("It was stopped by a person.", "Resume it when you are ready."),
         "not_granted": (
             "The coordinator's ledger holds no budget of this hospital for the run.",
-            "If it was refused, whoever may read refusals finds the rule there.",
+            "If it was refused, see the rule under Refusals.",
         ),
         "stopped": ("The coordinator was stopped.", "The run goes on when it is started again."),
-        "resume it with `round resume`": ("It was stopped.", "Resume it when it shall go on."),
+        "resume it with `round resume`": ("It was stopped.", "Resume it when you are ready."),
     }
 )
 STATES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
@@ -91,13 +91,13 @@ STATES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "stopped": ("stopped", "warn"),
         "stopping": ("stops after this round", "warn"),
         "waiting": ("waits for sites", "warn"),
-        "queued": ("waits for its turn", ""),
+        "queued": ("queued", ""),
         "running": ("running", ""),
     }
 )
 
 
-def why(code: str) -> tuple[str, str]:
+def explain_code(code: str) -> tuple[str, str]:
     """A code of a round in words, and what to do; an unknown one is named as it is."""
     known = _CODES.get(code)
     if known is None and code not in RULES and not code:
@@ -106,7 +106,7 @@ def why(code: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
+class Dropout:
     """A site that is not in a round."""
 
     site: str
@@ -116,18 +116,18 @@ class Out:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RoundRow:
     """One round."""
 
     number: int
     closed: bool
     asked: tuple[str, ...]  # empty when this process has not seen it
     counted: tuple[str, ...]
-    out: tuple[Out, ...]
+    out: tuple[Dropout, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SiteRound:
     """One site's part in the whole run."""
 
     site: str
@@ -135,11 +135,11 @@ class Seat:
     kind: str  # a badge's: yes | warn | no | nothing
     rounds: int  # whose model counts its update
     spent: str  # what was consumed so far, with its delta; "" for nothing
-    out: Out | None  # why it is out now
+    out: Dropout | None  # why it is out now
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class RunStatus:
     """A run as its page shows it."""
 
     job: Job
@@ -147,8 +147,8 @@ class Board:
     word: str
     kind: str
     closed: int
-    rows: tuple[Row, ...]  # newest first
-    seats: tuple[Seat, ...]
+    rows: tuple[RoundRow, ...]  # newest first
+    seats: tuple[SiteRound, ...]
     reason: str
     todo: str
 
@@ -164,15 +164,15 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
-    """What the ledger says of one run."""
+class RunEntries:
+    """One run, according to the ledger."""
 
     closed: int
     counted: Mapping[int, tuple[str, ...]]  # round -> sites, sorted
     grants: Mapping[str, tuple[str, int, str, int]]  # site -> state, used at the order, delta, order
 
 
-def books_of(state: State, jobs: Sequence[Job]) -> dict[str, Books]:
+def books_of(state: State, jobs: Sequence[Job]) -> dict[str, RunEntries]:
     """Run -> what the ledger says of it, copied out of the fold under its lock: one walk for all of them."""
     mine = {job.run: job for job in jobs}
     counted: dict[str, dict[int, list[str]]] = {run: {} for run in mine}
@@ -186,7 +186,7 @@ def books_of(state: State, jobs: Sequence[Job]) -> dict[str, Books]:
             opened = state.accounts[held.account].opened
             grants[held.run][held.site] = (grant.state, grant.used, opened.delta, opened.order)
     return {
-        run: Books(
+        run: RunEntries(
             state.rounds.get(run, 0), {n: tuple(sorted(sites)) for n, sites in counted[run].items()}, grants[run]
         )
         for run in mine
@@ -219,12 +219,13 @@ def _heard(events: Iterable[Event]) -> _Heard:
     return heard
 
 
-def board_of(job: Job, known: str, books: Books, events: Sequence[Event], stopping: bool = False) -> Board:
+def board_of(job: Job, known: str, books: RunEntries, events: Sequence[Event], stopping: bool = False) -> RunStatus:
     """The board.
 
     Args:
         job: the run.
-        known: as :meth:`coordinator.edges.runs.Runs.known` has it: finished, failed, stopped or open.
+        known: the state that :meth:`coordinator.federation.run_manager.RunManager.known` gives: finished, failed,
+            stopped or open.
         books: the ledger's word.
         events: of this process, from the first.
         stopping: a stop was asked for, and the round in progress goes on.
@@ -234,18 +235,18 @@ def board_of(job: Job, known: str, books: Books, events: Sequence[Event], stoppi
     word, kind = STATES[state]
     numbers = sorted(books.counted.keys() | heard.asked.keys() | {n for n in heard.out if n}, reverse=True)
     rows = tuple(
-        Row(
+        RoundRow(
             n,
             n <= books.closed,
             heard.asked.get(n, ()),
             books.counted.get(n, ()),
-            tuple(Out(site, code, *why(code)) for site, code in sorted(heard.out.get(n, {}).items())),
+            tuple(Dropout(site, code, *explain_code(code)) for site, code in sorted(heard.out.get(n, {}).items())),
         )
         for n in numbers
     )
     code = heard.last.reason if heard.last is not None and state in ("failed", "stopped", "waiting") else ""
     seats = tuple(_seat(site, job, books, heard, state) for site in job.sites)
-    return Board(job, state, word, kind, books.closed, rows, seats, *why(code))
+    return RunStatus(job, state, word, kind, books.closed, rows, seats, *explain_code(code))
 
 
 def _state(known: str, heard: _Heard, stopping: bool) -> str:
@@ -259,32 +260,32 @@ def _state(known: str, heard: _Heard, stopping: bool) -> str:
     return {"": "queued", "waiting": "waiting"}.get(last, "running")
 
 
-def _seat(site: str, job: Job, books: Books, heard: _Heard, state: str) -> Seat:
+def _seat(site: str, job: Job, books: RunEntries, heard: _Heard, state: str) -> SiteRound:
     """One site: what it was granted, how often it counts, and what its last word was."""
     rounds = sum(site in sites for sites in books.counted.values())
     grant = books.grants.get(site)
     newest = max((n for n, sites in heard.out.items() if site in sites), default=-1)
     code = heard.out[newest][site] if newest >= 0 else ""
     lasting = newest >= books.closed or grant is None  # else it came back, and later rounds count it
-    out = Out(site, code, *why(code)) if code and lasting else None
+    out = Dropout(site, code, *explain_code(code)) if code and lasting else None
     if grant is None:
         asked = bool(heard.out.get(0)) or bool(heard.granted) or state in ("finished", "failed")
         words = ("not in the run", "no") if asked else ("not asked yet", "")
-        return Seat(site, *words, rounds, "", out)
+        return SiteRound(site, *words, rounds, "", out)
     granted, used, delta, order = grant
     spent = _spent(used, delta, order)
     if out is not None:
-        return Seat(site, "out of the last round", "warn", rounds, spent, out)
+        return SiteRound(site, "out of the last round", "warn", rounds, spent, out)
     if granted != "held":
         told = (
             "took part" if rounds else {"spent": "its budget is spent", "freed": "left; nothing was spent"}[granted]
         )
-        return Seat(site, told, "yes" if rounds else "", rounds, spent, None)
-    return Seat(site, "takes part", "yes", rounds, spent, None)
+        return SiteRound(site, told, "yes" if rounds else "", rounds, spent, None)
+    return SiteRound(site, "takes part", "yes", rounds, spent, None)
 
 
 def _spent(used: int, delta: str, order: int) -> str:
     """What a part of a grant's amount means, rounded up."""
     if not used or not order:
         return ""
-    return f"epsilon {epsilon_text(epsilon_of(used, float(delta), order))} at delta {never_less(delta)}"
+    return f"epsilon {epsilon_text(epsilon_of(used, float(delta), order))} at delta {format_rounded_up(delta)}"

@@ -1,4 +1,4 @@
-"""The signed statement that an entry rests on: whose signature it bears, checked now, and what it says."""
+"""The signed statement behind an entry: its signer, verified now, and its content."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.console.narrative import shown
-from policies.audit import open_envelope
-from policies.entries import Enrolled, Entry
-from policies.export import Unsound
-from policies.ledger import State
-from policies.search import Index, Query
-from policies.store import Store
+from coordinator.console.entry_text import visible_text
+from policies.audit.auditor import open_envelope
+from policies.index.search import Index, Query
+from policies.ledger.entries import Enrolled, Entry
+from policies.ledger.export import ExportError
+from policies.ledger.state import State
+from policies.ledger.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Signed:
+class StatementView:
     """A sealed statement as a page shows it."""
 
     digest: str  # SHA-256 of the envelope, as in the entry
@@ -28,7 +28,7 @@ class Signed:
     raw: bytes
 
 
-def signed(entry: Entry, state: State, store: Store, index: Index) -> Signed | None:
+def statement_view(entry: Entry, state: State, store: Store, index: Index) -> StatementView | None:
     """The statement behind an entry; None for an entry that rests on none.
 
     Args:
@@ -43,17 +43,19 @@ def signed(entry: Entry, state: State, store: Store, index: Index) -> Signed | N
     raw = store.envelope(digest)
     who, keys = _keys(entry, state, store, index)
     if raw is None:
-        return Signed(digest.hex(), who, "The statement is not kept in this ledger.", False, "", b"")
+        return StatementView(digest.hex(), who, "The statement is not kept in this ledger.", False, "", b"")
     if hashlib.sha256(raw).digest() != digest:
-        return Signed(digest.hex(), who, "What is kept is not the statement of this entry.", False, "", raw)
+        return StatementView(digest.hex(), who, "The kept statement is not the one of this entry.", False, "", raw)
     for key in keys:
         try:
             payload = open_envelope(raw, key)
-        except Unsound:
+        except ExportError:
             continue
         said = f"The signature is valid: it is by the key {key.hex()[:12]}… of {who}."
-        return Signed(digest.hex(), who, said, True, _indented(payload), raw)
-    return Signed(digest.hex(), who, f"No key that this ledger knows of {who} made the signature.", False, "", raw)
+        return StatementView(digest.hex(), who, said, True, _indented(payload), raw)
+    return StatementView(
+        digest.hex(), who, f"No key that this ledger knows of {who} made the signature.", False, "", raw
+    )
 
 
 def _keys(entry: Entry, state: State, store: Store, index: Index) -> tuple[str, list[bytes]]:
@@ -79,4 +81,4 @@ def _indented(payload: bytes) -> str:
         value: Any = json.loads(payload)
     except ValueError:
         return ""
-    return "\n".join(map(shown, json.dumps(value, indent=2, ensure_ascii=False).split("\n")))
+    return "\n".join(map(visible_text, json.dumps(value, indent=2, ensure_ascii=False).split("\n")))

@@ -1,10 +1,9 @@
-"""Who takes part: invitations, requests, approvals, certificates and their end.
+"""Enrolment: invitations, requests, approvals, certificates and their end.
 
-A site joins in four steps. The operator invites it: a token, to be told apart from the invitation, and a certificate
-for the key that follows from the token. The site hands in its sealed request under that certificate, once. Two
-persons of different roles approve exactly that request. Then the ledger says that the site is enrolled, and which
-certificate it was given, and only then the certificate leaves. A crash between any two steps loses nothing: whoever
-asks again gets the answer that is due.
+A site joins in four steps. The operator invites it: a certificate, and a token sent separately, from which the
+certificate's key follows. The site submits its signed request under that certificate, once. Two people of different
+roles approve exactly that request. The ledger then records the enrolment and the site's certificate, and only then
+the certificate is sent. A crash between two steps loses nothing: the next request gets the pending answer.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from coordinator.edges.enrolments import INVITATION_LIFE, Asked, Enrolments, Record
-from coordinator.edges.home import Home
-from coordinator.intake import HUB, Intake
-from policies import governance
-from policies.audit import open_envelope
-from policies.office import APPROVING
-from policies.review import Finding
-from policies.statement import Approval, parse
-from protos.identity import (
+from coordinator.admission import COORDINATOR, AdmissionService
+from coordinator.enrolment.enrolment_requests import INVITATION_LIFE, Enrolments, Record, SignedRequest
+from coordinator.storage.directory import CoordinatorDirectory
+from policies.audit.auditor import open_envelope
+from policies.governance import decisions
+from policies.ledger.approvals import APPROVING
+from policies.review.rules import Finding
+from policies.statements import Approval, parse
+from protos.common.errors import PeerError
+from protos.identity.certificates import (
     LEAF_LIFE,
     SITE_NAME,
     agent_name,
@@ -46,14 +46,14 @@ from protos.identity import (
     requested_key,
     root_fingerprint,
 )
-from protos.token import new_token, read_token, token_key
+from protos.identity.join_token import new_token, read_token, token_key
 
 MOST_VALID: Final = 8  # certificates of one site at once; more are wanted by nobody honest
 _SPOILED: Final = "a certificate for this key was revoked: ask for a new invitation, and make a new key and request"
 _STALE: Final = 1 / 3  # of its life: with less left, a certificate that is picked up is replaced
 
 
-class JoinRefused(ValueError):
+class JoinError(PeerError, ValueError):
     """A call about taking part that is refused; the text is for the peer or the operator."""
 
 
@@ -68,7 +68,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class JoinState:
-    """Where a site's request stands, and what it is given."""
+    """The state of a site's request, and the reply to it."""
 
     state: str  # waiting | enrolled | declined
     fingerprint: str  # of the sealed request
@@ -94,8 +94,8 @@ class Authority:
 
     def __init__(
         self,
-        home: Home,
-        intake: Intake,
+        home: CoordinatorDirectory,
+        intake: AdmissionService,
         clock: Callable[[], dt.datetime],
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         life: dt.timedelta = LEAF_LIFE,
@@ -121,11 +121,11 @@ class Authority:
         answered at once, unless a certificate for its key was revoked.
 
         Raises:
-            JoinRefused: no name for a site.
-            BadCertificate, BadCoordinator, BadKeyFile: the authority cannot issue.
+            JoinError: no name for a site.
+            CertificateError, CoordinatorConfigError, KeyFileError: the authority cannot issue.
         """
-        if not SITE_NAME.fullmatch(site) or site == HUB:
-            raise JoinRefused("a site's name is 1 to 63 of a-z, 0-9 and -, and not the coordinator's")
+        if not SITE_NAME.fullmatch(site) or site == COORDINATOR:
+            raise JoinError("a site's name is 1 to 63 of a-z, 0-9 and -, and not the coordinator's")
         now, token = self._clock(), new_token(self._entropy)
         key, name = token_key(read_token(token)), joining_name(site)
         chain = issue(request(key, name), name, self._home.ca(), now, life=INVITATION_LIFE)
@@ -151,33 +151,33 @@ class Authority:
             leaf: that certificate, which is valid now: the invitation's, or the waiting one.
             envelope: the sealed request; empty: only ask.
         Raises:
-            JoinRefused: no such invitation, one that has ended, or one that was used for another request.
-            BadEnvelope, BadCertificate, MalformedStatement, PolicyError: the request cannot be used.
+            JoinError: no such invitation, one that has ended, or one that was used for another request.
+            EnvelopeError, CertificateError, StatementError, PolicyError: the request cannot be used.
         """
         with self._turn:
             record, key = self._kept.read(site), _hash(leaf.public_key())
             if record is None:
-                raise JoinRefused("there is no open invitation for this site: ask for a new one")
+                raise JoinError("there is no open invitation for this site: ask for a new one")
             if key == record.key:
                 return self._handed_in(record, envelope)
             digest = hashlib.sha256(envelope).hexdigest()
             for asked in filter(None, (record.asked, *record.earlier)):
                 if key == asked.key and (not envelope or digest == asked.digest):
                     return self._answer(record, asked)
-        raise JoinRefused("this invitation was replaced by a newer one, or is for another request or key")
+        raise JoinError("this invitation was replaced by a newer one, or is for another request or key")
 
     def _handed_in(self, record: Record, envelope: bytes) -> JoinState:
         """A call under the token's key: good for one request, which may be sent again."""
         if not self._clock().timestamp() < record.until:
-            raise JoinRefused("the invitation has ended: ask for a new one")
+            raise JoinError("the invitation has ended: ask for a new one")
         if not envelope:
-            raise JoinRefused("the request to take part is missing")
+            raise JoinError("the request to take part is missing")
         digest = hashlib.sha256(envelope).hexdigest()
         if record.bound and record.bound != digest:
             if not record.contested:  # into the ledger, once for each invitation
                 self._kept.write(replace(record, contested=True))
                 self._intake.unwelcome(record.site, "join", Finding("invitation_used", "a token in two hands"))
-            raise JoinRefused("this token was used for another request: say so, and ask for a new invitation")
+            raise JoinError("this token was used for another request: say so, and ask for a new invitation")
         if not record.bound:
             asked, earlier = self._read(record, envelope), record.earlier
             if record.asked is not None and record.asked.digest != digest:
@@ -187,19 +187,19 @@ class Authority:
         assert record.asked is not None
         return self._answer(record, record.asked)
 
-    def _read(self, record: Record, envelope: bytes) -> Asked:
+    def _read(self, record: Record, envelope: bytes) -> SignedRequest:
         """A request in order: sealed by its own key, for this site, neither it nor its key ended by revocation."""
         statement = self._intake.read_enrolment(envelope)
         if statement.site != record.site:
-            raise JoinRefused("the request is for another site than the invitation")
+            raise JoinError("the request is for another site than the invitation")
         key = _hash(requested_key(statement.csr.encode(), agent_name(record.site)))
         if key == record.key:
-            raise JoinRefused("the request is for the token's key, which the operator knows: make a key of your own")
+            raise JoinError("the request is for the token's key, which the operator knows: make a key of your own")
         if self._spoiled(record.site, key):
-            raise JoinRefused(_SPOILED)
-        asked = Asked(envelope, key, int(self._clock().timestamp()))
+            raise JoinError(_SPOILED)
+        asked = SignedRequest(envelope, key, int(self._clock().timestamp()))
         if bytes.fromhex(asked.digest) in self._store.state.requests and not self._in_force(record.site, asked):
-            raise JoinRefused("this request was approved before the site was revoked: make a fresh one")
+            raise JoinError("this request was approved before the site was revoked: make a fresh one")
         return asked
 
     def _spoiled(self, site: str, key: str) -> bool:
@@ -207,7 +207,7 @@ class Authority:
         revoked = self._store.state.revoked
         return any(number in revoked for number, known in self._kept.keys(site).items() if known == key)
 
-    def _answer(self, record: Record, asked: Asked) -> JoinState:
+    def _answer(self, record: Record, asked: SignedRequest) -> JoinState:
         said = fingerprint(asked.envelope)
         if self._in_force(record.site, asked):
             if self._spoiled(record.site, asked.key):  # a new invitation says why
@@ -222,16 +222,16 @@ class Authority:
         )
         return JoinState("waiting", said, waiting_certificate=waiting)
 
-    def _own_key(self, site: str, asked: Asked) -> ec.EllipticCurvePublicKey:
+    def _own_key(self, site: str, asked: SignedRequest) -> ec.EllipticCurvePublicKey:
         return requested_key(self._intake.read_enrolment(asked.envelope).csr.encode(), agent_name(site))
 
-    def _in_force(self, site: str, asked: Asked) -> bool:
+    def _in_force(self, site: str, asked: SignedRequest) -> bool:
         """Is this the request that the ledger says was approved, and the site not barred since?"""
         state = self._store.state
         enrolled = state.sites.get(site)
-        return enrolled is not None and enrolled.envelope.hex() == asked.digest and site not in state.barred
+        return enrolled is not None and enrolled.envelope.hex() == asked.digest and site not in state.revoked_sites
 
-    def _picked_up(self, record: Record, asked: Asked) -> bytes:
+    def _picked_up(self, record: Record, asked: SignedRequest) -> bytes:
         """The certificate of an approved request: the one of before while it is good, or a new one."""
         if asked.certificate:
             leaf = leaf_of(asked.certificate.encode())
@@ -249,10 +249,10 @@ class Authority:
         """A site's certificate; it is in the ledger before anybody has it, and its key is remembered before that.
 
         Raises:
-            JoinRefused: a certificate for this key was revoked.
+            JoinError: a certificate for this key was revoked.
         """
         if self._spoiled(site, _hash(public)):
-            raise JoinRefused(_SPOILED)
+            raise JoinError(_SPOILED)
         chain = certify(public, agent_name(site), self._home.ca(), self._clock(), life=self._life)
         leaf = leaf_of(chain)
         digest, end = leaf.fingerprint(SHA256()), int(leaf.not_valid_after_utc.timestamp())
@@ -290,33 +290,33 @@ class Authority:
     def enrol(self, site: str, serial: str, approvals: Sequence[bytes]) -> None:
         """Write persons' approvals, and enrol the site when one of each approving role approved this very request.
 
-        What was approved is ``enrol``, the site, and the SHA-256 of its sealed request. Approvals that are written
-        stay, also when more are needed. Of a site that is enrolled none is written, so that none is left over for
-        after a revocation: with this request all is well, and with another one it is refused.
+        The approval covers ``enrol``, the site, and the SHA-256 of its signed request. Written approvals stay valid,
+        also if more are needed. For a site that is already enrolled none is written, so none is left over for the
+        time after a revocation: the same request succeeds, and another one is refused.
 
         Raises:
-            JoinRefused: no request waits, the site is enrolled with another one, an approval is for something else,
+            JoinError: no request waits, the site is enrolled with another one, an approval is for something else,
                 or a role is missing.
-            InvalidEntry: an approval is nobody's who was appointed here.
-            BadEnvelope, BadCertificate, MalformedStatement, PolicyError: the request cannot be used any more.
+            InvalidEntryError: an approval is nobody's who was appointed here.
+            EnvelopeError, CertificateError, StatementError, PolicyError: the request cannot be used any more.
         """
         with self._turn:
             record = self._kept.read(site) if SITE_NAME.fullmatch(site) else None
             asked = record.asked if record else None
             if asked is None or (asked.state == "declined") or not self._clock() < asked.ends:
-                raise JoinRefused("no request of that site waits for approval")
+                raise JoinError("no request of that site waits for approval")
             for envelope in approvals:
                 _for_this(envelope, (serial, "enrol", site, asked.digest))
             if self._in_force(site, asked):
                 return
-            if site in self._store.state.sites and site not in self._store.state.barred:
-                raise JoinRefused("the site is enrolled already, with another request; nothing was written")
+            if site in self._store.state.sites and site not in self._store.state.revoked_sites:
+                raise JoinError("the site is enrolled already, with another request; nothing was written")
             for envelope in approvals:
-                governance.approve(self._store, envelope)
+                decisions.approve(self._store, envelope)
             agreed = set(self._store.state.approvals(serial, "enrol", site, asked.digest))
             if not agreed >= APPROVING:
                 missing = " and ".join(sorted(APPROVING - agreed))
-                raise JoinRefused(f"approvals are kept, and more are needed: one person in the role of {missing}")
+                raise JoinError(f"approvals are kept, and more are needed: one person in the role of {missing}")
             self._intake.enrol(asked.envelope, serial)
 
     def renew(self, site: str, current_leaf: x509.Certificate, csr_pem: bytes) -> bytes:
@@ -329,20 +329,20 @@ class Authority:
         Returns:
             The chain, PEM; its entry is in the ledger.
         Raises:
-            JoinRefused: the site or the certificate is not admitted now, the key is the old one or one whose
+            JoinError: the site or the certificate is not admitted now, the key is the old one or one whose
                 certificate was revoked, or too many are valid.
-            BadCertificate: the signing request cannot be used.
+            CertificateError: the signing request cannot be used.
         """
         with self._turn:
             state, now = self._store.state, self._clock()
             if not state.admits(site, number_of(current_leaf)) or not now <= current_leaf.not_valid_after_utc:
-                raise JoinRefused("this certificate is not good any more: ask for a new invitation")
+                raise JoinError("this certificate is not good any more: ask for a new invitation")
             public = requested_key(csr_pem, agent_name(site))
             if public == current_leaf.public_key():
-                raise JoinRefused("a renewal is for a fresh key")
+                raise JoinError("a renewal is for a fresh key")
             valid = [c for c in state.issued.values() if c.site == site and now.timestamp() < c.not_after]
             if not len([c for c in valid if c.number not in state.revoked]) < MOST_VALID:
-                raise JoinRefused("too many certificates of this site are valid at once: wait until some have ended")
+                raise JoinError("too many certificates of this site are valid at once: wait until some have ended")
             return self._issue(site, public)
 
     def revoke(self, site: str, number: str, why: str) -> None:
@@ -351,15 +351,15 @@ class Authority:
         A request that waits for approval is declined by the latter, and an open invitation ends.
 
         Raises:
-            JoinRefused: there is nothing of that site to end.
-            InvalidEntry: no such certificate, or revoked already.
+            JoinError: there is nothing of that site to end.
+            InvalidEntryError: no such certificate, or revoked already.
         """
         with self._turn:
             record = self._kept.read(site) if SITE_NAME.fullmatch(site) else None
             state = self._store.state
-            enrolled = site in state.sites and site not in state.barred
+            enrolled = site in state.sites and site not in state.revoked_sites
             if not enrolled and (number or record is None):
-                raise JoinRefused("nothing of that site is enrolled, or waits")
+                raise JoinError("nothing of that site is enrolled, or waits")
             if enrolled:
                 self._intake.register.revoke(site, _number(number), why)
             if record is not None and not number:
@@ -371,26 +371,26 @@ def _for_this(envelope: bytes, wanted: tuple[str, str, str, str]) -> None:
     """Is this an approval of exactly that? Whose it is, the ledger's counter finds out.
 
     Raises:
-        JoinRefused: of something else, or none.
+        JoinError: of something else, or none.
     """
     try:
         said = parse(open_envelope(envelope, None))
     except ValueError:
-        raise JoinRefused("an approval cannot be read; nothing was written") from None
+        raise JoinError("an approval cannot be read; nothing was written") from None
     if not isinstance(said, Approval) or (said.serial, said.action, said.subject, said.value) != wanted:
         serial, action, subject, value = wanted
-        raise JoinRefused(f"an approval is for something else; sign: {action} {subject} {value} --serial {serial}")
+        raise JoinError(f"an approval is for something else; sign: {action} {subject} {value} --serial {serial}")
 
 
 def _number(typed: str) -> str:
     """A certificate's number as the ledger writes it; only what is empty means all of them.
 
     Raises:
-        JoinRefused: not a number in hexadecimal.
+        JoinError: not a number in hexadecimal.
     """
     plain = typed.lower().lstrip("0")
     if typed and not re.fullmatch(r"[0-9a-f]{1,40}", plain):
-        raise JoinRefused("a certificate's number is hexadecimal, as the ledger shows it")
+        raise JoinError("a certificate's number is hexadecimal, as the ledger shows it")
     return plain
 
 

@@ -1,4 +1,4 @@
-"""The file of each site that wants to take part: its invitation, and the sealed requests that came under it.
+"""The file of each applying site: its invitation, and the signed requests received under it.
 
 No secret is kept: of an invitation only the hash of the key that its token leads to. Beside it, and never forgotten:
 which public key each certificate was issued for.
@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.edges.home import BadCoordinator
-from protos.identity import SITE_NAME
-from protos.keyfile import read_private, replace_private
+from coordinator.errors import CoordinatorConfigError
+from protos.identity.certificates import SITE_NAME
+from protos.identity.key_files import read_private, replace_private
 
 INVITATION_LIFE: Final = dt.timedelta(minutes=30)
 WAITING_LIFE: Final = dt.timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SignedRequest:
     """A site's sealed request to take part."""
 
     envelope: bytes
@@ -43,7 +43,7 @@ class Asked:
         """Until when it may wait, and be asked for, UTC."""
         return dt.datetime.fromtimestamp(self.received, dt.UTC) + WAITING_LIFE
 
-    def declined(self, reason: str) -> Asked:
+    def declined(self, reason: str) -> SignedRequest:
         """It will not be approved; one that was declined keeps its first reason."""
         return self if self.state == "declined" else replace(self, state="declined", reason=reason)
 
@@ -56,22 +56,18 @@ class Record:
     until: int  # the invitation's end, seconds since 1970
     key: str  # SHA-256 of the public key (DER) that its token leads to
     bound: str = ""  # digest of the one request that it was used for
-    asked: Asked | None = None  # the newest request
-    earlier: tuple[Asked, ...] = ()  # those that it replaced
+    asked: SignedRequest | None = None  # the newest request
+    earlier: tuple[SignedRequest, ...] = ()  # those that it replaced
     contested: bool = False  # the token came with another request too
 
-    def noted(self) -> Record:
-        """The same, and the token was seen in two hands."""
-        return replace(self, contested=True)
-
-    def exchanged(self, old: Asked, new: Asked) -> Record:
+    def exchanged(self, old: SignedRequest, new: SignedRequest) -> Record:
         """The same with another version of one of the requests."""
         asked = new if self.asked is old else self.asked
         return replace(self, asked=asked, earlier=tuple(new if a is old else a for a in self.earlier))
 
 
 class Enrolments:
-    """A folder with a private file for each site; whoever uses it takes care that only one does at a time."""
+    """A folder with a private file for each site; the caller must ensure one access at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder, if there is none."""
@@ -82,8 +78,8 @@ class Enrolments:
         """What is known of a site.
 
         Raises:
-            BadCoordinator: its file was changed by hand.
-            BadKeyFile: its file is open to others.
+            CoordinatorConfigError: its file was changed by hand.
+            KeyFileError: its file is open to others.
         """
         path = self._path(site)
         if not path.exists():
@@ -92,11 +88,13 @@ class Enrolments:
         try:
             record = _record(json.loads(body))
         except (ValueError, KeyError, TypeError):
-            raise BadCoordinator(
-                f"enrolments/{path.name} cannot be read: remove it, and invite the site anew"
+            raise CoordinatorConfigError(
+                f"enrolments/{path.name} cannot be read: remove it, and invite the site again"
             ) from None
         if record.site != site:
-            raise BadCoordinator(f"enrolments/{path.name} is another site's: remove it, and invite the site anew")
+            raise CoordinatorConfigError(
+                f"enrolments/{path.name} is another site's: remove it, and invite the site again"
+            )
         return record
 
     def write(self, record: Record) -> None:
@@ -111,8 +109,8 @@ class Enrolments:
         """The number of each certificate that was issued to the site -> SHA-256 of its public key (DER).
 
         Raises:
-            BadCoordinator: the file was changed by hand.
-            BadKeyFile: it is open to others.
+            CoordinatorConfigError: the file was changed by hand.
+            KeyFileError: it is open to others.
         """
         path = self._path(site).with_suffix(".keys")
         if not path.exists():
@@ -123,7 +121,7 @@ class Enrolments:
         except ValueError:
             known = None
         if not isinstance(known, dict) or not all(isinstance(key, str) for key in known.values()):
-            raise BadCoordinator(f"enrolments/{path.name} cannot be read: restore it from a backup")
+            raise CoordinatorConfigError(f"enrolments/{path.name} cannot be read: restore it from a backup")
         return known
 
     def remember(self, site: str, number: str, key: str) -> None:
@@ -149,7 +147,7 @@ def _json(record: Record) -> dict[str, Any]:
     return out
 
 
-def _asked_json(asked: Asked) -> dict[str, Any]:
+def _asked_json(asked: SignedRequest) -> dict[str, Any]:
     return {**asdict(asked), "envelope": base64.b64encode(asked.envelope).decode()}
 
 
@@ -158,5 +156,5 @@ def _record(document: Any) -> Record:
     return Record(**document, asked=_asked(asked) if asked else None, earlier=tuple(map(_asked, earlier)))
 
 
-def _asked(document: Any) -> Asked:
-    return Asked(**{**document, "envelope": base64.b64decode(document["envelope"], validate=True)})
+def _asked(document: Any) -> SignedRequest:
+    return SignedRequest(**{**document, "envelope": base64.b64decode(document["envelope"], validate=True)})

@@ -1,22 +1,22 @@
 """The arithmetic of a round: from the sites' updates to the next global parameters. Pure; numpy only.
 
-A strategy is frozen public configuration; what it carries from round to round is in :class:`Moments`, which the round
-checkpoint keeps, so that a killed run goes on bit for bit. Vectors are (p,) float32 on the wire and float64 in here.
-Updates are taken in the order of the sites' names: the order of arrival changes not a bit. Whatever comes out is
-finite, or it is :class:`NoAggregate`.
+A strategy is frozen public configuration. Its state between rounds is in :class:`Moments`, which the round checkpoint
+stores, so a killed run resumes bit for bit. Vectors are (p,) float32 on the wire and float64 in here. Updates are
+processed in the order of the sites' names, so the order of arrival has no effect. Every result is finite, or
+:class:`NoAggregateError` is raised.
 
-Weights are the hub's public constants, and capped. A site's own number of examples is never one: it is a statistic of
-patients that would have to be released and charged first, and a site could lie about it. That is why Flower's own
-strategies are not used: they weigh by the ``num-examples`` that a site declares (negative and huge numbers included),
-need records and messages around the numbers, and keep their moments in memory. They are the tests' second
-implementation, and depart from the papers in this: FedAdam and FedYogi start at v = 0 instead of tau^2 and compute in
-float32, FedAdam corrects a bias that the paper's algorithm does not (and with an exponent one too high), the trimmed
-mean trims nothing of few updates without a word, Krum accepts any number of sites, and a NaN passes through all.
+Weights are public constants of the coordinator, and capped. A site's number of examples is never a weight: it is a
+statistic of patients that would have to be released and charged first, and a site could lie about it. That is why
+Flower's own strategies are not used: they weigh by the ``num-examples`` that a site declares (negative and huge
+numbers included), need records and messages around the numbers, and keep their moments in memory. They are the tests'
+second implementation. They depart from the papers in this: FedAdam and FedYogi start at v = 0 instead of tau^2 and
+compute in float32, FedAdam corrects a bias that the paper's algorithm does not (and with an exponent one too high),
+the trimmed mean silently trims nothing when there are few updates, Krum accepts any number of sites, and a NaN passes
+through all.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -25,13 +25,12 @@ from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 
-from coordinator.strictjson import json_object
-from coordinator.vectors import (
-    BadMoments,
+from coordinator.federation.vectors import (
     Doubles,
     Moments,
+    MomentsError,
     Named,
-    NoAggregate,
+    NoAggregateError,
     Vector,
     aggregate,
     change,
@@ -42,18 +41,21 @@ from coordinator.vectors import (
     sites,
     squared_distances,
     stateless,
-    usable,
+    vector_problem,
 )
+from coordinator.strict_json import json_object
+from protos.common.canonical_json import canonical
+from protos.common.errors import ConfigError
 
-# defined in coordinator.vectors, and part of this module's interface
-__all__ = ["BadMoments", "Moments", "NoAggregate", "aggregate", "shares", "usable"]
+# defined in coordinator.federation.vectors, and part of this module's interface
+__all__ = ["Moments", "MomentsError", "NoAggregateError", "aggregate", "shares", "vector_problem"]
 
 Step = tuple[Vector, Moments, tuple[str, ...]]  # new parameters, what to remember, the sites that are in them
 
 CAP: Final = 0.5  # the largest share of one site where sites are weighted and nothing else is said
 
 
-class BadStrategy(ValueError):
+class StrategyError(ConfigError, ValueError):
     """The strategy's configuration is wrong; the text names every key at fault."""
 
 
@@ -68,10 +70,10 @@ class Aggregator(Protocol):
         Returns:
             The new parameters (p,) float32, what to remember, and the sites that are in them, sorted.
         Raises:
-            NoAggregate: too few or unusable updates, a state of another run, or a result that is not finite.
+            NoAggregateError: too few or unusable updates, a state of another run, or a result that is not finite.
         """
 
-    def least(self) -> int:
+    def min_updates(self) -> int:
         """The smallest number of updates that can be aggregated."""
 
     def to_json(self) -> str:
@@ -88,9 +90,9 @@ class _Strategy:
         """Refuse a configuration that makes no sense, all problems at once."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         if wrong := _out_of_range(values):
-            raise BadStrategy(f"{self.name}: " + "; ".join(wrong))
+            raise StrategyError(f"{self.name}: " + "; ".join(wrong))
 
-    def least(self) -> int:
+    def min_updates(self) -> int:
         """One update is enough."""
         return 1
 
@@ -98,7 +100,7 @@ class _Strategy:
         """Sorted keys, no spaces, floats that read back exactly; what was left to its default is left out."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in given.items() if v is not None}
-        return json.dumps({"name": self.name, **values}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return canonical({"name": self.name, **values}).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class FedAvg(_Strategy):
             return self.cap
         return 1.0 if self.weights is None else CAP
 
-    def least(self) -> int:
+    def min_updates(self) -> int:
         """As many as keep a share under the cap: with fewer, some site must exceed it."""
         return next(n for n in range(1, math.ceil(1 / self.most) + 2) if n * self.most >= 1)
 
@@ -144,10 +146,10 @@ class FedAvg(_Strategy):
         """The round where only the uniform mean ``delta`` (p,) of the sites' changes is known (secure aggregation).
 
         Raises:
-            NoAggregate: there are weights, which a sum of masked updates cannot follow; else as :meth:`step`.
+            NoAggregateError: there are weights, which a sum of masked updates cannot follow; else as :meth:`step`.
         """
         if self.weights is not None:
-            raise NoAggregate("weights cannot be applied to a sum")
+            raise NoAggregateError("weights cannot be applied to a sum")
         stateless(state)
         return rounded(start.astype(np.float64) + change(start, delta)), Moments(state.t + 1)
 
@@ -155,7 +157,7 @@ class FedAvg(_Strategy):
         if self.weights is None:
             return 1.0
         if site not in self.weights:
-            raise NoAggregate(f"{site}: the strategy has no weight for it")
+            raise NoAggregateError(f"{site}: the strategy has no weight for it")
         return self.weights[site]
 
 
@@ -197,12 +199,12 @@ class _Adaptive(_Strategy):
         """Lines 11 to 15: from the uniform mean ``delta`` (p,) of the sites' changes, all that a secure sum tells.
 
         Raises:
-            NoAggregate: the state is of another run, or the result is not finite.
+            NoAggregateError: the state is of another run, or the result is not finite.
         """
         delta = change(start, delta)
         first = state.t == 0 and not state.m.size
         if not first and state.m.shape != start.shape:
-            raise NoAggregate("the moments are of another model or strategy")
+            raise NoAggregateError("the moments are of another model or strategy")
         m = np.zeros(start.size) if first else state.m
         v = np.full(start.size, self.tau**2) if first else state.v  # line 1
         m = self.beta1 * m + (1 - self.beta1) * delta  # line 11
@@ -247,7 +249,7 @@ class TrimmedMean(_Strategy):
 
     name: ClassVar[str] = "trimmed-mean"
 
-    def least(self) -> int:
+    def min_updates(self) -> int:
         """Something must remain."""
         return 2 * self.trim + 1
 
@@ -256,15 +258,15 @@ class TrimmedMean(_Strategy):
         named = checked(start, updates, finite=False)
         stateless(state)
         n, k = len(named), self.trim
-        if not n >= self.least():
-            raise NoAggregate(f"trimming {k} at each end needs {self.least()} updates, there are {n}")
+        if not n >= self.min_updates():
+            raise NoAggregateError(f"trimming {k} at each end needs {self.min_updates()} updates, there are {n}")
         mean = np.empty(start.size)
         for part in chunks(start.size):
             stack = np.stack([vector[part] for _, vector in named], axis=1)
             stack.sort(axis=1)  # NaN counts as the largest
             with np.errstate(invalid="ignore"):
                 mean[part] = stack[:, k : n - k].mean(axis=1, dtype=np.float64)
-        finite = [(site, vector) for site, vector in named if usable(vector, start.size) is None]
+        finite = [(site, vector) for site, vector in named if vector_problem(vector, start.size) is None]
         return rounded(mean), Moments(state.t + 1), sites(finite)
 
 
@@ -283,7 +285,7 @@ class Krum(_Strategy):
 
     name: ClassVar[str] = "krum"
 
-    def least(self) -> int:
+    def min_updates(self) -> int:
         """2f + 3 (the paper: 2f + 2 < n), and ``multi`` chosen among n - f - 2 (El Mhamdi et al. 2018)."""
         return max(2 * self.byzantine + 3, self.multi + self.byzantine + 2)
 
@@ -292,13 +294,15 @@ class Krum(_Strategy):
         named = checked(start, updates, finite=False)
         stateless(state)
         n, near = len(named), len(named) - self.byzantine - 2
-        if not n >= self.least():
-            raise NoAggregate(f"Krum against {self.byzantine} sites needs {self.least()} updates, there are {n}")
+        if not n >= self.min_updates():
+            raise NoAggregateError(
+                f"Krum against {self.byzantine} sites needs {self.min_updates()} updates, there are {n}"
+            )
         distances = squared_distances(start, named)
         scores = np.partition(distances, near - 1, axis=1)[:, :near].sum(axis=1)
         order = np.argsort(scores, kind="stable")[: self.multi]
         if not bool(np.isfinite(scores[order]).all()):
-            raise NoAggregate("too few updates are finite")
+            raise NoAggregateError("too few updates are finite")
         chosen = [named[i] for i in sorted(order)]
         return aggregate([vector for _, vector in chosen]), Moments(state.t + 1), sites(chosen)
 
@@ -369,15 +373,15 @@ def strategy_from(text: str) -> Strategy:
     """Read ``{"name": "fedavg", ...}``: one of :data:`STRATEGIES`, its own keys, none unknown, missing or twice.
 
     Raises:
-        BadStrategy: anything else; every key at fault is named at once.
+        StrategyError: anything else; every key at fault is named at once.
     """
     try:
         values = json_object(text)
     except ValueError:
-        raise BadStrategy("the strategy is not a JSON object of distinct keys and finite numbers") from None
+        raise StrategyError("the strategy is not a JSON object of distinct keys and finite numbers") from None
     name = values.pop("name", None)
     if type(name) is not str or name not in STRATEGIES:
-        raise BadStrategy(f"the strategy needs a name: one of {', '.join(STRATEGIES)}")
+        raise StrategyError(f"the strategy needs a name: one of {', '.join(STRATEGIES)}")
     kind = STRATEGIES[name]
     known = {f.name: f for f in fields(kind)}
     wrong = [f"{key}: missing" for key, f in known.items() if f.default is MISSING and key not in values]
@@ -387,6 +391,6 @@ def strategy_from(text: str) -> Strategy:
     wrong += [f"{key}: must not be null" for key, value in sorted(given.items()) if value is None]
     wrong += _out_of_range({key: value for key, value in given.items() if value is not None})
     if wrong:
-        raise BadStrategy(f"{name}: " + "; ".join(wrong))
+        raise StrategyError(f"{name}: " + "; ".join(wrong))
     arguments: dict[str, Any] = given
     return kind(**arguments)

@@ -1,4 +1,4 @@
-"""Who watches a run, and whose turn it is."""
+"""Watchers of a run, and the order of runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Feed:
+class EventStream:
     """A run's events so far, and a way to wait for more."""
 
     events: list[Event] = field(default_factory=list)
@@ -70,8 +70,8 @@ class _Person:
         return self.sites is not None and other.sites is not None and self.sites.isdisjoint(other.sites)
 
 
-class Line:
-    """First come, first served: several at a time, but nobody beside or before an earlier one of the same site."""
+class RunQueue:
+    """First come, first served: several at a time, but never two of the same site, and in their order."""
 
     def __init__(self, most: int = 4) -> None:
         """Nobody stands in it; ``most`` may go at a time."""

@@ -1,13 +1,13 @@
-"""What an agent says to Flower, bound to the site that says it.
+"""An agent's calls to Flower, bound to the site that makes them.
 
-Flower identifies a node by a signature over a timestamp, hands any object to whoever knows its digest, and lets any
-node confirm, and so delete, another's message. Here every call comes from a site that the gRPC port has
-authenticated, and it may speak only as the node that was enrolled with it: the key in its header, the node that it
-names, the messages that were listed to it, their objects, its own replies and their objects. Only then does the call
-reach the SuperLink, which makes its own checks again.
+Flower identifies a node by a signature over a timestamp, gives any object to any caller with its digest, and lets any
+node confirm, and so delete, another node's message. Here every call comes from a site that the gRPC port has
+authenticated, and that site may act only as the node enrolled with it: the key in its header, the node that it names,
+the messages that were listed to it, their objects, its own replies and their objects. Only then does the call reach
+the SuperLink, which makes its own checks again.
 
-A call in another's name is answered with 403, and bytes that are not a message with 400; both are reported. One that
-names what nobody has (after this process was restarted, say) gets 401 or 404, as Flower's own client expects.
+A call in another site's name gets 403, and bytes that are not a message get 400; both are reported. A call that names
+something unknown (after a restart of this process, say) gets 401 or 404, as Flower's own client expects.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from google.protobuf.message import DecodeError
 
-from protos.rounds import FLEET_BODY, FLEET_CALLS, FLEET_HEADERS, FLEET_PART, MAX_OBJECTS
-from protos.v1 import gateway_pb2 as pb
+from protos.common.errors import PeerError
+from protos.federation.messages import FLEET_BODY, FLEET_CALLS, FLEET_HEADERS, FLEET_PART, MAX_OBJECTS
+from protos.v1 import gateway_pb2
 
 _CALL_S: Final = 25.0  # below an agent's 30 s
 _AT_ONCE: Final = 4  # calls of one site: its work, its heartbeat, and one each that it has given up
@@ -64,7 +65,7 @@ assert _REQUESTS.keys() == FLEET_CALLS
 
 
 class SuperLink(Protocol):
-    """What is needed of `coordinator.edges.federation.FlowerHost`."""
+    """What is needed of `coordinator.federation.superlink.FlowerHost`."""
 
     def fleet(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> tuple[int, bytes]:
         """One call, to its end."""
@@ -73,7 +74,7 @@ class SuperLink(Protocol):
         """The node of a key."""
 
 
-class _Turned(Exception):
+class _TurnedError(PeerError):
     """The call goes no further: an HTTP status, and what to report of it, if anything."""
 
     def __init__(self, status: int, report: str = "") -> None:
@@ -99,7 +100,7 @@ class Fleet:
         self,
         host: SuperLink,
         node_keys: Mapping[str, str],
-        report: Callable[[str, str], None],
+        report: Callable[[str, str], object],
         seconds: float = _CALL_S,
     ) -> None:
         """Nothing is called yet.
@@ -119,13 +120,13 @@ class Fleet:
     def handle(self, site: str, parts: Iterator[Any]) -> Iterator[Any]:
         """One call of the gRPC method ``Fleet``, by an authenticated ``site``: parts in, parts out.
 
-        The caller hangs up on a stream that says nothing. Nothing is kept of a body beyond its allowed size.
+        The caller closes an idle stream. Nothing beyond the allowed size of a body is stored.
         """
         with self._place(site) as free:
             status, body = self._read_and_call(site, parts) if free else (503, b"")
-        yield pb.FleetPart(status=status, headers={"content-type": _KIND})
+        yield gateway_pb2.FleetPart(status=status, headers={"content-type": _KIND})
         for at in range(0, len(body), FLEET_PART):
-            yield pb.FleetPart(data=body[at : at + FLEET_PART])
+            yield gateway_pb2.FleetPart(data=body[at : at + FLEET_PART])
 
     @contextlib.contextmanager
     def _place(self, site: str) -> Iterator[bool]:
@@ -162,7 +163,7 @@ class Fleet:
             return 413, b""
         try:
             mail = self._bind(site, path, headers, _parsed(path, body))
-        except _Turned as turned:
+        except _TurnedError as turned:
             if turned.report:
                 self._report(site, turned.report)
             return turned.status, b""
@@ -177,26 +178,26 @@ class Fleet:
         """Is this call in the site's own name? The message that it is about, if it is about one.
 
         Raises:
-            _Turned: it is not, or nobody can tell.
+            _TurnedError: it is not, or nobody can tell.
         """
         key = self._key(site)
         if _decoded(headers.get("flwr-public-key", "")) != key:
-            raise _Turned(403, "node_key")
+            raise _TurnedError(403, "node_key")
         if path == "/v1/fleet/activate-node":
             if request.public_key != key:
-                raise _Turned(403, "node_key")
+                raise _TurnedError(403, "node_key")
             return None
         named = request.node_id if path == "/v1/fleet/deactivate-node" else request.node.node_id
         if named != self._host.node_id(key):
             another = any(self._host.node_id(self._key(other)) == named for other in self._others(site))
-            raise _Turned(403, "node") if another else _Turned(401)
+            raise _TurnedError(403, "node") if another else _TurnedError(401)
         return self._about(site, path, request, named)
 
     def _about(self, site: str, path: str, request: Any, node: int) -> _Mail | None:
         """The message of this site that the call is about.
 
         Raises:
-            _Turned: it is about another's, or about none.
+            _TurnedError: it is about another's, or about none.
         """
         if path == "/v1/fleet/get-run":
             return self._find(site, "run", lambda mail: mail.run == request.run_id)
@@ -209,7 +210,7 @@ class Fleet:
         if path == "/v1/fleet/push-object":
             mail = self._find(site, "session", lambda mail: bool(mail.session) and mail.session == request.session_id)
             if mail.run != request.run_id or request.object_id not in mail.reply:
-                raise _Turned(403, "object")
+                raise _TurnedError(403, "object")
             return mail
         if path == "/v1/fleet/push-messages":
             return self._reply(site, request, node)
@@ -218,13 +219,13 @@ class Fleet:
     def _reply(self, site: str, request: Any, node: int) -> _Mail:
         """The message that is answered: one reply, from the site's own node, of bounded size."""
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
-            raise _Turned(400, "bad_message")
+            raise _TurnedError(400, "bad_message")
         metadata = request.messages_list[0].metadata
         if metadata.src_node_id != node:
-            raise _Turned(403, "source")
+            raise _TurnedError(403, "source")
         branches = islice(iterate_object_tree(request.message_object_trees[0]), MAX_OBJECTS + 1)
         if not len(list(branches)) <= MAX_OBJECTS:
-            raise _Turned(413)
+            raise _TurnedError(413)
         to, run = metadata.reply_to_message_id, metadata.run_id
         return self._find(site, "message", lambda mail: mail.message == to and mail.run == run)
 
@@ -232,14 +233,14 @@ class Fleet:
         """The newest message listed to ``site`` for which ``right`` holds.
 
         Raises:
-            _Turned: only another site's is like that, or none.
+            _TurnedError: only another site's is like that, or none.
         """
         with self._mutex:
             mine = [mail for mail in self._mail.get(site, ()) if right(mail)]
             others = any(right(mail) for other, box in self._mail.items() if other != site for mail in box)
         if mine:
             return mine[-1]
-        raise _Turned(403, what) if others else _Turned(404)
+        raise _TurnedError(403, what) if others else _TurnedError(404)
 
     def _note(self, site: str, path: str, mail: _Mail | None, answer: bytes) -> None:
         """Remember what was listed to the site, and what it was asked to push."""
@@ -263,12 +264,12 @@ class Fleet:
         """The enrolled key of ``site``.
 
         Raises:
-            _Turned: it has none.
+            _TurnedError: it has none.
         """
         try:
             return flower_key(self._node_keys[site].encode())
         except (KeyError, ValueError):
-            raise _Turned(401) from None
+            raise _TurnedError(401) from None
 
     def _others(self, site: str) -> list[str]:
         return [other for other in list(self._node_keys) if other != site]
@@ -293,12 +294,12 @@ def _parsed(path: str, body: bytes) -> Any:
     """The request in a body.
 
     Raises:
-        _Turned: it is no message of that call.
+        _TurnedError: it is no message of that call.
     """
     try:
         return _REQUESTS[path].FromString(body)
     except DecodeError:
-        raise _Turned(400, "bad_message") from None
+        raise _TurnedError(400, "bad_message") from None
 
 
 def _decoded(text: str) -> bytes:

@@ -1,6 +1,6 @@
 """Flower's grid as a run at the coordinator uses it: bounded waits, nothing taken on a sender's word.
 
-With coordinator/edges/federation.py this is all use of Flower's private interfaces at this side.
+With coordinator/federation/superlink.py this is all use of Flower's private interfaces at this side.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
-from coordinator.edges.listeners import KEY_HEADER
-from protos.rounds import MAX_OBJECTS
+from coordinator.federation.superlink_listeners import KEY_HEADER
+from protos.federation.messages import MAX_OBJECTS
 
 _POLL_S: Final = 0.2
 CALL_S: Final = 30.0  # one private call
@@ -64,8 +64,8 @@ def direct(client: Any, transport: httpx.BaseTransport | None = None) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class PrivateWay:
-    """The way to the private listener: this process only, and who has its calls made by this one."""
+class LoopbackEndpoint:
+    """The endpoint of the private listener: for this process only, and those whose calls it relays."""
 
     address: str
     key: str = field(repr=False)  # "": who makes the calls adds it
@@ -77,10 +77,10 @@ class PrivateWay:
         return self.address, True, None, [*([_Key(self.key)] if self.key else []), version, *more]
 
 
-class PromptGrid(HttpGrid):
+class BoundedGrid(HttpGrid):
     """Flower's grid with bounded waits, and metadata from the server instead of from the sender."""
 
-    def __init__(self, way: PrivateWay, token: str, stopping: threading.Event) -> None:
+    def __init__(self, way: LoopbackEndpoint, token: str, stopping: threading.Event) -> None:
         """A grid for the task that ``token`` stands for; ``stopping`` cuts its waits short."""
         self._way, self._stopping = way, stopping
         super().__init__(way.address, insecure=True, token=token)

@@ -1,25 +1,26 @@
-"""What a federated run is, what it would cost each site, and whether to launch it. Pure.
+"""A federated run as a job: its configuration, its forecast for each site, and the launch decision. Pure.
 
-A job is checked as a whole, all problems at once. Its claim is read from the mechanism's public configuration, since
-a claim never needs more (price first), and the coordinator has neither the mechanism nor torch; that both read the
-same claim is a test. The forecast asks the very review that the real reservation meets, of a draft.
+All problems of a job are reported at once. Its claim is computed from the mechanism's public configuration alone
+(price first), since the coordinator has neither the mechanism nor torch; a test checks that both sides compute the
+same claim. The forecast runs the real reservation's review on a draft.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.rounds import Advancing, BadStrategy, FedAvg, FedProx, Strategy, strategy_from
-from coordinator.strictjson import json_object
-from policies.claims import Claim, DistributedGaussian, SubsampledGaussian, UnsupportedClaim
-from policies.policy import Policy
-from policies.rdp import NANO, cost, epsilon_nano
-from policies.review import TERMS, Standing, review_reservation, room
-from policies.statement import ID, Reservation
+from coordinator.federation.aggregation import Advancing, FedAvg, FedProx, Strategy, StrategyError, strategy_from
+from coordinator.strict_json import json_object
+from policies.accounting.claims import Claim, DistributedGaussian, SubsampledGaussian, UnsupportedClaimError
+from policies.accounting.rdp import NANO, cost, epsilon_nano
+from policies.review.policy import Policy
+from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
+from policies.statements import ID, Reservation
+from protos.common.canonical_json import canonical
+from protos.common.errors import ConfigError
 
 FEDAVG: Final = '{"name":"fedavg"}'
 PLAIN: Final = "federated"
@@ -52,7 +53,7 @@ KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
 )
 
 
-class BadJob(ValueError):
+class JobError(ConfigError, ValueError):
     """The job cannot be run; the text says why."""
 
 
@@ -60,20 +61,20 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
     """The configuration's values: every key, none unknown or twice, every type exact.
 
     Raises:
-        BadJob: anything else. The keys at fault are named, all at once.
+        JobError: anything else. The keys at fault are named, all at once.
     """
     if mechanism not in KEYS:
-        raise BadJob(f"mechanism: one of {', '.join(KEYS)}")
+        raise JobError(f"mechanism: one of {', '.join(KEYS)}")
     kinds = KEYS[mechanism]
     try:
         values = json_object(text)
     except ValueError:
-        raise BadJob("config: a JSON object of distinct keys and finite numbers") from None
+        raise JobError("config: a JSON object of distinct keys and finite numbers") from None
     wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
     common = sorted(kinds.keys() & values.keys())
     wrong += [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
     if wrong:
-        raise BadJob("config: " + "; ".join(wrong))
+        raise JobError("config: " + "; ".join(wrong))
     return values
 
 
@@ -89,17 +90,17 @@ def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
             )
         steps = values["steps_per_round"] * values["rounds"]
         if not min(values["steps_per_round"], values["rounds"]) >= 1:
-            raise UnsupportedClaim("steps_per_round and rounds must be at least 1")
+            raise UnsupportedClaimError("steps_per_round and rounds must be at least 1")
         return SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
-    except UnsupportedClaim as fault:
-        raise BadJob(f"config: {fault}") from None
+    except UnsupportedClaimError as fault:
+        raise JobError(f"config: {fault}") from None
 
 
 def claim_of(mechanism: str, config: str) -> Claim:
     """What the mechanism of this public configuration claims for all of its rounds.
 
     Raises:
-        BadJob: no such mechanism, not its configuration, or one that cannot be priced.
+        JobError: no such mechanism, not its configuration, or one that cannot be priced.
     """
     return _claim(mechanism, _configuration(mechanism, config))
 
@@ -108,14 +109,14 @@ def claim_of(mechanism: str, config: str) -> Claim:
 class Job:
     """One federated run, as the operator launched it."""
 
-    run: str
-    mechanism: str
+    run: str  # name of the run
+    mechanism: str  # federated, or federated-masked for secure aggregation
     config: str  # JSON of the mechanism's public configuration
     parameters: int  # length of the flat model
-    sites: tuple[str, ...]
-    rounds: int
+    sites: tuple[str, ...]  # short names of the hospitals
+    rounds: int  # of training
     min_sites: int  # of each round, and at the launch
-    strategy: str = FEDAVG  # JSON, see coordinator.rounds
+    strategy: str = FEDAVG  # JSON, see coordinator.federation.aggregation
     all_or_none: bool = False  # False: a site that is refused is dropped, down to min_sites
     secure: bool = False  # the coordinator sees the sum alone
 
@@ -123,7 +124,7 @@ class Job:
         """All problems at once."""
         wrong = [*self._wrong(), *self._wrong_config(), *self._wrong_strategy()]
         if wrong:
-            raise BadJob("the job needs " + "; ".join(wrong))
+            raise JobError("the job needs " + "; ".join(wrong))
 
     def claim(self) -> Claim:
         """What each site's account is charged for, all rounds together."""
@@ -135,7 +136,7 @@ class Job:
 
     def to_json(self) -> str:
         """Sorted keys, no spaces."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return canonical(asdict(self)).decode()
 
     def _wrong(self) -> Iterator[str]:
         rules = {
@@ -157,7 +158,7 @@ class Job:
         try:
             values = _configuration(self.mechanism, self.config)
             _claim(self.mechanism, values)
-        except BadJob as fault:
+        except JobError as fault:
             yield str(fault)
             return
         if not self.rounds <= values["rounds"]:
@@ -175,11 +176,11 @@ class Job:
     def _wrong_strategy(self) -> Iterator[str]:
         try:
             strategy = self.aggregator()
-        except BadStrategy as fault:
+        except StrategyError as fault:
             yield f"strategy: {fault}"
             return
-        if not self.min_sites >= strategy.least():
-            yield f"min_sites: at least {strategy.least()}, for the strategy {strategy.name}"
+        if not self.min_sites >= strategy.min_updates():
+            yield f"min_sites: at least {strategy.min_updates()}, for the strategy {strategy.name}"
         weights = strategy.weights if isinstance(strategy, FedAvg) else None
         if weights is not None and weights.keys() != set(self.sites):
             yield "strategy: a weight for every site of the job, and no other"
@@ -192,7 +193,7 @@ class Job:
     def _proximal(self) -> float | None:
         try:
             return float(_configuration(self.mechanism, self.config)["proximal"])
-        except BadJob:  # said by _wrong_config
+        except JobError:  # said by _wrong_config
             return None
 
 
@@ -210,12 +211,12 @@ def job_from(text: str) -> Job:
     """Read what :meth:`Job.to_json` wrote, strictly: every key, none unknown or twice, every type exact.
 
     Raises:
-        BadJob: anything else, or a job that makes no sense.
+        JobError: anything else, or a job that makes no sense.
     """
     try:
         values = json_object(text)
     except ValueError:
-        raise BadJob("the job is not a JSON object of distinct keys and finite numbers") from None
+        raise JobError("the job is not a JSON object of distinct keys and finite numbers") from None
     kinds = {f.name: _TYPES[str(f.type)] for f in fields(Job)}
     wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
     common = sorted(kinds.keys() & values.keys())
@@ -224,13 +225,13 @@ def job_from(text: str) -> Job:
     if type(names) is list and not all(type(site) is str for site in names):
         wrong.append("sites: must be names")
     if wrong:
-        raise BadJob("the job has keys at fault: " + "; ".join(wrong))
+        raise JobError("the job has keys at fault: " + "; ".join(wrong))
     return Job(**{**values, "sites": tuple(values["sites"])})
 
 
 @dataclass(frozen=True, slots=True)
 class SiteCost:
-    """What a run would take from one site's account, before anything is asked of anyone."""
+    """The cost of a run for one site's account, before any site is asked."""
 
     site: str
     fits: bool
@@ -243,7 +244,7 @@ class SiteCost:
 
 
 def forecast(
-    job: Job, standings: Mapping[str, Standing], policies: Mapping[str, Policy], claim: Claim
+    job: Job, standings: Mapping[str, AccountContext], policies: Mapping[str, Policy], claim: Claim
 ) -> list[SiteCost]:
     """What ``claim`` would cost each of the job's sites, in the job's order. Nothing is held.
 
@@ -258,7 +259,7 @@ def forecast(
 
 
 def _site_cost(
-    job: Job, site: str, standing: Standing | None, policy: Policy | None, priced: tuple[Claim, int]
+    job: Job, site: str, standing: AccountContext | None, policy: Policy | None, priced: tuple[Claim, int]
 ) -> SiteCost:
     claim, patients = priced
     if policy is None or standing is None or standing.account is None:
@@ -276,7 +277,7 @@ def _site_cost(
     opened = standing.account.opened
     try:
         verdict = review_reservation(draft, standing, policy)
-        left = max(0, room(standing.account, policy))
+        left = max(0, remaining(standing.account, policy))
         epsilon = epsilon_nano(claim, float(opened.delta), opened.order)
         extra = epsilon - cost(claim, opened.order)  # from the order's divergence to (epsilon, delta)
         reasons = [finding.detail for finding in verdict.findings]

@@ -1,4 +1,4 @@
-"""What a site's reply to a Flower message must look like, exactly; what breaks in reading it is a wrong schema."""
+"""The exact schema of a site's reply to a Flower message; any reading error is a schema error."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 
-from coordinator.rounds import usable
-from protos import rounds as wire
+from coordinator.federation.aggregation import vector_problem
+from protos.common.errors import PeerError
+from protos.federation import messages
 
 _NPY_HEADER: Final = 4096  # bytes that numpy's header may take in front of the values
 # Flower's own numbers (3 and 4: message or reply unavailable, 5: node unavailable), then the sites'.
-_ERRORS: Final = {3: "no_reply", 4: "no_reply", 5: "offline"} | {n: name for name, n in wire.CODES.items()}
+_ERRORS: Final = {3: "no_reply", 4: "no_reply", 5: "offline"} | {n: name for name, n in messages.CODES.items()}
 
 
-class NotUsable(Exception):
+class InvalidReplyError(PeerError):
     """A reply is not usable; the argument is the code."""
 
 
 def pack(vector: NDArray[np.float32]) -> ArrayRecord:
     """(p,) float32 as the one flat tensor of a message."""
-    return ArrayRecord({wire.FLAT: Array(np.ascontiguousarray(vector))})
+    return ArrayRecord({messages.FLAT: Array(np.ascontiguousarray(vector))})
 
 
 def error_name(code: int) -> str:
@@ -34,38 +35,38 @@ def read(content: RecordDict, size: int | None) -> tuple[bytes, NDArray[np.float
     """Envelope and, when ``size`` is given, the (size,) float32 vector of a reply.
 
     Raises:
-        NotUsable: "schema" or "not_finite". The records are exact: nothing is missing, nothing extra.
+        InvalidReplyError: "schema" or "not_finite". The records are exact: nothing is missing, nothing extra.
     """
     try:
         return _envelope(content, size), None if size is None else _vector(content, size)
-    except NotUsable:
+    except InvalidReplyError:
         raise
     except Exception:  # noqa: BLE001 - bytes from outside; whatever they break is a wrong schema
-        raise NotUsable("schema") from None
+        raise InvalidReplyError("schema") from None
 
 
 def _envelope(content: RecordDict, size: int | None) -> bytes:
-    answer = content[wire.ANSWER]
-    records = {wire.ANSWER} if size is None else {wire.ANSWER, wire.PARAMETERS}
-    if set(content) != records or not isinstance(answer, ConfigRecord) or list(answer) != [wire.ENVELOPE]:
-        raise NotUsable("schema")
-    envelope = answer[wire.ENVELOPE]
-    if not isinstance(envelope, bytes) or not len(envelope) <= wire.MAX_ENVELOPE:
-        raise NotUsable("schema")
+    answer = content[messages.ANSWER]
+    records = {messages.ANSWER} if size is None else {messages.ANSWER, messages.PARAMETERS}
+    if set(content) != records or not isinstance(answer, ConfigRecord) or list(answer) != [messages.ENVELOPE]:
+        raise InvalidReplyError("schema")
+    envelope = answer[messages.ENVELOPE]
+    if not isinstance(envelope, bytes) or not len(envelope) <= messages.MAX_ENVELOPE:
+        raise InvalidReplyError("schema")
     return envelope
 
 
 def _vector(content: RecordDict, size: int) -> NDArray[np.float32]:
-    parameters = content[wire.PARAMETERS]
-    if not isinstance(parameters, ArrayRecord) or list(parameters) != [wire.FLAT]:
-        raise NotUsable("schema")
-    array = parameters[wire.FLAT]
+    parameters = content[messages.PARAMETERS]
+    if not isinstance(parameters, ArrayRecord) or list(parameters) != [messages.FLAT]:
+        raise InvalidReplyError("schema")
+    array = parameters[messages.FLAT]
     # Declared first, so that no foreign header makes numpy allocate; what was decoded counts, below.
     declared = (array.dtype, tuple(array.shape)) == ("float32", (size,))
     if not declared or not 4 * size <= len(array.data) <= 4 * size + _NPY_HEADER:
-        raise NotUsable("schema")
+        raise InvalidReplyError("schema")
     vector = array.numpy()  # never unpickles
-    fault = usable(vector, size)
+    fault = vector_problem(vector, size)
     if fault is not None:
-        raise NotUsable(fault)
+        raise InvalidReplyError(fault)
     return vector

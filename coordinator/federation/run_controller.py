@@ -10,27 +10,27 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
-from coordinator.edges.federation import Progress, RoundFailed, RoundPlan, RunLost, conduct
-from coordinator.edges.feed import Event, Feed
-from coordinator.edges.home import write_durably
-from coordinator.edges.shelf import WORDING, certificate
-from coordinator.edges.strategy import AWAY, Model
-from coordinator.intake import Unwelcome
-from coordinator.plan import Job
-from coordinator.rounds import Moments, strategy_from
-from policies.entries import Admitted
-from policies.review import Finding
-from protos.artifact import BadArtifact, pack_vector, unpack_vector
-from protos.weights import unpack_ring
-
-if TYPE_CHECKING:
-    from coordinator.edges.runs import Runs
+from coordinator.admission import AdmissionService, RequestRejectedError
+from coordinator.federation.aggregation import Moments, strategy_from
+from coordinator.federation.events import Event, EventStream, RunQueue
+from coordinator.federation.job import Job
+from coordinator.federation.run_process import RunLostError
+from coordinator.federation.strategy import AWAY, Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.superlink import FlowerHost, conduct
+from coordinator.storage.release_store import WORDING, ReleaseStore, certificate
+from policies.ledger.entries import Admitted
+from policies.review.rules import Finding
+from protos.artifacts.arrays import ArtifactFormatError, pack_vector, unpack_vector
+from protos.artifacts.strict_safetensors import unpack_ring
+from protos.common.durable_files import replace_file
+from protos.common.errors import Signal
 
 ROUND_TIMEOUT_S: Final = 150.0  # above the last of the agents' answering times below it, 128 s
 NODE_WAIT_S: Final = 20.0
@@ -41,28 +41,41 @@ _ABSENT: Final = frozenset({"too_few_sites_online", "too_few_updates", "too_few_
 _ABSENT_SECRET: Final = frozenset({"too_few_sites_online", "too_few_grants"})  # a round begun is not begun again
 
 
-class Stopped(Exception):
+class RunStopped(Signal):
     """An operator has stopped the run."""
 
 
-class Conductor:
+@dataclass(frozen=True, slots=True, eq=False)
+class RunContext:
+    """What all runs of a coordinator share."""
+
+    root: Path  # holds a directory for each run
+    host: FlowerHost
+    intake: AdmissionService
+    shelf: ReleaseStore
+    log: Any
+    tell: Callable[[str, str, tuple[str, ...]], None]  # (kind, run, sites), to the sites' sessions
+    turn: RunQueue = field(default_factory=RunQueue)  # a site takes part in one run at a time; other runs of it wait
+
+
+class RunController:
     """One run from its first or its next round to its end: the gate that Flower's strategy asks."""
 
-    def __init__(self, runs: Runs, job: Job, feed: Feed) -> None:
-        self.runs, self.job, self.feed = runs, job, feed
-        self.folder = runs.root / job.run
-        self.register = runs.intake.register
+    def __init__(self, context: RunContext, job: Job, feed: EventStream) -> None:
+        self.context, self.job, self.feed = context, job, feed
+        self.folder = context.root / job.run
+        self.register = context.intake.register
 
     def run(self) -> None:
         """Round after round to an end; sites that are away are waited for; an end is durable before it is told."""
-        job, host = self.job, self.runs.host
+        job, host = self.job, self.context.host
         until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], -1
         while True:
             try:
-                with self.runs.turn.take(self.feed.waiting, job.sites):
+                with self.context.turn.take(self.feed.waiting, job.sites):
                     end = self._attempt()
                 break
-            except RoundFailed as failure:
+            except RoundFailedError as failure:
                 end = self._end_of(failure)
                 if self._closed() > closed:  # it went on since: patience begins anew
                     until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], self._closed()
@@ -76,13 +89,16 @@ class Conductor:
                     end = Event(job.run, end.round, "stopped", (), "by an operator")
                     break
                 pause = min(2 * pause, _PAUSES_S[1])
-            except (Stopped, OSError) as why:  # OSError: the disk, or no descriptor left; nothing is lost by waiting
-                reason = "by an operator" if isinstance(why, Stopped) else "storage"
-                self.runs.log.warning("run_stopped", run=job.run, rule=type(why).__name__)
+            except (
+                RunStopped,
+                OSError,
+            ) as why:  # OSError: the disk, or no descriptor left; nothing is lost by waiting
+                reason = "by an operator" if isinstance(why, RunStopped) else "storage"
+                self.context.log.warning("run_stopped", run=job.run, rule=type(why).__name__)
                 end = Event(job.run, 0, "stopped", (), reason)
                 break
             except Exception as fault:  # noqa: BLE001 - a run that fails in an unknown way has failed; its grants are spent
-                self.runs.log.error("run_failed", run=job.run, fault=type(fault).__name__)
+                self.context.log.error("run_failed", run=job.run, fault=type(fault).__name__)
                 end = Event(job.run, 0, "failed", reason="internal")
                 break
         self._finish(end)
@@ -94,9 +110,9 @@ class Conductor:
             done = self._closed()
             try:
                 return self._conduct(done)
-            except RunLost:
+            except RunLostError:
                 lost[done] += 1
-                self.runs.log.error("run_process_lost", run=self.job.run, round=done + 1)
+                self.context.log.error("run_process_lost", run=self.job.run, round=done + 1)
                 if not lost[done] < _LOST:
                     return Event(self.job.run, done + 1, "failed", (), "internal")
                 self.feed.put(Event(self.job.run, done + 1, "waiting", (), "run_process_lost"))
@@ -110,16 +126,16 @@ class Conductor:
         job = self.job
         try:
             if end.state == "stopped":
-                write_durably(self.folder / "stop", b"")
-            elif not self.runs.host.stopping.is_set():  # a stopping coordinator leaves its runs to be resumed
+                replace_file(self.folder / "stop", b"")
+            elif not self.context.host.stopping.is_set():  # a stopping coordinator leaves its runs to be resumed
                 self._close(end)
-                self.runs.tell("over", job.run, job.sites)
+                self.context.tell("over", job.run, job.sites)
         except Exception as fault:  # noqa: BLE001 - not closed, so the next start resumes it; whoever watches must hear
-            self.runs.log.error("run_not_closed", run=job.run, fault=type(fault).__name__)
+            self.context.log.error("run_not_closed", run=job.run, fault=type(fault).__name__)
             end = Event(job.run, end.round, "failed", end.sites, "internal")
         self.feed.put(end)
 
-    def _end_of(self, failure: RoundFailed) -> Event:
+    def _end_of(self, failure: RoundFailedError) -> Event:
         """A round had too few sites: is that for good, or are they away?"""
         away = {site for site, code in failure.refused.items() if code in AWAY}
         gone = {site for site in failure.refused if site not in away}
@@ -134,7 +150,7 @@ class Conductor:
     def _sleep(self, seconds: float) -> bool:
         """Wait; True when the run was stopped meanwhile."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self.runs.host.stopping.wait(0.5):
+        while time.monotonic() < until and not self.context.host.stopping.wait(0.5):
             if (self.folder / "stop").exists():
                 return True
         return False
@@ -143,8 +159,8 @@ class Conductor:
         job = self.job
         if done < job.rounds:
             if (self.folder / "stop").exists():
-                raise Stopped
-            self.runs.tell("run", job.run, job.sites)
+                raise RunStopped
+            self.context.tell("run", job.run, job.sites)
             plan = RoundPlan(
                 run=job.run,
                 sites=self._sites(done),
@@ -159,7 +175,7 @@ class Conductor:
                 aggregator=strategy_from(job.strategy),
                 roster=self._roster() if job.secure else None,
             )
-            conduct(self.runs.host, plan, self, self._progress)
+            conduct(self.context.host, plan, self)
         with self.register.store.exclusive() as state:
             sites = sorted({site for run, _, site in state.aggregated if run == job.run})
         return Event(job.run, job.rounds, "finished", tuple(sites))
@@ -188,36 +204,26 @@ class Conductor:
         vector = unpack_vector((self.folder / f"round-{done}.safetensors").read_bytes())
         return Model(vector, Moments.from_bytes((self.folder / f"round-{done}.moments").read_bytes()))
 
-    def _progress(self, progress: Progress) -> None:
-        job, index = self.job, progress.round_index + 1
-        for site, code in progress.refused.items():
-            stage = "declined" if progress.stage == "priced" else "refused"
-            self.feed.put(Event(job.run, 0 if progress.stage == "priced" else index, stage, (site,), code))
-        if progress.stage == "priced":
-            self.feed.put(Event(job.run, 0, "granted", progress.sites))
-        elif progress.stage == "sent":
-            self.feed.put(Event(job.run, index, "sent", progress.sites))
-
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """The gate: the budgets of all sites in one append; a run that goes on asks for nothing twice."""
         held = self._held()
-        if self.runs.intake.reserved_run(self.job.run):
+        if self.context.intake.reserved_run(self.job.run):
             known = {site: hashlib.sha256(envelope).digest() for site, envelope in sealed.items()}
             return {site: "not_granted" for site, digest in known.items() if held.get(site) != digest}
-        verdicts = self.runs.intake.reserve_run(self.job.run, sealed, least)
+        verdicts = self.context.intake.reserve_run(self.job.run, sealed, least)
         return {site: v.findings[0].rule for site, v in verdicts.items() if not v.admitted}
 
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """The gate: a valid envelope of this site for this round, under a grant, or it is not aggregated."""
-        intake, number = self.runs.intake, round_index + 1
+        intake, number = self.context.intake, round_index + 1
         try:
             release = intake.release(site, f"round-{number}", envelope)
             key = f"submit-{release.release}"
             if (release.run, release.round) != (self.job.run, number):
                 return "another_round"
-            goods = InHand(artifact, self.job.parameters, self.job.secure)
+            goods = UpdateArtifact(artifact, self.job.parameters, self.job.secure)
             verdict = intake.admit(site, key, envelope, release, goods)
-        except Unwelcome as refusal:
+        except RequestRejectedError as refusal:
             return refusal.finding.rule
         return None if verdict.admitted else verdict.findings[0].rule
 
@@ -225,13 +231,24 @@ class Conductor:
         """The new parameters are durable before the ledger says that the round is closed."""
         del refused  # each has its verdict in the ledger
         number, body = round_index + 1, pack_vector(model.vector)
-        write_durably(self.folder / f"round-{number}.safetensors", body)
-        write_durably(self.folder / f"round-{number}.moments", model.moments.to_bytes())
+        replace_file(self.folder / f"round-{number}.safetensors", body)
+        replace_file(self.folder / f"round-{number}.moments", model.moments.to_bytes())
         self.register.close_round(self.job.run, number, used, hashlib.sha256(body).digest())
         self.feed.put(Event(self.job.run, number, "closed", used))
-        self.runs.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
+        self.context.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
         if number < self.job.rounds and (self.folder / "stop").exists():
-            raise Stopped
+            raise RunStopped
+
+    def progress(self, event: Progress) -> None:
+        """The gate: the news of a round, for whoever follows the run."""
+        job, index = self.job, event.round_index + 1
+        for site, code in event.refused.items():
+            stage = "declined" if event.stage == "priced" else "refused"
+            self.feed.put(Event(job.run, 0 if event.stage == "priced" else index, stage, (site,), code))
+        if event.stage == "priced":
+            self.feed.put(Event(job.run, 0, "granted", event.sites))
+        elif event.stage == "sent":
+            self.feed.put(Event(job.run, index, "sent", event.sites))
 
     def _close(self, end: Event) -> None:
         """Every grant of the run is spent; a finished run's model goes on the shelf."""
@@ -242,8 +259,8 @@ class Conductor:
         if end.state == "finished":
             body = (self.folder / f"round-{self.job.rounds}.safetensors").read_bytes()
             envelopes = {a.release: self.register.store.envelope(a.envelope) or b"" for a in self._updates()}
-            self.runs.shelf.place_model(self.job.run, body, self._certificate(end, body), envelopes)
-        write_durably(self.folder / "end.json", json.dumps(asdict(end)).encode())
+            self.context.shelf.place_model(self.job.run, body, self._certificate(end, body), envelopes)
+        replace_file(self.folder / "end.json", json.dumps(asdict(end)).encode())
 
     def _updates(self) -> list[Admitted]:
         """The updates that the model is made of: admitted, and counted by a closed round of this run."""
@@ -256,7 +273,7 @@ class Conductor:
         worst = max(mine, key=lambda a: a.used)
         weakest = max(mine, key=lambda a: a.level).level  # A < A* < B < C
         return {
-            **certificate(worst, self.runs.shelf.account(worst)),
+            **certificate(worst, self.context.shelf.account(worst)),
             "release": self.job.run,
             "site": ", ".join(end.sites),
             "level": weakest,
@@ -268,8 +285,8 @@ class Conductor:
 
 
 @dataclass(frozen=True, slots=True)
-class InHand:
-    """An update that came in a round, for :meth:`coordinator.intake.Intake.admit`."""
+class UpdateArtifact:
+    """An update that came in a round, for :meth:`coordinator.admission.AdmissionService.admit`."""
 
     artifact: bytes
     parameters: int
@@ -292,6 +309,6 @@ class InHand:
                 return [Finding("artifact_malformed", "the update has another length than the run's model")]
             if not self.masked and unpack_vector(self.artifact).size != self.parameters:
                 return [Finding("artifact_malformed", "the update has another length than the run's model")]
-        except BadArtifact as error:
+        except ArtifactFormatError as error:
             return [Finding("artifact_malformed", str(error))]
         return []

@@ -12,35 +12,35 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from coordinator.edges.conductor import Conductor
-from coordinator.edges.federation import FlowerHost
-from coordinator.edges.feed import Event, Feed, Line
-from coordinator.edges.home import write_durably
-from coordinator.edges.shelf import Shelf
-from coordinator.intake import Intake
-from coordinator.plan import BadJob, Decision, Job, SiteCost, claim_of, decide, forecast, job_from
-from policies.review import Standing, account_name
-from policies.statement import ID
+from coordinator.admission import AdmissionService
+from coordinator.federation.events import Event, EventStream
+from coordinator.federation.job import Decision, Job, JobError, SiteCost, claim_of, decide, forecast, job_from
+from coordinator.federation.run_controller import RunContext, RunController
+from coordinator.federation.superlink import FlowerHost
+from coordinator.storage.release_store import ReleaseStore
+from policies.review.rules import AccountContext, account_name
+from policies.statements import ID
+from protos.common.durable_files import replace_file
 
 
-class Runs:
+class RunManager:
     """All runs of this coordinator."""
 
     def __init__(
         self,
         root: Path,
         host: FlowerHost,
-        intake: Intake,
-        shelf: Shelf,
+        intake: AdmissionService,
+        shelf: ReleaseStore,
         log: Any,
         tell: Callable[[str, str, tuple[str, ...]], None] = lambda _kind, _run, _sites: None,
     ) -> None:
         """``root`` holds a directory for each run; ``tell`` says (kind, run, sites) to the sites' sessions."""
-        self.root, self.host, self.intake, self.shelf, self.log, self.tell = root, host, intake, shelf, log, tell
+        self.root, self.host, self.intake, self.log = root, host, intake, log
+        self._context = RunContext(root, host, intake, shelf, log, tell)
         self.root.mkdir(exist_ok=True)
-        self._feeds: dict[str, Feed] = {}
+        self._feeds: dict[str, EventStream] = {}
         self._mutex = threading.Lock()
-        self.turn = Line()  # a site takes part in one run at a time; other runs of it wait
         for site in intake.node_keys:
             self.register_node(site)
 
@@ -64,38 +64,38 @@ class Runs:
         """Start a run, or follow the one of that name, and yield its events from the first.
 
         Raises:
-            BadJob: unknown sites, a price that cannot be paid, or a run of that name with another content.
+            JobError: unknown sites, a price that cannot be paid, or a run of that name with another content.
         """
         path = self.root / job.run / "job.json"
         known = path.exists()
         if known and job_from(path.read_text()) != job:
-            raise BadJob("a run of that name exists with another content")
+            raise JobError("a run of that name exists with another content")
         if not known:
             decision = self.plan(job)[1]
             if not decision.go:
-                raise BadJob(f"the forecast refuses it: {decision.reason} (see `round plan`)")
+                raise JobError(f"the forecast refuses it: {decision.reason} (see `round plan`)")
             with self._mutex:
                 path.parent.mkdir(exist_ok=True)
-                write_durably(path, job.to_json().encode())
+                replace_file(path, job.to_json().encode())
         return self._follow(job)
 
     def plan(self, job: Job) -> tuple[list[SiteCost], Decision]:
         """What a run would cost each site, by the same review that the reservation will get; nothing is held.
 
         Raises:
-            BadJob: unknown sites, or a configuration that has no price.
+            JobError: unknown sites, or a configuration that has no price.
         """
         unknown = [site for site in job.sites if site not in self.intake.node_keys]
         if unknown:
-            raise BadJob(f"not enrolled: {', '.join(unknown)}")
+            raise JobError(f"not enrolled: {', '.join(unknown)}")
         claim = claim_of(job.mechanism, job.config)
         register = self.intake.register
         with register.store.exclusive() as state:
             standings = {
-                site: Standing(
+                site: AccountContext(
                     state.accounts.get(account_name(site, job.mechanism)),
                     frozen=state.frozen(site),
-                    revoked=site in state.barred,
+                    revoked=site in state.revoked_sites,
                     run_spent=(site, job.run) in state.granted,
                 )
                 for site in job.sites
@@ -107,7 +107,7 @@ class Runs:
         """The events of a run that is known, from the first that this process has seen.
 
         Raises:
-            BadJob: there is no such run.
+            JobError: there is no such run.
         """
         return self._follow(self._known(run), start=False)
 
@@ -120,7 +120,7 @@ class Runs:
         """Go on with a run that was stopped, where it was; its events from here on.
 
         Raises:
-            BadJob: there is no such run.
+            JobError: there is no such run.
         """
         job = self._known(run)
         with self._mutex:
@@ -131,7 +131,7 @@ class Runs:
         return self._follow(job)
 
     def stop(self, run: str) -> str:
-        """No further round; what is held stays held until the run is resumed.
+        """Start no further round; held grants stay held until the run is resumed.
 
         Returns:
             The state: stopping, finished, failed or unknown.
@@ -141,7 +141,7 @@ class Runs:
             return "unknown"
         if (folder / "end.json").exists():
             return str(json.loads((folder / "end.json").read_text())["state"])
-        write_durably(folder / "stop", b"")
+        replace_file(folder / "stop", b"")
         return "stopping"
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Runs:
     def _known(self, run: str) -> Job:
         path = self.root / run / "job.json"
         if not ID.fullmatch(run) or not path.exists():
-            raise BadJob("there is no run of that name")
+            raise JobError("there is no run of that name")
         return job_from(path.read_text())
 
     def _follow(self, job: Job, start: bool = True) -> Iterator[Event]:
@@ -177,11 +177,11 @@ class Runs:
             return iter([Event(job.run, 0, "stopped", (), "resume it with `round resume`")])
         return (feed or self._start(job)).follow()
 
-    def _start(self, job: Job) -> Feed:
+    def _start(self, job: Job) -> EventStream:
         with self._mutex:
             feed = self._feeds.get(job.run)
             if feed is None:
-                feed = self._feeds[job.run] = Feed()
-                conductor = Conductor(self, job, feed)
+                feed = self._feeds[job.run] = EventStream()
+                conductor = RunController(self._context, job, feed)
                 threading.Thread(target=conductor.run, name=f"run-{job.run}", daemon=True).start()
         return feed

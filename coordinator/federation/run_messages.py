@@ -1,8 +1,8 @@
-"""What the coordinator and the process of one run say to each other, over a pair of sockets.
+"""Messages between the coordinator and the process of one run, over a pair of sockets.
 
-A frame is a word, a JSON object and two byte strings, their lengths in front. Nothing is unpickled, and a length
-beyond what the word may have is refused before a byte of it is read. The run's process parses what sites send, so
-the coordinator reads every field of its frames again: see coordinator/edges/conducting.py.
+A frame is a word, a JSON object and two byte strings, each with its length in front. Nothing is unpickled, and a
+length beyond the word's limit is refused before a byte of it is read. The run's process parses data from sites, so
+the coordinator checks every field of its frames again: see coordinator/federation/run_process.py.
 
 From the coordinator: ``start`` (once), ``answer`` or ``broken`` to each question, ``stop``. From the run: questions
 (``reserve``, ``admit``, ``done``, ``progress``), each answered before the next; then ``over``, ``failed``, ``fault``.
@@ -20,11 +20,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.edges.strategy import SLUG, Model, RoundPlan
-from coordinator.rounds import Moments, strategy_from
-from coordinator.strictjson import json_object
-from protos import rounds as wire
-from protos.artifact import pack_vector, unpack_vector
+from coordinator.federation.aggregation import Moments, strategy_from
+from coordinator.federation.strategy import SLUG, Model, RoundPlan
+from coordinator.strict_json import json_object
+from protos.artifacts.arrays import pack_vector, unpack_vector
+from protos.common.errors import PeerError
+from protos.federation import messages
 
 _HEAD: Final = struct.Struct(">8sQQQ")  # word, padded with zeros; lengths of text, body and more
 _MAX_TEXT: Final = 4 << 20  # bytes
@@ -34,7 +35,7 @@ _STALL_S: Final = 60  # within a frame; both ends write a frame in one go
 Bounds = Mapping[str, tuple[int, int]]  # word -> the greatest length of its two byte strings
 
 TO_RUN: Final[Bounds] = {
-    "start": (4 * wire.MAX_PARAMETERS + _TENSOR_HEADER, 16 * wire.MAX_PARAMETERS + _TENSOR_HEADER),
+    "start": (4 * messages.MAX_PARAMETERS + _TENSOR_HEADER, 16 * messages.MAX_PARAMETERS + _TENSOR_HEADER),
     "answer": (0, 0),
     "broken": (0, 0),
     "stop": (0, 0),
@@ -46,20 +47,20 @@ def from_run(plan: RoundPlan) -> Bounds:
     size, masked = int(plan.model.vector.size), plan.roster is not None
     vector, moments = 4 * size + _TENSOR_HEADER, 16 * size + _TENSOR_HEADER
     return {
-        "reserve": (len(plan.sites) * wire.MAX_ENVELOPE, 0),
-        "admit": (wire.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else vector),
+        "reserve": (len(plan.sites) * messages.MAX_ENVELOPE, 0),
+        "admit": (messages.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else vector),
         "done": (vector, moments),
         **dict.fromkeys(("progress", "over", "failed", "fault"), (0, 0)),
     }
 
 
-class BadFrame(Exception):
-    """The other end is gone, or what it says is not what it may say."""
+class RunFrameError(PeerError):
+    """The other end is gone, or sent an invalid frame."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """One word with what belongs to it."""
+    """One word with its fields."""
 
     word: str
     text: dict[str, Any]
@@ -70,15 +71,18 @@ class Frame:
         """The values of exactly these keys.
 
         Raises:
-            BadFrame: the text has other keys.
+            RunFrameError: the text has other keys.
         """
         if self.text.keys() != set(keys):
-            raise BadFrame(f"{self.word}: other keys")
+            raise RunFrameError(f"{self.word}: other keys")
         return [self.text[key] for key in keys]
 
 
 class Pipe:
-    """One end. One thread may send while another receives."""
+    """One end. One thread may send while another receives.
+
+    This is a wall: no key and no object crosses it, only words with bounded bytes.
+    """
 
     def __init__(self, end: socket.socket, bounds: Bounds) -> None:
         """``bounds`` are those of the frames that arrive here."""
@@ -95,7 +99,7 @@ class Pipe:
         """One frame.
 
         Raises:
-            BadFrame: there is nobody left to read it, or for too long nobody does.
+            RunFrameError: there is nobody left to read it, or for too long nobody does.
         """
         told = json.dumps(text or {}, separators=(",", ":"), allow_nan=False).encode()
         try:
@@ -103,7 +107,7 @@ class Pipe:
             for part in (body, more):
                 self._end.sendall(part)
         except OSError:
-            raise BadFrame("cannot be sent") from None
+            raise RunFrameError("cannot be sent") from None
 
     def ready(self, seconds: float) -> bool:
         """Whether something, or the end, can be received within that time."""
@@ -115,18 +119,18 @@ class Pipe:
         """The next frame; waits for it.
 
         Raises:
-            BadFrame: an unknown word, a length beyond its bounds, no strict JSON object, or the end.
+            RunFrameError: an unknown word, a length beyond its bounds, no strict JSON object, or the end.
         """
         word, *sizes = _HEAD.unpack(self._exactly(_HEAD.size))
         name = word.rstrip(b"\0").decode("ascii", "replace")
         most = self._bounds.get(name)
         if most is None or not all(size <= limit for size, limit in zip(sizes, (_MAX_TEXT, *most), strict=True)):
-            raise BadFrame("an unknown word, or too long")
+            raise RunFrameError("an unknown word, or too long")
         text, body, more = (self._exactly(size) for size in sizes)
         try:
             return Frame(name, json_object(text.decode()), body, more)
         except ValueError:  # a decoding error is one
-            raise BadFrame("not a frame") from None
+            raise RunFrameError("not a frame") from None
 
     def _exactly(self, size: int) -> bytes:
         parts, missing = [], size
@@ -134,17 +138,17 @@ class Pipe:
             try:
                 part = self._end.recv(missing, socket.MSG_WAITALL)
             except OSError:  # nothing for too long is one
-                raise BadFrame("stalled") from None
+                raise RunFrameError("stalled") from None
             if not part:
-                raise BadFrame("the end")
+                raise RunFrameError("the end")
             parts.append(part)
             missing -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
-    """What the process of a run is given; the token stands for the run's task in Flower."""
+class RunSpec:
+    """The input of a run's process; the token stands for the run's task in Flower."""
 
     plan: RoundPlan
     token: str
@@ -167,11 +171,11 @@ class Order:
         pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
 
     @classmethod
-    def of(cls, frame: Frame) -> Order:
+    def of(cls, frame: Frame) -> RunSpec:
         """The reverse.
 
         Raises:
-            BadFrame: it is not an order.
+            RunFrameError: it is not an order.
         """
         keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster")
         token, run, sites, rounds, config, least, seconds, strategy, roster = frame.values(*keys)
@@ -192,19 +196,19 @@ class Order:
             )
             return cls(plan, str(token))
         except (ValueError, TypeError, LookupError, AttributeError, binascii.Error):
-            raise BadFrame("not an order") from None
+            raise RunFrameError("not an order") from None
 
 
 def sites_of(value: object, known: Collection[str]) -> tuple[str, ...]:
     """Names of sites, each once and each one of ``known``.
 
     Raises:
-        BadFrame: anything else.
+        RunFrameError: anything else.
     """
     if not isinstance(value, list) or not all(type(site) is str and site in known for site in value):
-        raise BadFrame("not sites of this run")
+        raise RunFrameError("not sites of this run")
     if len(set(value)) != len(value):
-        raise BadFrame("a site twice")
+        raise RunFrameError("a site twice")
     return tuple(value)
 
 
@@ -212,10 +216,10 @@ def codes_of(value: object, known: Collection[str]) -> dict[str, str]:
     """Site to code, of sites among ``known``.
 
     Raises:
-        BadFrame: anything else.
+        RunFrameError: anything else.
     """
     if not isinstance(value, dict):
-        raise BadFrame("not codes")
+        raise RunFrameError("not codes")
     sites_of(list(value), known)
     return {site: code_of(code) for site, code in value.items()}
 
@@ -224,10 +228,10 @@ def code_of(value: object) -> str:
     """A code, which is safe to log.
 
     Raises:
-        BadFrame: anything else.
+        RunFrameError: anything else.
     """
     if type(value) is not str or not SLUG.fullmatch(value):
-        raise BadFrame("not a code")
+        raise RunFrameError("not a code")
     return value
 
 
@@ -235,8 +239,8 @@ def index_of(value: object, low: int, high: int) -> int:
     """A whole number from ``low`` to ``high``.
 
     Raises:
-        BadFrame: anything else.
+        RunFrameError: anything else.
     """
     if type(value) is not int or not low <= value <= high:
-        raise BadFrame("not such a number")
+        raise RunFrameError("not such a number")
     return value

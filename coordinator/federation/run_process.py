@@ -1,65 +1,59 @@
 """The coordinator's end of one run: its process is started here, and what that asks for is answered.
 
-The process (coordinator/edges/running.py) has parsed what sites sent, so nothing is taken on its word: each field
-is read again, sites are the plan's, vectors finite and of the plan's length, an update is admitted once and only of a
-site that was granted, and a round is closed with updates that the gate admitted in this very round. What the
-aggregate of these is, it computes alone. It has no key and no network: its calls to Flower are made here, with a key
+The process (coordinator/federation/run_main.py) has parsed data from sites, so it is not trusted: each field is
+checked again, sites must be the plan's, vectors finite and of the plan's length; an update is admitted once and only
+from a site with a grant, and a round is closed only with updates that the gate admitted in this very round. The
+process alone computes their aggregate. It has no key and no network: its calls to Flower are made here, with a key
 that opens a task's calls and nothing else.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
 
-from coordinator.edges.grid import CALL_S, PrivateWay
-from coordinator.edges.listeners import KEY_HEADER
-from coordinator.edges.runframes import (
-    BadFrame,
+from coordinator.federation.aggregation import Moments, MomentsError
+from coordinator.federation.grid import CALL_S, LoopbackEndpoint
+from coordinator.federation.run_messages import (
     Frame,
-    Order,
     Pipe,
+    RunFrameError,
+    RunSpec,
     code_of,
     codes_of,
     from_run,
     index_of,
     sites_of,
 )
-from coordinator.edges.strategy import SLUG, Gate, Model, Progress, Result, RoundFailed, RoundPlan
-from coordinator.rounds import BadMoments, Moments
-from protos import quiet
-from protos.artifact import BadArtifact, unpack_vector
+from coordinator.federation.strategy import SLUG, Model, Progress, RoundFailedError, RoundPlan, RunGate
+from coordinator.federation.superlink_listeners import KEY_HEADER
+from protos.artifacts.arrays import ArtifactFormatError, unpack_vector
+from protos.artifacts.strict_safetensors import unpack_ring
+from protos.common.errors import WorkerError
+from protos.federation import flower_environment
+from protos.federation.messages import FLEET_BODY
+from protos.operations import child_process
 from protos.operations.http_relay import Relay
-from protos.rounds import FLEET_BODY
-from protos.secagg_wire import Step
-from protos.weights import unpack_ring
+from protos.secagg.messages import Step
 
-MODULE: Final = "coordinator.edges.running"
+MODULE: Final = "coordinator.federation.run_main"
 _POLL_S: Final = 0.2
 _LEAVE_S: Final = 10.0  # for a process that was told to stop
 _SLACK_S: Final = 600.0  # for sums and pushes, beyond the plan's own waits
-# Nothing else of the environment reaches the process: a database's password may stand there.
-_KEPT: Final = (
-    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONHOME",
-    "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "FLWR_HOME", *quiet.SETTINGS,
-)  # fmt: skip
+_KEPT: Final = ("FLWR_HOME", *flower_environment.SETTINGS)  # of the environment, for Flower
 
 
-class RunLost(RuntimeError):
+class RunLostError(WorkerError, RuntimeError):
     """The run's process died, or spoke nonsense, before the run's end: go on from the last closed round."""
 
 
-class Child:
+class RunProcess:
     """The process of one run and our end of its pipe, as a context manager that leaves nothing behind."""
 
     def __init__(self, plan: RoundPlan) -> None:
@@ -67,19 +61,8 @@ class Child:
         ours, theirs = socket.socketpair()
         self._calls, calls = socket.socketpair()
         self._relay: Relay | None = None
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         with theirs, calls:
-            self._process = subprocess.Popen(  # noqa: S603 - this very interpreter and module
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(calls.fileno())],
-                # only what has one thread can be confined
-                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno(), calls.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a traceback may quote what sites sent
-            )
+            self._process = child_process.start(MODULE, [], [theirs.fileno(), calls.fileno()], _KEPT)
         self.pipe = Pipe(ours, from_run(plan))
 
     def __enter__(self) -> Self:
@@ -97,18 +80,16 @@ class Child:
             self._calls.close()
         else:
             self._relay.close()
-        try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        child_process.end(self._process)
 
-    def conduct(self, order: Order, way: PrivateWay, desk: Desk, stopping: threading.Event) -> Result:
+    def conduct(
+        self, order: RunSpec, way: LoopbackEndpoint, desk: RunRequestHandler, stopping: threading.Event
+    ) -> None:
         """Let it conduct the run, make its calls to Flower, and answer its questions until it is over. Blocks.
 
         Raises:
-            RoundFailed: as the strategy says, or because ``stopping`` is set.
-            RunLost: it is gone, silent for longer than the plan allows, or says what it may not.
+            RoundFailedError: as the strategy says, or because ``stopping`` is set.
+            RunLostError: it is gone, silent for longer than the plan allows, or says what it may not.
         """
         stopped = 0.0
         calls = httpx.Client(base_url=f"http://{way.address}", timeout=CALL_S, trust_env=False)
@@ -122,18 +103,18 @@ class Child:
                     stopped = now
                     self.pipe.send("stop")
                 if (stopped and now - stopped > _LEAVE_S) or now - heard > desk.patience:
-                    raise BadFrame("silent")
+                    raise RunFrameError("silent")
                 if self.pipe.ready(_POLL_S):
                     frame = self.pipe.receive()
                     answer = desk.take(frame)
                     if answer is None:
-                        return desk.result()
+                        return
                     self.pipe.send(*answer)
                     heard = time.monotonic()
-        except BadFrame as fault:
+        except RunFrameError as fault:
             if stopping.is_set():
-                raise RoundFailed(desk.index, "stopped", {}) from None
-            raise RunLost(f"the run's process is lost: {fault}") from None
+                raise RoundFailedError(desk.index, "stopped", {}) from None
+            raise RunLostError(f"the run's process is lost: {fault}") from None
         finally:
             calls.close()
 
@@ -141,30 +122,31 @@ class Child:
 Answer = tuple[str, Mapping[str, Any]]
 
 
-class Desk:
-    """Who answers the questions of a run's process, and keeps what is known of the run."""
+class RunRequestHandler:
+    """Answers the requests of a run's process, and keeps the state of the run.
 
-    def __init__(self, plan: RoundPlan, gate: Gate, progress: Callable[[Progress], None]) -> None:
+    This is a wall: it looks like a second gate before the gate, and is where the coordinator reads again what comes
+    from a process that parsed foreign bytes.
+    """
+
+    def __init__(self, plan: RoundPlan, gate: RunGate) -> None:
         """At the price of ``plan``."""
-        self.plan, self._gate, self._progress = plan, gate, progress
+        self.plan, self._gate = plan, gate
         steps = 1 if plan.roster is None else len(Step)
         self.patience = plan.node_wait_s + steps * plan.round_timeout_s + _SLACK_S
         self.index = plan.first_round  # of the round that is open
         self._model = plan.model
         self._granted: dict[str, bytes] | None = None  # None: nothing was reserved yet
-        self._declined: dict[str, str] = {}
         self._asked: set[str] = set()  # the gate was asked to admit them in this round
         self._admitted: set[str] = set()
-        self._used: list[tuple[str, ...]] = []
-        self._refused: list[Mapping[str, str]] = []
 
     def take(self, frame: Frame) -> Answer | None:
         """The answer to one question; None when the run is over.
 
         Raises:
-            BadFrame: it is not what a run's process may say now.
-            RoundFailed: it says that a round has failed.
-            Exception: whatever the gate raises where a round is done, or ``progress``: the run is to end.
+            RunFrameError: it is not what a run's process may say now.
+            RoundFailedError: it says that a round has failed.
+            Exception: whatever the gate raises where a round is done, or at news: the run is to end.
         """
         match frame.word:
             case "reserve":
@@ -177,31 +159,20 @@ class Desk:
                 return self._tell(frame)
             case "over":
                 if self.index != self.plan.rounds:
-                    raise BadFrame("over before its last round")
+                    raise RunFrameError("over before its last round")
                 return None
             case "failed":
                 raise self._failure(frame)
             case _:
                 (kind,) = frame.values("kind")
-                raise BadFrame(code_of(kind))
-
-    def result(self) -> Result:
-        """What the run gave so far."""
-        return Result(
-            model=self._model,
-            rounds_done=self.index,
-            granted=dict(self._granted or {}),
-            declined=self._declined,
-            used=tuple(self._used),
-            refused=tuple(self._refused),
-        )
+                raise RunFrameError(code_of(kind))
 
     def _reserve(self, frame: Frame) -> Answer:
         least, listed = frame.values("least", "sealed")
         if self._granted is not None or least != self.plan.least_grants or not isinstance(listed, list):
-            raise BadFrame("reserve: not now, or not of this run")
+            raise RunFrameError("reserve: not now, or not of this run")
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in listed):
-            raise BadFrame("reserve: not pairs")
+            raise RunFrameError("reserve: not pairs")
         sealed: dict[str, bytes] = {}
         at = 0
         for site in sites_of([pair[0] for pair in listed], self.plan.sites):
@@ -209,7 +180,7 @@ class Desk:
             sealed[site] = frame.body[at : at + size]
             at += size
         if at != len(frame.body):
-            raise BadFrame("reserve: something is left over")
+            raise RunFrameError("reserve: something is left over")
         self._granted = {}
         try:
             given = self._gate.reserve(dict(sealed), self.plan.least_grants)
@@ -222,15 +193,15 @@ class Desk:
     def _admit(self, frame: Frame) -> Answer:
         site, index = frame.values("site", "round")
         if type(site) is not str or site not in (self._granted or {}) or site in self._asked:
-            raise BadFrame("admit: not granted, or asked before")
+            raise RunFrameError("admit: not granted, or asked before")
         self._open(index)
         try:
             read = unpack_vector if self.plan.roster is None else unpack_ring
             size = read(frame.more).size
-        except BadArtifact:
-            raise BadFrame("admit: not a vector") from None
+        except ArtifactFormatError:
+            raise RunFrameError("admit: not a vector") from None
         if size != self._model.vector.size:
-            raise BadFrame("admit: not of the run's length")
+            raise RunFrameError("admit: not of the run's length")
         self._asked.add(site)
         try:
             verdict = self._gate.admit(site, self.index, frame.body, frame.more)
@@ -246,45 +217,42 @@ class Desk:
         self._open(index)
         sites = sites_of(used, self._admitted)
         if not sites or (self.plan.roster is None and not len(self._admitted) >= self.plan.min_sites):
-            raise BadFrame("done: of too few")
+            raise RunFrameError("done: of too few")
         codes = codes_of(refused, self.plan.sites)
         model = self._model_of(frame)
         self._gate.round_done(index, model, sites, codes)
         self._model, self.index = model, index + 1
         self._asked, self._admitted = set(), set()
-        self._used.append(sites)
-        self._refused.append(codes)
         return "answer", {}
 
     def _open(self, index: object) -> None:
-        """Refuse (BadFrame) any round but the one that is open."""
+        """Refuse (RunFrameError) any round but the one that is open."""
         index_of(index, self.index, min(self.index, self.plan.rounds - 1))
 
     def _model_of(self, frame: Frame) -> Model:
         try:
             model = Model(unpack_vector(frame.body), Moments.from_bytes(frame.more))
-        except (BadArtifact, BadMoments):
-            raise BadFrame("done: not a model") from None
+        except (ArtifactFormatError, MomentsError):
+            raise RunFrameError("done: not a model") from None
         size = self._model.vector.size
         if model.vector.size != size or model.moments.m.size not in (0, size):
-            raise BadFrame("done: a model of another length")
+            raise RunFrameError("done: a model of another length")
         return model
 
     def _tell(self, frame: Frame) -> Answer:
         stage, index, sites, refused = frame.values("stage", "round", "sites", "refused")
         if stage not in ("priced", "sent", "done"):
-            raise BadFrame("progress: an unknown stage")
+            raise RunFrameError("progress: an unknown stage")
         index_of(index, self.plan.first_round, self.plan.rounds - 1)
-        event = Progress(stage, index, sites_of(sites, self.plan.sites), codes_of(refused, self.plan.sites))
-        if stage == "priced":
-            self._declined = dict(event.refused)
-        self._progress(event)
+        self._gate.progress(
+            Progress(stage, index, sites_of(sites, self.plan.sites), codes_of(refused, self.plan.sites))
+        )
         return "answer", {}
 
-    def _failure(self, frame: Frame) -> RoundFailed:
+    def _failure(self, frame: Frame) -> RoundFailedError:
         index, reason, refused = frame.values("round", "reason", "refused")
         index_of(index, -1, self.plan.rounds - 1)
-        return RoundFailed(index, code_of(reason), codes_of(refused, self.plan.sites))
+        return RoundFailedError(index, code_of(reason), codes_of(refused, self.plan.sites))
 
 
 def _slug(verdict: object) -> str:

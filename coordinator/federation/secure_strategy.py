@@ -1,8 +1,9 @@
 """Federated rounds in which the coordinator learns the sum of the sites' updates and no single one.
 
-The protocol is `protos.secagg`'s, five exchanges a round; here it travels as Flower messages, and each masked vector
-goes through the same gate as any release before it counts. A round that fails after the sites have begun it ends the
-run: no site takes part twice in one sum (`protos.secagg`, last paragraph).
+The protocol is `protos.secagg.member`'s, five exchanges a round; here it travels as Flower messages, and each masked
+vector goes through the same gate as any release before it counts. A round that fails after the sites have begun it
+ends the
+run: no site takes part twice in one sum (`protos.secagg.member`, last paragraph).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from coordinator.edges.strategy import GatedStrategy, Model, Progress
-from coordinator.rounds import Advancing, NoAggregate
-from protos import rounds as wire
-from protos import secret
-from protos.artifact import pack_vector
-from protos.secagg_hub import Hub
-from protos.secagg_session import Quorum, Session
-from protos.secagg_wire import Refused, Step
-from protos.weights import pack_ring
+from coordinator.federation.aggregation import Advancing, NoAggregateError
+from coordinator.federation.strategy import GatedStrategy, Model, Progress
+from protos.artifacts.arrays import pack_vector
+from protos.artifacts.strict_safetensors import pack_ring
+from protos.federation import messages
+from protos.secagg import round
+from protos.secagg.messages import SecAggError, Step
+from protos.secagg.server import Server
+from protos.secagg.session import Quorum, Session
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,7 @@ class SecureStrategy(GatedStrategy):
         """In place of Flower's loop: ``num_rounds`` rounds, five exchanges each.
 
         Raises:
-            RoundFailed: too few sites answered a step, or what they sent could not be unmasked.
+            RoundFailedError: too few sites answered a step, or what they sent could not be unmasked.
         """
         for number in range(1, num_rounds + 1):
             self._round(grid, self.plan.first_round + number - 1)
@@ -44,20 +45,20 @@ class SecureStrategy(GatedStrategy):
         self._lost = {}
         asked = self._present(grid, index)
         session = self._session(asked, index)
-        hub = Hub(session)
-        self.progress(Progress("sent", index, asked, dict(self._lost)))
+        hub = Server(session)
+        self.gate.progress(Progress("sent", index, asked, dict(self._lost)))
         try:
             for step in Step:
                 self._step(grid, index, hub, step)
             total = hub.aggregate()
-        except Refused:
+        except SecAggError:
             self._fail(index, "not_unmasked", self._without(hub))
         delta = session.params.ring.decode(total.lattice) / len(total.survivors)
         aggregator = self.plan.aggregator
         assert isinstance(aggregator, Advancing), "the job was checked"
         try:
             vector, moments = aggregator.advance(self.model.vector, delta, self.model.moments)
-        except NoAggregate:
+        except NoAggregateError:
             self._fail(index, "no_aggregate", self._without(hub))
         self._expected = set(total.survivors)
         used = tuple(site for site in self.plan.sites if site in total.survivors)
@@ -67,7 +68,7 @@ class SecureStrategy(GatedStrategy):
         """The granted sites that are online: the members of this round.
 
         Raises:
-            RoundFailed: fewer than ``min_sites``; nobody has begun the round.
+            RoundFailedError: fewer than ``min_sites``; nobody has begun the round.
         """
         granted = [site for site in self.plan.sites if site in self.granted]
         nodes = self._online(grid, granted)
@@ -79,27 +80,27 @@ class SecureStrategy(GatedStrategy):
 
     def _session(self, asked: tuple[str, ...], index: int) -> Session:
         config = json.loads(self.plan.config)
-        quorum = Quorum.smallest(len(asked), secret.CORRUPT, config["honest"])
-        terms = secret.Terms(self.plan.run, index, self.plan.config, self.plan.aggregator.to_json())
+        quorum = Quorum.smallest(len(asked), round.CORRUPT, config["honest"])
+        terms = round.RoundParams(self.plan.run, index, self.plan.config, self.plan.aggregator.to_json())
         assert self.plan.roster is not None, "a plan of a secure run has the sites' keys"
         roster = {site: self.plan.roster[site] for site in asked}
-        return secret.session(terms, self.model.vector, roster, quorum)
+        return round.session(terms, self.model.vector, roster, quorum)
 
-    def _without(self, hub: Hub) -> dict[str, str]:
+    def _without(self, hub: Server) -> dict[str, str]:
         """Site to code of those that are not in the sum; what a site is blamed for in words stays here."""
         return dict.fromkeys(hub.dropped, "masked") | self._lost
 
-    def _step(self, grid: Grid, index: int, hub: Hub, step: Step) -> None:
+    def _step(self, grid: Grid, index: int, hub: Server, step: Step) -> None:
         requests = dict(hub.requests())
         if step is Step.ADVERTISE:
             start, strategy = pack_vector(self.model.vector), self.plan.aggregator.to_json()
-            requests = dict.fromkeys(requests, secret.Setup(dict(hub.session.roster), strategy, start).encode())
+            requests = dict.fromkeys(requests, round.RoundSetup(dict(hub.session.roster), strategy, start).encode())
         for site, payload in self._exchange(grid, index, step, requests).items():
             message = payload
             if step is Step.MASK:
                 try:
-                    envelope, message = secret.unframe(payload)
-                except secret.BadSetup:  # one site's nonsense is that site's trouble
+                    envelope, message = round.unframe(payload)
+                except round.SecAggSetupError:  # one site's nonsense is that site's trouble
                     self._lost[site] = "schema"
                     continue
                 code = self._reviewed(site, index, envelope, hub, message)
@@ -109,10 +110,10 @@ class SecureStrategy(GatedStrategy):
             hub.receive(site, message)
         hub.advance()
 
-    def _reviewed(self, site: str, index: int, envelope: bytes, hub: Hub, message: bytes) -> str | None:
+    def _reviewed(self, site: str, index: int, envelope: bytes, hub: Server, message: bytes) -> str | None:
         """A masked vector goes through the gate like any update: its envelope, its grant, its form."""
         try:
-            artifact = pack_ring(secret.masked_vector(hub.session, message))
+            artifact = pack_ring(round.masked_vector(hub.session, message))
         except ValueError:
             return "schema"
         try:
@@ -125,13 +126,18 @@ class SecureStrategy(GatedStrategy):
         nodes = {node.name: node.node_id for node in grid.get_nodes()}
         name = step.name.lower()
         order = ConfigRecord(
-            {wire.RUN: self.plan.run, wire.ROUND: index, wire.CONFIG: self.plan.config, wire.STEP: name}
+            {
+                messages.RUN: self.plan.run,
+                messages.ROUND: index,
+                messages.CONFIG: self.plan.config,
+                messages.STEP: name,
+            }
         )
         self._sent = {
             site: Message(
-                RecordDict({wire.ORDER: order, wire.PAYLOAD: _bytes(payload)}),
+                RecordDict({messages.ORDER: order, messages.PAYLOAD: _bytes(payload)}),
                 nodes[site],
-                wire.SECURE,
+                messages.SECURE,
                 ttl=self.plan.round_timeout_s,
                 group_id=f"{index}-{name}",
             )
@@ -152,18 +158,22 @@ class SecureStrategy(GatedStrategy):
 
 
 def _bytes(payload: bytes) -> ArrayRecord:
-    return ArrayRecord({wire.DATA: Array(np.frombuffer(payload, np.uint8).copy())})
+    return ArrayRecord({messages.DATA: Array(np.frombuffer(payload, np.uint8).copy())})
 
 
 def _payload(content: RecordDict) -> bytes | None:
     """The bytes of a reply; None for anything that is not exactly that."""
     try:
-        record = content[wire.PAYLOAD]
-        if set(content) != {wire.PAYLOAD} or not isinstance(record, ArrayRecord) or list(record) != [wire.DATA]:
+        record = content[messages.PAYLOAD]
+        if (
+            set(content) != {messages.PAYLOAD}
+            or not isinstance(record, ArrayRecord)
+            or list(record) != [messages.DATA]
+        ):
             return None
-        array = record[wire.DATA]
+        array = record[messages.DATA]
         length = int(array.shape[0])
-        declared = array.dtype == "uint8" and len(array.shape) == 1 and 0 <= length <= wire.MAX_PAYLOAD
+        declared = array.dtype == "uint8" and len(array.shape) == 1 and 0 <= length <= messages.MAX_PAYLOAD
         if not declared or not length <= len(array.data) <= length + 4096:
             return None
         values = array.numpy()  # never unpickles

@@ -1,11 +1,13 @@
-"""How a job behaves with many sites, before anybody is asked: the run's own strategy over Flower's simulation engine.
+"""Simulate a job with many sites before any is asked: the run's own strategy over Flower's simulation engine.
 
-What is real: the strategy (`coordinator.edges.strategy`), the job's aggregator, the gate that reviews and books
-(`coordinator.edges.conductor`) over a ledger of its own in a folder that is thrown away, enrolments, reservations and
-sealed releases of every site. What is made: the sites (`coordinator.edges.virtual`), which Ray runs on this machine's
-processors. Ray comes with the extra "simulation", and is imported only here and only when a simulation starts.
+Real parts: the strategy (`coordinator.federation.strategy`), the job's aggregator, the gate that reviews and records
+(`coordinator.federation.run_controller`) over a separate ledger in a temporary folder, and the enrolments,
+reservations and signed releases of every site. Synthetic parts: the sites (`coordinator.federation.virtual_sites`),
+which Ray runs on this machine's processors. Ray comes with the extra "simulation", and is imported only here and only
+when a simulation starts.
 
-Imported after :func:`protos.quiet.hush`, since Flower reads its environment while it is imported.
+Imported after :func:`protos.federation.flower_environment.configure_environment`, since Flower reads its environment
+while it is imported.
 """
 
 from __future__ import annotations
@@ -32,21 +34,30 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from coordinator.edges.conductor import Conductor
-from coordinator.edges.feed import Feed
-from coordinator.edges.home import ORIGIN
-from coordinator.edges.log import open_log
-from coordinator.edges.replies import pack
-from coordinator.edges.strategy import GatedStrategy, Model, Progress, RoundFailed, RoundPlan
-from coordinator.edges.virtual import FEATURES, ROLL, Answers, Cast, Made, Training, name_of
-from coordinator.intake import Intake
-from coordinator.plan import PLAIN, BadJob, Job, forecast
-from policies.policy import parse as parse_policy
-from policies.review import Standing, account_name
-from policies.sqlite import open_sqlite
-from policies.store import Store
-from protos import quiet
-from protos import rounds as wire
+from coordinator.admission import AdmissionService
+from coordinator.event_log import open_log
+from coordinator.federation.events import EventStream
+from coordinator.federation.job import PLAIN, Job, JobError, forecast
+from coordinator.federation.replies import pack
+from coordinator.federation.run_controller import RunController
+from coordinator.federation.strategy import GatedStrategy, Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.virtual_sites import (
+    FEATURES,
+    ROLL,
+    Scenario,
+    SyntheticCohort,
+    Training,
+    VirtualClientApp,
+    name_of,
+)
+from coordinator.storage.directory import ORIGIN
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import Store
+from policies.review.policy import parse as parse_policy
+from policies.review.rules import AccountContext, account_name
+from protos.common.errors import ConfigError
+from protos.federation import flower_environment
+from protos.federation import messages as wire
 
 _TIMEOUT_S: Final = 3600.0  # of a round: a thousand sites share a few processors
 _ROLL_S: Final = 600.0
@@ -55,8 +66,8 @@ _HELD_OUT: Final = -1  # the "site" whose patients nobody trains on
 _POOR_EPSILON: Final = "epsilon = 1e-3"
 
 
-class SimulationUnavailable(RuntimeError):
-    """This installation cannot simulate; the text says what to do."""
+class SimulationUnavailableError(ConfigError, RuntimeError):
+    """This installation has no simulation; the text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class RoundSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulationResult:
     """What a simulation showed."""
 
     sites: int
@@ -94,19 +105,21 @@ class Simulated:
 
 @dataclass(slots=True, eq=False)
 class _Books:
-    """What a conductor needs of :class:`coordinator.edges.runs.Runs`."""
+    """What a conductor needs of :class:`coordinator.federation.run_manager.RunManager`."""
 
     root: Path
-    intake: Intake
+    intake: AdmissionService
     log: Any
 
 
-class _Gate(Conductor):
-    """The run's own gate; a closed round is looked at."""
+class _Gate(RunController):
+    """The run's own gate; a closed round is looked at, and the news go to who simulates."""
 
-    def __init__(self, books: _Books, job: Job, closed: Callable[[Model], None]) -> None:
-        super().__init__(cast(Any, books), job, Feed())
-        self.closed = closed
+    def __init__(
+        self, books: _Books, job: Job, closed: Callable[[Model], None], told: Callable[[Progress], None]
+    ) -> None:
+        super().__init__(cast(Any, books), job, EventStream())
+        self.closed, self.told = closed, told
         self.folder.mkdir(parents=True)
 
     def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
@@ -114,9 +127,13 @@ class _Gate(Conductor):
         super().round_done(round_index, model, used, refused)
         self.closed(model)
 
+    def progress(self, event: Progress) -> None:
+        """Nobody follows a simulated run."""
+        self.told(event)
+
 
 class NamedGrid(Grid):
-    """The simulation's grid, whose nodes have no names, as the strategy knows grids: each node bears its site's."""
+    """The simulation's grid, whose nodes have no names: here each node gets its site's name."""
 
     def __init__(self, grid: Grid, names: Mapping[int, str]) -> None:
         """``names`` by node id; a node without one is nobody."""
@@ -163,15 +180,17 @@ def virtual_job(job: Job, sites: int) -> Job:
     """The same job for so many virtual sites, with the same share of them needed.
 
     Raises:
-        BadJob: it cannot be simulated.
+        JobError: it cannot be simulated.
     """
     if job.mechanism != PLAIN:
-        raise BadJob(f"only jobs of the mechanism {PLAIN} can be simulated")
+        raise JobError(f"only jobs of the mechanism {PLAIN} can be simulated")
     names = tuple(name_of(i) for i in range(sites))
     least = min(sites, math.ceil(sites * job.min_sites / len(job.sites)))
     made = dataclasses.replace(job, sites=names, min_sites=least)
     if made.parameters != (classes := Training.of(made).classes) * (FEATURES + 1):
-        raise BadJob(f"parameters: {classes} classes have {classes * (FEATURES + 1)}; another model is not simulated")
+        raise JobError(
+            f"parameters: {classes} classes have {classes * (FEATURES + 1)}; another model is not simulated"
+        )
     return made
 
 
@@ -180,7 +199,7 @@ class Simulation:
     """One simulation, in a process that does nothing else."""
 
     job: Job  # the virtual one
-    players: Cast
+    players: Scenario
     policy: str  # TOML: the federation's, and every site's but the poor ones'
     folder: Path  # thrown away afterwards
     tell: Callable[[Progress | RoundSeen], None]
@@ -189,22 +208,22 @@ class Simulation:
     failed: str = ""
     _marks: dict[str, float] = field(default_factory=dict)
 
-    def run(self, cpus: int) -> Simulated:
+    def run(self, cpus: int) -> SimulationResult:
         """Enrol everybody, start Ray, conduct the run.
 
         Raises:
-            SimulationUnavailable: there is no Ray.
+            SimulationUnavailableError: there is no Ray.
         """
         with Store(open_sqlite(self.folder / "ledger.db"), ORIGIN, Ed25519PrivateKey.generate(), _now) as store:
-            answers = Answers(self.job, self.players, (_poor(self.policy), self.policy))
-            intake = Intake.over(store, parse_policy(self.policy, "federation"))
+            answers = VirtualClientApp(self.job, self.players, (_poor(self.policy), self.policy))
+            intake = AdmissionService.over(store, parse_policy(self.policy, "federation"))
             for index in range(self.players.sites):
                 intake.enrol(answers.site(index).enrolment())
             price = self._price(intake)
             books = _Books(self.folder / "runs", intake, open_log(self.folder / "simulation.log"))
-            held_out = Made.make(Training.of(self.job), self.players.seed, _HELD_OUT, even=True)
-            gate = _Gate(books, self.job, lambda model: self._closed(model, held_out))
-            strategy = GatedStrategy(self._plan(), gate, self._progress)
+            held_out = SyntheticCohort.make(Training.of(self.job), self.players.seed, _HELD_OUT, even=True)
+            gate = _Gate(books, self.job, lambda model: self._closed(model, held_out), self._progress)
+            strategy = GatedStrategy(self._plan(), gate)
             app = ServerApp()
             app.main()(lambda grid, _context: self._conduct(grid, _context, strategy))
             with _ray(cpus, self.folder) as backend:
@@ -235,7 +254,7 @@ class Simulation:
             strategy.price(named)
             plan = strategy.plan
             strategy.start(named, pack(plan.model.vector), plan.rounds, plan.round_timeout_s)
-        except RoundFailed as failure:
+        except RoundFailedError as failure:
             self.failed = (
                 f"{'price' if failure.round_index < 0 else f'round {failure.round_index + 1}'}: {failure.reason}"
             )
@@ -265,24 +284,26 @@ class Simulation:
         else:
             self.tell(progress)
 
-    def _closed(self, model: Model, held_out: Made) -> None:
+    def _closed(self, model: Model, held_out: SyntheticCohort) -> None:
         took = time.monotonic() - self._marks["sent"]
         accuracy = Training.of(self.job).accuracy(model.vector, held_out)
         self.rounds.append(RoundSeen(len(self.rounds) + 1, round(took, 2), 0, {}, round(accuracy, 4)))
 
-    def _price(self, intake: Intake) -> tuple[str, str]:
+    def _price(self, intake: AdmissionService) -> tuple[str, str]:
         """Epsilon and delta of the whole run, for a site that is not poor, by the forecast of a real launch."""
         state, site = intake.register.store.state, self.job.sites[0]
-        standing = Standing(state.accounts.get(account_name(site, self.job.mechanism)), frozen=False, revoked=False)
+        standing = AccountContext(
+            state.accounts.get(account_name(site, self.job.mechanism)), frozen=False, revoked=False
+        )
         one = dataclasses.replace(self.job, sites=(site,), min_sites=1, strategy='{"name":"fedavg"}')
         (cost,) = forecast(one, {site: standing}, {site: intake.register.policy_of(site)}, self.job.claim())
         return cost.epsilon, cost.delta
 
-    def _result(self, strategy: GatedStrategy, intake: Intake, price: tuple[str, str]) -> Simulated:
+    def _result(self, strategy: GatedStrategy, intake: AdmissionService, price: tuple[str, str]) -> SimulationResult:
         state = intake.register.store.state
         accounts = [state.accounts[account_name(site, self.job.mechanism)] for site in self.job.sites]
         rolled = self._marks.get("rolled", time.monotonic())
-        return Simulated(
+        return SimulationResult(
             sites=self.players.sites,
             granted=len(strategy.granted),
             declined=dict(strategy.declined),
@@ -312,10 +333,10 @@ def _ray(cpus: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Ray's settings, quiet and on loopback alone; whatever it started is stopped afterwards.
 
     Raises:
-        SimulationUnavailable: it is not installed.
+        SimulationUnavailableError: it is not installed.
     """
     if find_spec("ray") is None:
-        raise SimulationUnavailable('simulations need Ray: pip install "lazaret[simulation]"')
+        raise SimulationUnavailableError('simulations need Ray: pip install "lazaret[simulation]"')
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when it is imported
     os.environ["OMP_NUM_THREADS"] = "1"  # of each worker
     import ray  # noqa: PLC0415 - an extra, and it reads its environment while it is imported
@@ -334,8 +355,8 @@ def _ray(cpus: int, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def simulate(
-    job: Job, players: Cast, policy: str, tell: Callable[[Progress | RoundSeen], None], cpus: int = 2
-) -> Simulated:
+    job: Job, players: Scenario, policy: str, tell: Callable[[Progress | RoundSeen], None], cpus: int = 2
+) -> SimulationResult:
     """Conduct a job with virtual sites on this machine. Call it in a process that does nothing else.
 
     Args:
@@ -345,11 +366,11 @@ def simulate(
         tell: hears of the price, of each round as it is sent, and of each closed round.
         cpus: processors for the sites.
     Raises:
-        BadJob: it cannot be simulated, or not with so many sites.
-        SimulationUnavailable: this installation has no Ray.
-        NotQuiet: :func:`protos.quiet.hush` was not called.
+        JobError: it cannot be simulated, or not with so many sites.
+        SimulationUnavailableError: this installation has no Ray.
+        FlowerEnvironmentError: :func:`protos.federation.flower_environment.configure_environment` was not called.
     """
-    quiet.require()
+    flower_environment.require_configured()
     made = virtual_job(job, players.sites)
     # A short path: Ray's sockets lie deep below it, and a socket's path has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix=f"lz{secrets.token_hex(2)}-", ignore_cleanup_errors=True) as folder:

@@ -1,12 +1,12 @@
 """The Flower strategy that refuses before it aggregates. Flower's public API only.
 
-`GatedStrategy` prices a run first (only sites that grant it take part), then lets Flower's own round
-loop (`Strategy.start`) send the parameters and hand it the replies. Each reply is matched to the
-message it answers, checked against the exact schema of `protos.rounds`, and shown to the caller's
-`Gate`, which reviews envelope and grant. Only what the gate admits is given to the run's aggregator.
+`GatedStrategy` first prices a run (only sites that grant it take part), then lets Flower's own round loop
+(`Strategy.start`) send the parameters and collect the replies. Each reply is matched to the message it answers,
+checked against the exact schema of `protos.federation.messages`, and passed to the caller's `Gate`, which reviews
+envelope and grant. Only admitted updates reach the run's aggregator.
 
-Every "cannot tell" is a refusal with a code: an exception in the gate, an unreadable reply, a verdict
-that is neither None nor a short code. Texts that a site sends are never kept, logged or passed on.
+Every undecided case is a refusal with a code: an exception in the gate, an unreadable reply, a verdict that is
+neither None nor a short code. Texts from a site are never stored, logged or forwarded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NoReturn, Protocol
 
@@ -25,18 +25,32 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from coordinator.edges.replies import NotUsable, error_name, pack, read
-from coordinator.rounds import Aggregator, FedAvg, Moments, NoAggregate, usable
-from protos import rounds as wire
-from protos.artifact import pack_vector
+from coordinator.federation.aggregation import Aggregator, FedAvg, Moments, NoAggregateError, vector_problem
+from coordinator.federation.replies import InvalidReplyError, error_name, pack, read
+from protos.artifacts.arrays import pack_vector
+from protos.common.errors import TrainingError
+from protos.federation import messages as wire
 
 _POLL_S: Final = 0.2
 SLUG: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")  # a code
 AWAY: Final = frozenset({"offline", "no_reply"})  # codes of sites that may come back
 
 
-class Gate(Protocol):
-    """The caller's review and books. Called from the thread that conducts the run."""
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Something happened in a run: safe to log."""
+
+    stage: Literal["priced", "sent", "done"]
+    round_index: int  # the first round when ``stage`` is "priced"
+    sites: tuple[str, ...]  # who granted, was asked, was aggregated
+    refused: Mapping[str, str]  # site to code; at "sent" those that are not there to be asked
+
+
+class RunGate(Protocol):
+    """The caller's review and books. Called from the thread that conducts the run.
+
+    This is a wall: no budget is held, no update is aggregated and no round is closed but by a yes of the gate.
+    """
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """Hold the budgets of the sites that sent reservations, if at least so many can be granted.
@@ -50,6 +64,9 @@ class Gate(Protocol):
 
     def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
         """Make the new global parameters durable. An exception ends the run."""
+
+    def progress(self, event: Progress) -> None:
+        """Let whoever follows the run know. An exception ends the run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +102,8 @@ class RoundPlan:
                 "run": bool(self.run) and len(self.run) <= wire.MAX_RUN,
                 "sites": bool(self.sites) and len(set(self.sites)) == len(self.sites) and all(self.sites),
                 "rounds": 0 <= self.first_round < self.rounds,
-                "vector": self.model.vector.size > 0 and usable(self.model.vector, self.model.vector.size) is None,
+                "vector": self.model.vector.size > 0
+                and vector_problem(self.model.vector, self.model.vector.size) is None,
                 "config": len(self.config) <= wire.MAX_CONFIG,
                 "min_sites": 1 <= self.min_sites <= len(self.sites),
                 "least_grants": self.min_sites <= self.least_grants <= len(self.sites),
@@ -98,29 +116,7 @@ class RoundPlan:
             raise ValueError(f"run plan: these do not make sense: {', '.join(wrong)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Something happened in a run: safe to log."""
-
-    stage: Literal["priced", "sent", "done"]
-    round_index: int  # the first round when ``stage`` is "priced"
-    sites: tuple[str, ...]  # who granted, was asked, was aggregated
-    refused: Mapping[str, str]  # site to code; at "sent" those that are not there to be asked
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Result:
-    """What a run gave."""
-
-    model: Model  # after the last round
-    rounds_done: int  # of the whole run
-    granted: Mapping[str, bytes]  # site to its sealed reservation
-    declined: Mapping[str, str]  # site to code, at the price
-    used: tuple[tuple[str, ...], ...]  # for each round conducted here
-    refused: tuple[Mapping[str, str], ...]  # for each round conducted here, site to code
-
-
-class RoundFailed(Exception):
+class RoundFailedError(TrainingError):
     """A round (or the pricing, ``round_index`` -1) has too few usable sites; nothing was aggregated."""
 
     def __init__(self, round_index: int, reason: str, refused: Mapping[str, str]) -> None:
@@ -136,14 +132,11 @@ class GatedStrategy(Strategy):
     """Price, train, review, aggregate. One object conducts one run."""
 
     plan: RoundPlan
-    gate: Gate
-    progress: Callable[[Progress], None]
+    gate: RunGate
     stopping: threading.Event = field(default_factory=threading.Event)
     model: Model = field(init=False)
     granted: dict[str, bytes] = field(init=False, default_factory=dict)
     declined: dict[str, str] = field(init=False, default_factory=dict)
-    used: list[tuple[str, ...]] = field(init=False, default_factory=list)
-    refused: list[Mapping[str, str]] = field(init=False, default_factory=list)
     _sent: dict[str, Message] = field(init=False, default_factory=dict)
     _lost: dict[str, str] = field(init=False, default_factory=dict)  # granted, but not sent to this time
     _expected: set[str] = field(init=False, default_factory=set)  # answered last time: worth waiting for
@@ -159,14 +152,14 @@ class GatedStrategy(Strategy):
         """Ask every listed site for its sealed reservation; those whose budgets are then held take part.
 
         Raises:
-            RoundFailed: fewer than ``min_sites`` grant it.
+            RoundFailedError: fewer than ``min_sites`` grant it.
         """
         messages = self._address(grid, self.plan.sites, wire.PRICE, 0, None)
         replies = grid.send_and_receive(messages, timeout=self.plan.round_timeout_s)
         for site, content in self._match(replies):
             try:
                 self.granted[site], _ = read(content, None)
-            except NotUsable as refusal:
+            except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
         least, away = self.plan.least_grants, {s for s, code in self._lost.items() if code in AWAY}
         if len(self.granted) >= least or not len(self.granted) + len(away) >= least:  # else: once they are back
@@ -174,7 +167,7 @@ class GatedStrategy(Strategy):
             self.granted = {site: sealed for site, sealed in self.granted.items() if site not in self._lost}
         self.declined = dict(self._lost)
         self._expected = set(self.granted)
-        self.progress(Progress("priced", self.plan.first_round, tuple(self.granted), self.declined))
+        self.gate.progress(Progress("priced", self.plan.first_round, tuple(self.granted), self.declined))
         if not len(self.granted) >= least:
             self._fail(-1, "too_few_grants", self.declined)
 
@@ -192,7 +185,7 @@ class GatedStrategy(Strategy):
         """Flower's hook: one message for each granted site that is online, after a bounded wait.
 
         Raises:
-            RoundFailed: fewer than ``min_sites`` of them are.
+            RoundFailedError: fewer than ``min_sites`` of them are.
         """
         del config  # the plan's configuration is the only one
         index = self.plan.first_round + server_round - 1
@@ -200,7 +193,7 @@ class GatedStrategy(Strategy):
         messages = self._address(grid, asked, wire.TRAIN, index, arrays)
         if not len(messages) >= self.plan.min_sites:
             self._fail(index, "too_few_sites_online", self._lost)
-        self.progress(Progress("sent", index, tuple(self._sent), dict(self._lost)))
+        self.gate.progress(Progress("sent", index, tuple(self._sent), dict(self._lost)))
         return messages
 
     def aggregate_train(
@@ -209,7 +202,7 @@ class GatedStrategy(Strategy):
         """Flower's hook: review every reply, then the uniform mean of the admitted updates.
 
         Raises:
-            RoundFailed: fewer than ``min_sites`` updates are admitted.
+            RoundFailedError: fewer than ``min_sites`` updates are admitted.
         """
         index = self.plan.first_round + server_round - 1
         admitted: dict[str, NDArray[np.float32]] = {}
@@ -219,7 +212,7 @@ class GatedStrategy(Strategy):
             try:
                 envelope, vector = read(content, self.model.vector.size)
                 admitted[site] = self._admit(site, index, envelope, vector)
-            except NotUsable as refusal:
+            except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
         self._expected = answered
         refused = dict(self._lost)
@@ -230,7 +223,7 @@ class GatedStrategy(Strategy):
             vector, moments, used = self.plan.aggregator.step(
                 self.model.vector, [(s, admitted[s]) for s in self.plan.sites if s in admitted], self.model.moments
             )
-        except NoAggregate:  # too few for this strategy, or no finite result
+        except NoAggregateError:  # too few for this strategy, or no finite result
             self._fail(index, "no_aggregate", refused)
         refused |= dict.fromkeys(admitted.keys() - set(used), "not_selected")  # by Krum
         self.close(index, Model(vector, moments), used, refused)
@@ -240,9 +233,7 @@ class GatedStrategy(Strategy):
         """A round is over: durable first, then known."""
         self.gate.round_done(index, model, used, refused)
         self.model = model
-        self.used.append(used)
-        self.refused.append(refused)
-        self.progress(Progress("done", index, used, refused))
+        self.gate.progress(Progress("done", index, used, refused))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -257,19 +248,8 @@ class GatedStrategy(Strategy):
     def summary(self) -> None:
         """Flower's hook for its log, which is off: the caller hears of progress instead."""
 
-    def result(self) -> Result:
-        """What the run gave so far."""
-        return Result(
-            model=self.model,
-            rounds_done=self.plan.first_round + len(self.used),
-            granted=dict(self.granted),
-            declined=self.declined,
-            used=tuple(self.used),
-            refused=tuple(self.refused),
-        )
-
     def _fail(self, index: int, reason: str, refused: Mapping[str, str]) -> NoReturn:
-        raise RoundFailed(index, "stopped" if self.stopping.is_set() else reason, refused)
+        raise RoundFailedError(index, "stopped" if self.stopping.is_set() else reason, refused)
 
     def _address(
         self, grid: Grid, sites: Sequence[str], kind: str, index: int, arrays: ArrayRecord | None
@@ -351,15 +331,15 @@ class GatedStrategy(Strategy):
         """The vector, once the gate said yes to it.
 
         Raises:
-            NotUsable: with the gate's code, or "internal" when the gate failed or spoke nonsense.
+            InvalidReplyError: with the gate's code, or "internal" when the gate failed or spoke nonsense.
         """
         if vector is None:
-            raise NotUsable("schema")
+            raise InvalidReplyError("schema")
         vector.setflags(write=False)
         try:
             verdict = self.gate.admit(site, index, envelope, pack_vector(vector))
         except Exception:  # noqa: BLE001 - whatever went wrong in a review, it was not a yes
-            raise NotUsable("internal") from None
+            raise InvalidReplyError("internal") from None
         if verdict is None:
             return vector
-        raise NotUsable(verdict if isinstance(verdict, str) and SLUG.fullmatch(verdict) else "internal")
+        raise InvalidReplyError(verdict if isinstance(verdict, str) and SLUG.fullmatch(verdict) else "internal")

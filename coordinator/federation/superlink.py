@@ -1,18 +1,16 @@
 """Flower at the coordinator: the embedded SuperLink, and runs over it, each in a process of its own.
 
-All use of Flower's private interfaces at this side is here and in grid.py (agent/edges/federation.py is
+All use of Flower's private interfaces at this side is here and in grid.py (agent/federation/supernode.py is
 the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them to it. What
-travels is documented in protos/rounds.py.
+travels is documented in protos/federation/messages.py.
 
-One SuperLink state, and three ways to it:
+One SuperLink state, and two ways to it:
 
 - *fleet*: what agents say. It comes through the coordinator's one gRPC port, is bound to the enrolled site by
-  coordinator/edges/fleet.py, and handed over in process: no socket.
+  coordinator/federation/fleet_proxy.py, and handed over in process: no socket.
 - *private*: loopback, everything, but only with this process's random secret in a header: Flower's
   Control API has no login of its own, so without it any local user could register nodes or start runs. The process
   of a run has a secret of its own, which opens a task's calls only.
-- *public*, only if it is asked for: TLS 1.3, client certificate required, and only the Fleet calls of a node, for
-  stock ``flower-supernode`` processes. Flower's own checks alone bind a node there, not ours.
 
 Flower's own log is switched off: it holds addresses and exception texts. Callers hear of progress and
 results as values, and log what their own allow-list permits.
@@ -27,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from types import TracebackType
@@ -56,39 +54,15 @@ from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
 from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 
-from coordinator.edges.conducting import Child, Desk, RunLost
-from coordinator.edges.fleet import flower_key
-from coordinator.edges.grid import PrivateWay, PromptGrid, direct
-from coordinator.edges.listeners import (
-    HostConfig,
-    PrivateGate,
-    PublicConfig,
-    PublicGate,
-    exchange,
-    listen,
-    server_tls,
-)
-from coordinator.edges.runframes import Order
-from coordinator.edges.strategy import Gate, Model, Progress, Result, RoundFailed, RoundPlan
-from protos import quiet
-from protos.rounds import STUB_BUNDLE, STUB_DIGEST
-
-__all__ = [
-    "STUB_DIGEST",
-    "FlowerHost",
-    "Gate",
-    "HostConfig",
-    "HostFailed",
-    "Model",
-    "Progress",
-    "PublicConfig",
-    "Result",
-    "RoundFailed",
-    "RoundPlan",
-    "RunInProgress",
-    "RunLost",
-    "conduct",
-]
+from coordinator.federation.fleet_proxy import flower_key
+from coordinator.federation.grid import BoundedGrid, LoopbackEndpoint, direct
+from coordinator.federation.run_messages import RunSpec
+from coordinator.federation.run_process import RunProcess, RunRequestHandler
+from coordinator.federation.strategy import RoundPlan, RunGate
+from coordinator.federation.superlink_listeners import HostConfig, PrivateGate, exchange, listen
+from protos.common.errors import WorkerError
+from protos.federation import flower_environment
+from protos.federation.messages import STUB_BUNDLE, STUB_DIGEST
 
 for _name in ("flwr", "httpx", "httpcore", "uvicorn"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
@@ -98,56 +72,49 @@ _START_S: Final = 60.0
 _CLAIM_S: Final = 30.0
 
 
-class HostFailed(RuntimeError):
+class FlowerHostError(WorkerError, RuntimeError):
     """The embedded SuperLink did not start or does not answer as it must."""
-
-
-class RunInProgress(RuntimeError):
-    """A site of this run takes part in another one."""
 
 
 class FlowerHost:
     """The embedded SuperLink, as a context manager. Registrations survive restarts on the same state."""
 
     def __init__(self, config: HostConfig) -> None:
-        """Check the process and the certificates; nothing listens yet.
+        """Check the process; nothing listens yet.
 
         Raises:
-            NotQuiet: `protos.quiet.hush` was not called before the imports.
-            OSError, ssl.SSLError: a certificate or key cannot be used.
+            FlowerEnvironmentError: `protos.federation.flower_environment.configure_environment` was not called before
+            the imports.
         """
-        quiet.require()
+        flower_environment.require_configured()
         self.config = config
         self.stopping = threading.Event()
-        self._tls = server_tls(config.public.ca, config.public.cert, config.public.key) if config.public else None
         self._secret = secrets.token_bytes(32)
         self._key = secrets.token_hex(32)
-        self._servers: list[uvicorn.Server] = []
-        self._sockets: list[socket.socket] = []
+        self._server: uvicorn.Server | None = None
+        self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task_keys: set[str] = set()
-        self._mutex, self._starting = threading.Lock(), threading.Lock()
-        self._busy: set[str] = set()  # sites that take part in a run
+        self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="superlink", daemon=True)
 
     def __enter__(self) -> Self:
         """Listen, and end whatever runs an earlier process left open.
 
         Raises:
-            HostFailed: the SuperLink did not come up.
+            FlowerHostError: the SuperLink did not come up.
             OSError: an address is in use.
         """
         self.config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.config.state.chmod(0o700)  # Flower's files in it are readable by all
-        for address in (self.config.private, *([self.config.public.address] if self.config.public else [])):
-            self._sockets.append(listen(address))
-        self._servers = self._make_servers()
+        self._socket = listen(self.config.private)
+        self._server = self._make_server()
         self._thread.start()
         until = time.monotonic() + _START_S
-        while not all(server.started for server in self._servers):
+        while not self._server.started:
             if not self._thread.is_alive() or not time.monotonic() < until:
                 self.__exit__(None, None, None)
-                raise HostFailed("the SuperLink did not start")
+                raise FlowerHostError("the SuperLink did not start")
             time.sleep(0.05)
         self._control = direct(ControlHttpClient.from_server_address(*self._way().args("flwr CLI")))
         self._end_open_runs()
@@ -156,24 +123,21 @@ class FlowerHost:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop listening. A run that is being conducted ends with `RoundFailed`."""
+        """Stop listening. A run that is being conducted ends with `RoundFailedError`."""
         self.stopping.set()
-        for server in self._servers:
-            server.should_exit = True
+        if self._server is not None:
+            self._server.should_exit = True
         if self._thread.ident is not None:
             self._thread.join(15)
-        for listener in self._sockets:
-            listener.close()
-
-    @property
-    def public(self) -> tuple[str, int] | None:
-        """Address and port of the public listener, if there is one."""
-        return _address(self._sockets[1]) if self.config.public else None
+        if self._socket is not None:
+            self._socket.close()
 
     @property
     def private(self) -> tuple[str, int]:
-        """Address and port of the private listener."""
-        return _address(self._sockets[0])
+        """Address and port of the private listener, once it is open."""
+        assert self._socket is not None
+        host, port = self._socket.getsockname()[:2]
+        return str(host), int(port)
 
     def register(self, site: str, node_key: bytes) -> None:
         """Let the agent that holds ``node_key`` take part as ``site``. Again with the same key: no change.
@@ -240,11 +204,11 @@ class FlowerHost:
                 self._control.StopRun(StopRunRequest(run_id=run_id))
                 self._purge(run_id)
 
-    def _way(self) -> PrivateWay:
+    def _way(self) -> LoopbackEndpoint:
         host, port = self.private
-        return PrivateWay(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._key)
+        return LoopbackEndpoint(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._key)
 
-    def _make_servers(self) -> list[uvicorn.Server]:
+    def _make_server(self) -> uvicorn.Server:
         host, port = self.private
         self._app: Any = create_app(
             SuperLinkLifespanConfig(
@@ -273,57 +237,37 @@ class FlowerHost:
             ),
             SuperLinkLifespan,
         )
-        common: dict[str, Any] = {
-            "log_config": None,
-            "access_log": False,
-            "server_header": False,
-            "proxy_headers": False,
-            "ws": "none",
-            "timeout_graceful_shutdown": 3,
-        }
-        private = uvicorn.Config(PrivateGate(self._app, self._key, self._task_keys), lifespan="on", **common)
-        tls = self._tls
-        if tls is None:
-            return [uvicorn.Server(private)]
-        public = uvicorn.Config(
-            PublicGate(self._app), lifespan="off", ssl_context_factory=lambda _config, _default: tls, **common
+        return uvicorn.Server(
+            uvicorn.Config(
+                PrivateGate(self._app, self._key, self._task_keys),
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                timeout_graceful_shutdown=3,
+            )
         )
-        return [uvicorn.Server(private), uvicorn.Server(public)]
 
     def _serve(self) -> None:
-        async def all_of_them() -> None:
+        async def served() -> None:
+            assert self._server is not None
+            assert self._socket is not None
             self._loop = asyncio.get_running_loop()
-            pairs = zip(self._servers, self._sockets, strict=True)
-            await asyncio.gather(*(server.serve(sockets=[listener]) for server, listener in pairs))
+            await self._server.serve(sockets=[self._socket])
 
         with contextlib.suppress(SystemExit):  # uvicorn's way to say that it could not start
-            asyncio.run(all_of_them())
+            asyncio.run(served())
 
     @contextlib.contextmanager
-    def engaged(self, sites: Collection[str]) -> Iterator[None]:
-        """A site takes part in one run at a time: it would leave the one for the other.
-
-        Raises:
-            RunInProgress: one of them takes part in a run.
-        """
-        with self._mutex:
-            if not self._busy.isdisjoint(sites):
-                raise RunInProgress("a site of this run takes part in another one")
-            self._busy.update(sites)
-        try:
-            yield
-        finally:
-            with self._mutex:
-                self._busy.difference_update(sites)
-
-    @contextlib.contextmanager
-    def task(self) -> Iterator[tuple[PrivateWay, str]]:
+    def task(self) -> Iterator[tuple[LoopbackEndpoint, str]]:
         """Start a run with the stub bundle; for whoever stands in for the ServerApp that Flower would execute.
 
         Yields:
             The way to that task's calls, open as long as this lasts, and the task's token.
         Raises:
-            HostFailed: the SuperLink gives no task.
+            FlowerHostError: the SuperLink gives no task.
         """
         way = replace(self._way(), key=secrets.token_hex(32))
         with self._starting:  # the one task that nobody has claimed is ours
@@ -361,34 +305,29 @@ class FlowerHost:
                 if got.token and got.task.run_id == run_id:
                     return str(got.token)
                 if got.token:
-                    PromptGrid(self._way(), got.token, self.stopping).end("failed")
+                    BoundedGrid(self._way(), got.token, self.stopping).end("failed")
                 time.sleep(_POLL_S)
-        raise HostFailed("the SuperLink has no task for the run that it just started")
+        raise FlowerHostError("the SuperLink has no task for the run that it just started")
 
 
-def conduct(host: FlowerHost, plan: RoundPlan, gate: Gate, progress: Callable[[Progress], None]) -> Result:
+def conduct(host: FlowerHost, plan: RoundPlan, gate: RunGate) -> None:
     """Conduct one federated run to its end: price, then the rounds from ``plan.first_round`` on.
 
-    Blocks; Flower's part is done by a process of this run's own. ``gate`` and ``progress`` are called in this thread,
-    ``gate.round_done`` after each round, before the next begins, so that an interrupted run goes on as a new call
-    with the last durable vector and round.
+    Blocks; Flower's part runs in a separate process for this run. ``gate`` and ``progress`` are called in this
+    thread, ``gate.round_done`` after each round, before the next begins, so that an interrupted run resumes as a new
+    call with the last durable vector and round. The caller must ensure that a site takes part in one run at a time
+    (`coordinator.federation.run_manager.RunManager.turn`): a site would leave one run for the other.
 
     Raises:
-        RoundFailed: too few usable sites at the price or in a round, or the host is stopping.
-        RunInProgress: a site takes part in another run.
-        RunLost: the run's process is gone; what it had closed is closed.
-        HostFailed: the SuperLink does not answer.
+        RoundFailedError: too few usable sites at the price or in a round, or the host is stopping.
+        RunLostError: the run's process is gone; what it had closed is closed.
+        FlowerHostError: the SuperLink does not answer.
     """
     try:
-        with host.engaged(plan.sites), Child(plan) as child, host.task() as (way, token):
+        with RunProcess(plan) as child, host.task() as (way, token):
             try:
-                return child.conduct(Order(plan, token), way, Desk(plan, gate, progress), host.stopping)
+                child.conduct(RunSpec(plan, token), way, RunRequestHandler(plan, gate), host.stopping)
             finally:
                 child.end()
     except httpx.HTTPError:  # its text may quote what came over the wire
-        raise HostFailed("the SuperLink does not answer") from None
-
-
-def _address(listener: socket.socket) -> tuple[str, int]:
-    host, port = listener.getsockname()[:2]
-    return str(host), int(port)
+        raise FlowerHostError("the SuperLink does not answer") from None

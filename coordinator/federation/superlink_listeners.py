@@ -1,4 +1,4 @@
-"""What is in front of the embedded SuperLink: two listeners, a way in without one, what may pass. No Flower here."""
+"""Listeners of the embedded SuperLink: its loopback listener, and calls without a socket. No Flower here."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import asyncio
 import hmac
 import ipaddress
 import socket
-import ssl
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from protos.rounds import FLEET_BODY, FLEET_CALLS
-
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[..., Awaitable[Any]], Callable[..., Awaitable[Any]]], Awaitable[None]]
 
 KEY_HEADER: Final = "x-lazaret-private"
-# Stock nodes fetch the app bundle too. It is the stub, which does nothing; our agents never ask for it.
-_PUBLIC: Final = FLEET_CALLS | {"/v1/fleet/get-fab"}
 # What the process of a run calls, as the task it stands in for: neither starting runs nor claiming tasks.
 _TASK: Final = frozenset(
     f"/v1/runtime/{call}"
@@ -38,46 +33,16 @@ _TASK: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class PublicConfig:
-    """The listener for stock nodes. Port 0 picks a free one (`FlowerHost.public`)."""
-
-    address: tuple[str, int]
-    ca: Path  # PEM; issues the nodes' client certificates
-    cert: Path  # PEM, of the listener
-    key: Path  # PEM
-
-
-@dataclass(frozen=True, slots=True)
 class HostConfig:
     """Where the SuperLink keeps its state and listens. Port 0 picks a free one."""
 
     state: Path  # a directory, made with mode 0700; updates lie in it in clear while a round is open
     private: tuple[str, int] = ("127.0.0.1", 0)
-    public: PublicConfig | None = None  # None: agents come through the gRPC port only
 
     def __post_init__(self) -> None:
         """The private listener must not be reachable from another machine."""
         if not ipaddress.ip_address(self.private[0]).is_loopback:
             raise ValueError("private: must be a loopback address such as 127.0.0.1")
-
-
-class PublicGate:
-    """ASGI filter of the public listener: a node's Fleet calls and /health, bodies of bounded size."""
-
-    def __init__(self, app: App) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        """404 for every other path, 413 for a body of unknown or too great length."""
-        path, method = scope.get("path"), scope.get("method")
-        if scope["type"] != "http" or not (
-            (method == "POST" and path in _PUBLIC) or (method == "GET" and path == "/health")
-        ):
-            await _refuse(scope, send, 404)
-        elif method == "POST" and not _body_fits(scope):
-            await _refuse(scope, send, 413)
-        else:
-            await self.app(scope, receive, send)
 
 
 class PrivateGate:
@@ -95,12 +60,6 @@ class PrivateGate:
             await _refuse(scope, send, 404)
         else:
             await self.app(scope, receive, send)
-
-
-def _body_fits(scope: Scope) -> bool:
-    """Whether the request states a body length, and one within bounds."""
-    stated = dict(scope["headers"]).get(b"content-length", b"")
-    return stated.isdigit() and int(stated) <= FLEET_BODY
 
 
 async def _refuse(scope: Scope, send: Callable[..., Any], status: int) -> None:
@@ -157,16 +116,6 @@ async def exchange(app: App, path: str, headers: Mapping[str, str], body: bytes)
 
     await app(scope, receive, send)
     return status, bytes(answer)
-
-
-def server_tls(ca: Path, cert: Path, key: Path) -> ssl.SSLContext:
-    """TLS 1.3 only, with a client certificate of the federation's CA required."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_cert_chain(cert, key)
-    context.load_verify_locations(ca)
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def listen(address: tuple[str, int]) -> socket.socket:

@@ -1,6 +1,7 @@
 """The vectors of a round: which may be used, their mean, their shares, their distances, and what is remembered.
 
-Vectors are (p,) float32 on the wire and float64 in here. Whatever comes out is finite, or it is :class:`NoAggregate`.
+Vectors are (p,) float32 on the wire and float64 in here. Whatever comes out is finite, or it is
+:class:`NoAggregateError`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from protos.common.errors import PeerError, RefusedError
+
 CHUNK: Final = 1 << 16  # coordinates at a time where all updates stand side by side: at most 100 MB for 200 sites
 
 Vector = NDArray[np.float32]
@@ -22,15 +25,15 @@ Doubles = NDArray[np.float64]
 Named = tuple[str, Vector]  # a site and its new parameters
 
 
-class NoAggregate(ValueError):
+class NoAggregateError(RefusedError, ValueError):
     """There is no aggregate of these updates; the text says why and names sites, never values."""
 
 
-class BadMoments(ValueError):
+class MomentsError(PeerError, ValueError):
     """The bytes are not moments in their one form."""
 
 
-def usable(vector: object, size: int) -> str | None:
+def vector_problem(vector: object, size: int) -> str | None:
     """Why ``vector`` cannot be aggregated with vectors of (size,) float32; None when it can.
 
     Returns:
@@ -51,16 +54,16 @@ def aggregate(vectors: Sequence[Vector]) -> Vector:
     Returns:
         (p,) float32. Finite, since it lies between the smallest and largest value of each coordinate.
     Raises:
-        NoAggregate: naming the first vector (counted from 0) that cannot be used, and why.
+        NoAggregateError: naming the first vector (counted from 0) that cannot be used, and why.
     """
     if not vectors or not isinstance(vectors[0], np.ndarray) or vectors[0].ndim != 1 or not vectors[0].size:
-        raise NoAggregate("a mean needs at least one non-empty (p,) vector")
+        raise NoAggregateError("a mean needs at least one non-empty (p,) vector")
     size = int(vectors[0].size)
     total = np.zeros(size, np.float64)
     for position, vector in enumerate(vectors):
-        fault = usable(vector, size)
+        fault = vector_problem(vector, size)
         if fault is not None:
-            raise NoAggregate(f"vector {position}: {fault}")
+            raise NoAggregateError(f"vector {position}: {fault}")
         total += vector
     return (total / len(vectors)).astype(np.float32)
 
@@ -83,7 +86,7 @@ class Moments:
         for array in (self.m, self.v):
             right = right and array.dtype == np.float64 and array.ndim == 1 and bool(np.isfinite(array).all())
         if not (right and self.m.shape == self.v.shape and bool((self.v >= 0).all())):
-            raise BadMoments("moments are a count and two finite (p,) float64 vectors, the second not negative")
+            raise MomentsError("moments are a count and two finite (p,) float64 vectors, the second not negative")
 
     def to_bytes(self) -> bytes:
         """As safetensors: t (1,) int64, m and v (p,) float64."""
@@ -95,18 +98,18 @@ class Moments:
         """The moments of :meth:`to_bytes`.
 
         Raises:
-            BadMoments: other tensors, types, shapes or values, metadata, or another encoding of the same.
+            MomentsError: other tensors, types, shapes or values, metadata, or another encoding of the same.
         """
         try:
             tensors = load(raw)
         except (SafetensorError, ValueError, KeyError):
-            raise BadMoments("not a safetensors file") from None
+            raise MomentsError("not a safetensors file") from None
         t = tensors.get("t")
         if tensors.keys() != {"t", "m", "v"} or t is None or t.dtype != np.int64 or t.shape != (1,):
-            raise BadMoments("the file must hold t, m and v, and nothing else")
+            raise MomentsError("the file must hold t, m and v, and nothing else")
         moments = cls(int(t[0]), tensors["m"], tensors["v"])
         if moments.to_bytes() != raw:
-            raise BadMoments("not in its one form")
+            raise MomentsError("not in its one form")
         return moments
 
 
@@ -114,10 +117,10 @@ def shares(weights: Mapping[str, float], cap: float) -> dict[str, float]:
     """Shares that sum to 1, none above ``cap``: what a capped site loses goes to the others by their weights.
 
     Raises:
-        NoAggregate: so few sites cannot all stay under the cap.
+        NoAggregateError: so few sites cannot all stay under the cap.
     """
     if not (weights and cap * len(weights) >= 1):
-        raise NoAggregate(f"no site may have a share above {cap:g}: {len(weights)} updates are too few")
+        raise NoAggregateError(f"no site may have a share above {cap:g}: {len(weights)} updates are too few")
     capped: dict[str, float] = {}
     while True:
         free = {site: weight for site, weight in weights.items() if site not in capped}
@@ -131,32 +134,32 @@ def shares(weights: Mapping[str, float], cap: float) -> dict[str, float]:
 def checked(start: Vector, updates: Sequence[Named], *, finite: bool = True) -> list[Named]:
     """The updates in the order of their sites' names, once all are comparable with a finite ``start``."""
     size = int(start.size) if isinstance(start, np.ndarray) else 0
-    if not size or usable(start, size) is not None:
-        raise NoAggregate("the round must start from a finite non-empty (p,) float32 vector")
+    if not size or vector_problem(start, size) is not None:
+        raise NoAggregateError("the round must start from a finite non-empty (p,) float32 vector")
     if not updates:
-        raise NoAggregate("a round needs at least one update")
+        raise NoAggregateError("a round needs at least one update")
     if len({site for site, _ in updates}) != len(updates):
-        raise NoAggregate("a site has two updates")
+        raise NoAggregateError("a site has two updates")
     for site, vector in updates:
-        fault = usable(vector, size)
+        fault = vector_problem(vector, size)
         if fault == "schema" or (fault is not None and finite):
-            raise NoAggregate(f"{site}: {fault}")
+            raise NoAggregateError(f"{site}: {fault}")
     return sorted(updates, key=lambda named: named[0])
 
 
 def change(start: Vector, delta: Doubles) -> Doubles:
     """``delta`` in float64, once it and ``start`` are finite vectors of one size."""
     if not (isinstance(delta, np.ndarray) and delta.dtype in (np.float32, np.float64) and delta.shape == start.shape):
-        raise NoAggregate("the mean change must be a (p,) vector of the model's size")
-    if usable(start, start.size) is not None or not bool(np.isfinite(delta).all()):
-        raise NoAggregate("the mean change or the model is not a finite vector")
+        raise NoAggregateError("the mean change must be a (p,) vector of the model's size")
+    if vector_problem(start, start.size) is not None or not bool(np.isfinite(delta).all()):
+        raise NoAggregateError("the mean change or the model is not a finite vector")
     return delta.astype(np.float64)
 
 
 def stateless(state: Moments) -> None:
-    """Refuse the moments of a strategy that has some (NoAggregate)."""
+    """Refuse the moments of a strategy that has some (NoAggregateError)."""
     if state.m.size:
-        raise NoAggregate("the moments are of another strategy")
+        raise NoAggregateError("the moments are of another strategy")
 
 
 def sites(named: Sequence[Named]) -> tuple[str, ...]:
@@ -169,7 +172,7 @@ def rounded(vector: Doubles) -> Vector:
     with np.errstate(over="ignore", invalid="ignore"):
         short = vector.astype(np.float32)
     if not bool(np.isfinite(short).all()):
-        raise NoAggregate("the aggregate is not finite")
+        raise NoAggregateError("the aggregate is not finite")
     return short
 
 
@@ -184,7 +187,7 @@ def squared_distances(start: Vector, named: Sequence[Named]) -> Doubles:
     ``|x - y|^2 = |x|^2 + |y|^2 - 2 x.y``, of changes from ``start``: those are small, so that little cancels.
     """
     n = len(named)
-    finite = np.array([usable(vector, start.size) is None for _, vector in named])
+    finite = np.array([vector_problem(vector, start.size) is None for _, vector in named])
     gram = np.zeros((n, n))
     for part in chunks(start.size):
         changes = np.stack([vector[part] for _, vector in named]).astype(np.float64) - start[part]

@@ -1,10 +1,10 @@
 """Virtual sites for a simulated run: made patients, their own keys, a small private training, sealed statements.
 
-What a hospital's agent does in a round, in little and on made data, so that the strategy and the books have real
-work: the model of the mechanism ``federated`` (a multinomial logistic regression of 64 pooled pixels), trained by
+A small version of an agent's part in a round, on synthetic data, so that the strategy and the ledger have real work:
+the model of the mechanism ``federated`` (a multinomial logistic regression of 64 pooled pixels), trained by
 patient-level DP-SGD (Abadi et al. 2016, algorithm 1, with patients for examples), and the statements that a site
-seals. The agent's own mechanism is not used, since the coordinator has neither torch nor the agent. The noise comes
-from a seeded generator: nobody's privacy depends on it, and a simulation can be run again.
+signs. The agent's own mechanism is not used, since the coordinator has neither torch nor the agent. The noise comes
+from a seeded generator: no real patient depends on it, and a simulation can be repeated.
 
 Ray carries these objects between processes of this machine, in its own way; nothing of it comes from outside.
 """
@@ -26,17 +26,17 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from coordinator.plan import Job
-from policies.claims import SubsampledGaussian
-from policies.policy import parse as parse_policy
-from policies.rdp import epsilon_nano
-from policies.register import open_accounts
-from policies.review import TERMS
-from policies.statement import PAYLOAD_TYPE, Enrolment, Release, Reservation, Statement, encode, release_id
-from protos import rounds as wire
-from protos.artifact import pack_vector
-from protos.envelope import seal
-from protos.identity import agent_name, node_public, request
+from coordinator.federation.job import Job
+from policies.accounting.claims import SubsampledGaussian
+from policies.accounting.rdp import epsilon_nano
+from policies.ledger_service import open_accounts
+from policies.review.policy import parse as parse_policy
+from policies.review.rules import TERMS
+from policies.statements import PAYLOAD_TYPE, Enrolment, Release, Reservation, Statement, encode, release_id
+from protos.artifacts.arrays import pack_vector
+from protos.common.dsse import seal
+from protos.federation import messages
+from protos.identity.certificates import agent_name, node_public, request
 
 FEATURES: Final = 64  # pooled pixels of an image
 ROLL: Final = "query.roll"  # which of the virtual sites a node is
@@ -47,7 +47,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Scenario:
     """How many sites there are, and how many of them are out of the ordinary, counted from the last one."""
 
     sites: int
@@ -108,7 +108,9 @@ class Training:
         names = Training.__slots__
         return Training(**{n: len(values[n]) if n == "classes" else values[n] for n in names})
 
-    def train(self, start: NDArray[np.float32], site: Made, rng: np.random.Generator) -> NDArray[np.float32]:
+    def train(
+        self, start: NDArray[np.float32], site: SyntheticCohort, rng: np.random.Generator
+    ) -> NDArray[np.float32]:
         """One round's private steps from ``start`` (p,): the new parameters (p,)."""
         theta = start.astype(np.float64)
         for _ in range(self.steps_per_round):
@@ -136,21 +138,21 @@ class Training:
         chances: Floats = powers / powers.sum(axis=-1, keepdims=True)
         return chances
 
-    def accuracy(self, vector: NDArray[np.float32], held_out: Made) -> float:
+    def accuracy(self, vector: NDArray[np.float32], held_out: SyntheticCohort) -> float:
         """The share of images whose class is the model's first choice."""
         best = self.chances(vector.astype(np.float64), held_out.images).argmax(axis=-1)
         return float((best == held_out.labels[:, None]).mean())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class SyntheticCohort:
     """Made patients: everyone's classes look alike, and each site has its own mixture of them."""
 
     images: Floats  # (n, m, 64), pooled pixels about their centre
     labels: NDArray[np.int64]  # (n,)
 
     @staticmethod
-    def make(training: Training, seed: int, site: int, even: bool = False) -> Made:
+    def make(training: Training, seed: int, site: int, even: bool = False) -> SyntheticCohort:
         """As many patients as the public bound says; the same ones for the same numbers.
 
         Args:
@@ -165,15 +167,15 @@ class Made:
         mixture = None if even else rng.dirichlet(np.ones(training.classes))
         labels = rng.choice(training.classes, size=n, p=mixture)
         patients = centres[labels] + rng.normal(0, _SPREAD[1], (n, FEATURES))
-        return Made(patients[:, None, :] + rng.normal(0, _SPREAD[1] / 2, (n, m, FEATURES)), labels)
+        return SyntheticCohort(patients[:, None, :] + rng.normal(0, _SPREAD[1] / 2, (n, m, FEATURES)), labels)
 
 
 @dataclass(frozen=True)
-class Virtual:
+class VirtualSite:
     """One virtual site of a job: its key, its policy, and what it seals."""
 
     job: Job
-    players: Cast
+    players: Scenario
     index: int
     policy: str  # TOML, the site's own
 
@@ -254,16 +256,16 @@ class Virtual:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """What the virtual sites say to a message; a Flower ClientApp that Ray's workers hold."""
+class VirtualClientApp:
+    """The virtual sites' replies to a message; a Flower ClientApp that Ray's workers run."""
 
     job: Job
-    players: Cast
+    players: Scenario
     policies: tuple[str, str]  # the sites' own, TOML: of the poor ones, and of all others
 
-    def site(self, index: int) -> Virtual:
+    def site(self, index: int) -> VirtualSite:
         """One of them."""
-        return Virtual(self.job, self.players, index, self.policies[self.players.part(index) != "poor"])
+        return VirtualSite(self.job, self.players, index, self.policies[self.players.part(index) != "poor"])
 
     def app(self) -> ClientApp:
         """The same app for every site: Flower tells it which one it is."""
@@ -286,12 +288,12 @@ class Answers:
         index = _index(context)
         site, part = self.site(index), self.players.part(index)
         if part == "away":
-            return Message(Error(wire.CODES["unavailable"], "unavailable"), reply_to=message)
-        number = cast(int, message.content.config_records[wire.ORDER][wire.ROUND])
-        start = message.content.array_records[wire.PARAMETERS][wire.FLAT].numpy()
+            return Message(Error(messages.CODES["unavailable"], "unavailable"), reply_to=message)
+        number = cast(int, message.content.config_records[messages.ORDER][messages.ROUND])
+        start = message.content.array_records[messages.PARAMETERS][messages.FLAT].numpy()
         training = Training.of(self.job)
         rng = np.random.default_rng([self.players.seed, 2, index, number])
-        vector = training.train(start, Made.make(training, self.players.seed, index), rng)
+        vector = training.train(start, SyntheticCohort.make(training, self.players.seed, index), rng)
         if part == "poisoned":
             vector = (start + _POISON * (vector - start)).astype(np.float32)
         return _reply(message, site.update(number, vector), vector)
@@ -304,7 +306,7 @@ def _index(context: Context) -> int:
 
 
 def _reply(message: Message, envelope: bytes, vector: NDArray[np.float32] | None = None) -> Message:
-    content = RecordDict({wire.ANSWER: ConfigRecord({wire.ENVELOPE: envelope})})
+    content = RecordDict({messages.ANSWER: ConfigRecord({messages.ENVELOPE: envelope})})
     if vector is not None:
-        content[wire.PARAMETERS] = ArrayRecord({wire.FLAT: Array(vector)})
+        content[messages.PARAMETERS] = ArrayRecord({messages.FLAT: Array(vector)})
     return Message(content, reply_to=message)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from coordinator.edges.authority import Authority
-from coordinator.edges.shelf import Shelf
-from coordinator.edges.site_heads import SiteHeads
-from coordinator.edges.uploads import Uploads
-from coordinator.edges.witnesses import Witnesses
-from coordinator.intake import Intake
+from coordinator.admission import AdmissionService
+from coordinator.enrolment.authority import Authority
+from coordinator.storage.release_store import ReleaseStore
+from coordinator.storage.site_heads import SiteHeads
+from coordinator.storage.uploads import Uploads
+from coordinator.storage.witness_store import Witnesses
 
 
-class Tunnel(Protocol):
+class FleetTunnel(Protocol):
     """Flower's Fleet API, for one site at a time."""
 
     def handle(self, site: str, parts: Iterator[Any]) -> Iterator[Any]:
@@ -23,7 +23,7 @@ class Tunnel(Protocol):
 
 
 class Conducting(Protocol):
-    """What an operator may do with runs; see :class:`coordinator.edges.runs.Runs`."""
+    """What an operator may do with runs; see :class:`coordinator.federation.run_manager.RunManager`."""
 
     def launch(self, request: Any) -> Iterator[Any]:
         """Start a run, or follow the one of that name."""
@@ -42,16 +42,16 @@ class Conducting(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Counter:
+class GatewayContext:
     """Everything that stands behind the calls."""
 
-    intake: Intake
+    intake: AdmissionService
     uploads: Uploads
-    shelf: Shelf
+    shelf: ReleaseStore
     witnesses: Witnesses
     site_heads: SiteHeads
     authority: Authority
-    fleet: Tunnel
+    fleet: FleetTunnel
     conducting: Conducting
     enrolled: Callable[[str], None]  # hears of a site that was just enrolled
     architectures: Path  # a folder: the approved architectures of models

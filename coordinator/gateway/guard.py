@@ -1,16 +1,18 @@
-"""On every RPC: who calls, over what, with which certificate, how often, how much. Python gRPC checks none of it.
+"""Check every RPC: caller, transport, certificate, rate and size. Python gRPC checks none of them.
 
 After the handshake gRPC never looks at a certificate again, has no revocation lists, and passes exception texts to
 the peer. So :class:`Guard` stands around every method: TLS 1.3, exactly one SPIFFE name, valid now, not on the
 ledger's deny-list, the right role, within its rate and size; and whatever goes wrong inside leaves as a code and an
-incident number. On a stream the same is asked again for each message, and :meth:`Guard.expel` ends a peer's open
-calls at once.
+incident number. On a stream the same is checked again for each message, and :meth:`Guard.close_calls` ends a peer's
+open calls at once. This is a wall: no service's method is reached but through the guard.
 
-gRPC parses a message before it asks any interceptor, and keeps some 20 kB of each call whose message it cannot parse.
-So it gets streams of bytes alone: the guard first looks at who calls, then reads, measures and parses the message.
+gRPC parses a message before it calls any interceptor, and keeps some 20 kB of each call whose message it cannot
+parse. So it gets streams of bytes only: the guard first checks the caller, then reads, measures and parses the
+message.
 
-A name's rate and patience are for welcome peers alone. One whose certificate is revoked, ended or for another role is
-counted by the certificate's number: whoever has stolen one cannot use up what the site itself needs.
+A site's rate and violation limits count only calls with a valid certificate. Calls with a revoked or expired
+certificate, or one for another role, are counted by the certificate's number, so a stolen certificate cannot use up
+the site's limits.
 """
 
 from __future__ import annotations
@@ -26,12 +28,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
-from cryptography import x509
 
-from protos.identity import OPERATOR, joining_site_of, site_of
-from protos.versions import METADATA, OURS, Unspoken, agree, announced
+from coordinator.gateway.calls import (
+    AGENT,
+    JOINING,
+    OPERATING,
+    Call,
+    CallRejectedError,
+    Peer,
+    PeerCertificateError,
+    peer_of,
+)
+from coordinator.gateway.quotas import IdleTimeout
+from protos.protocol_version import METADATA, OURS, NoCommonVersionError, agree, announced
 
-AGENT, JOINING, OPERATING = "agent", "joining", "operator"
 ROLES: Final[Mapping[str, str]] = {  # the role that each method is for; a method that is not listed is nobody's
     **dict.fromkeys(
         ("Hello", "Reserve", "Offer", "Upload", "Submit", "Settle", "Outcome", "Amend", "Present"), AGENT
@@ -50,65 +60,12 @@ STRIKE_S: Final = 10.0  # for one more
 STRANGE_STRIKES: Final = 32.0  # the same for one unwelcome certificate
 ENTRIES: Final = 64.0  # written down of all unwelcome certificates in one site's name; more need time
 ENTRY_S: Final = 60.0  # for one more
+FIRST_S: Final = 30.0  # for the one message of a call; a stream of messages is its method's business
 KEPT: Final = 4096  # names or numbers in one table of buckets
 _PARSED: Final = 4096  # certificates remembered
-_UNWRITTEN: Final = frozenset({"rate", "busy", "protocol"})  # a crowded or an outdated site: logged, no entry
-
-
-class Turned(Exception):
-    """The call is over: a status, a text that the peer may read, and the rule by which it was turned away."""
-
-    def __init__(self, code: grpc.StatusCode, text: str, rule: str = "turned_away") -> None:
-        super().__init__(text)
-        self.code, self.text, self.rule = code, text, rule
-
-
-class Unfit(Turned):
-    """Turned away for what the certificate is, whatever was asked: nobody's patience but its own is touched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who is at the other end of a connection, by the certificate it was opened with."""
-
-    role: str
-    site: str  # "" for an operator
-    number: str  # the certificate's serial number, lower-case hexadecimal
-    leaf: x509.Certificate = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        """For the log: the role, or the site."""
-        return self.site or self.role
-
-
-def peer_of(auth: Mapping[str, list[bytes]]) -> Peer:
-    """The peer of a connection; not yet whether it is welcome.
-
-    Raises:
-        Turned: older TLS, no certificate, no or several names, or a name of no role.
-    """
-    if auth.get("ssl_tls_version") != [b"TLSv1.3"]:
-        raise Turned(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is required", "old_tls")
-    try:
-        leaf = x509.load_pem_x509_certificate(auth["x509_pem_cert"][0])
-        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (KeyError, IndexError, ValueError, x509.ExtensionNotFound):
-        raise Turned(
-            grpc.StatusCode.UNAUTHENTICATED, "a client certificate with a name is required", "no_name"
-        ) from None
-    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    if len(uris) != 1:
-        raise Turned(
-            grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name", "several_names"
-        )
-    number = f"{leaf.serial_number:x}"
-    for role, site in ((AGENT, site_of(uris[0])), (JOINING, joining_site_of(uris[0]))):
-        if site is not None:
-            return Peer(role, site, number, leaf)
-    if uris[0] == OPERATOR:
-        return Peer(OPERATING, "", number, leaf)
-    raise Turned(grpc.StatusCode.PERMISSION_DENIED, "this certificate is for nobody here", "no_role")
+# Logged, no entry: of a crowded, a slow or an outdated site, or one that has only to show its head again.
+_UNWRITTEN: Final = frozenset({"rate", "busy", "protocol", "silent", "not_shown"})
+_ONCE: Final = frozenset({"turned_back"})  # counted; it is written down once (`SiteHeads.tell`)
 
 
 @dataclass(slots=True)
@@ -169,47 +126,30 @@ class _Crowd:
         """Not too often, and not after too many refusals.
 
         Raises:
-            Turned: one of them.
+            CallRejectedError: one of them.
         """
         if not self.rates.take(name, now):
-            raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls: slow down", "rate")
+            raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls: slow down", "rate")
         if not self.strikes.has(name, now):
-            raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many refused calls: wait", "rate")
+            raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many refused calls: wait", "rate")
 
 
 def _crowd(strikes: float) -> _Crowd:
     return _Crowd(_Buckets(CALLS_PER_S, BURST), _Buckets(1 / STRIKE_S, strikes))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """What a service's method gets in place of gRPC's context."""
-
-    peer: Peer
-    method: str
-    context: Any = field(repr=False)
-
-    @property
-    def alive(self) -> bool:
-        """Is the peer still there?"""
-        return bool(self.context.is_active())
-
-    def cancel(self) -> None:
-        """End the call, whatever it is waiting for."""
-        self.context.cancel()
-
-
 def _speaks(context: Any) -> None:
-    """Say which protocols are spoken here, and turn a peer away that speaks none of them (:mod:`protos.versions`).
+    """Say which protocols are spoken here, and turn a peer away that speaks none of them
+    (:mod:`protos.protocol_version`).
 
     Raises:
-        Turned: it does not, and which side to upgrade.
+        CallRejectedError: it does not, and which side to upgrade.
     """
     context.set_trailing_metadata(((METADATA, str(OURS)),))
     try:
         agree(announced(context.invocation_metadata()), "agent")
-    except Unspoken as error:
-        raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(error), "protocol") from None
+    except NoCommonVersionError as error:
+        raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(error), "protocol") from None
 
 
 def _name(peer: Peer) -> str:
@@ -220,14 +160,16 @@ def _message(raw: bytes, parse: Callable[[bytes], Any]) -> Any:
     """The message in these bytes.
 
     Raises:
-        Turned: they are too many, or no message of this method.
+        CallRejectedError: they are too many, or no message of this method.
     """
     if not len(raw) <= MOST_BYTES + 4096:
-        raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message is too large", "too_large")
+        raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message is too large", "too_large")
     try:
         return parse(raw)
     except Exception:  # noqa: BLE001 - whatever the parser says of it, it is not one
-        raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "the bytes are not a message", "bad_message") from None
+        raise CallRejectedError(
+            grpc.StatusCode.INVALID_ARGUMENT, "the bytes are not a message", "bad_message"
+        ) from None
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -238,6 +180,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         admits: Callable[[str, str], bool],
         report: Callable[[str, str], None],
         log: Any,
+        patience: IdleTimeout,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is open yet.
@@ -246,9 +189,11 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             admits: (site, certificate number) -> is it on the books, and not on the deny-list?
             report: (site, rule) -> write down that a known site was turned away.
             log: events from the allow-list.
+            patience: ends calls whose message does not come within :data:`FIRST_S`.
             clock: monotonic seconds, for rates.
         """
         self._admits, self._report, self._log, self._clock = admits, report, log, clock
+        self._patience = patience
         self._mutex = threading.Lock()
         self._welcome_ones = _crowd(STRIKES)  # by name
         self._strangers = _crowd(STRANGE_STRIKES)  # by the certificate's number
@@ -321,7 +266,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     ) -> tuple[grpc.StatusCode, str]:
         """Code and text for the peer of a call that failed, whatever fails on the way."""
         try:
-            if isinstance(fault, Turned):
+            if isinstance(fault, CallRejectedError):
                 self._turn(method, peer, fault)
                 return fault.code, fault.text.encode("utf-8", "replace").decode()
             if not context.is_active():  # the peer hung up, and gRPC said so by an exception in the middle of things
@@ -332,7 +277,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             return grpc.StatusCode.INTERNAL, "the call failed, and the coordinator cannot log why"
         return grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log"
 
-    def _turn(self, method: str, peer: Peer | None, turned: Turned) -> None:
+    def _turn(self, method: str, peer: Peer | None, turned: CallRejectedError) -> None:
         """Count a refusal, and write it down in the log and, within patience, in the ledger."""
         site, role = (peer.site, peer.role) if peer else ("", "")
         with contextlib.suppress(Exception):  # a log that fails changes nothing of what is done
@@ -340,11 +285,11 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         if not peer or turned.rule in _UNWRITTEN:
             return
         known = site if role == AGENT else ""  # nobody else speaks for a site in the ledger
-        if isinstance(turned, Unfit):
+        if isinstance(turned, PeerCertificateError):
             within = self._strange(peer, known)
         else:  # nothing may keep an operator from revoking
             within = role != OPERATING and self._strike(_name(peer))
-        if within and known:
+        if within and known and turned.rule not in _ONCE:
             self._write_down(known, turned.rule)
 
     def _strange(self, peer: Peer, site: str) -> bool:
@@ -358,7 +303,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         with self._mutex:
             return self._welcome_ones.strikes.take(name, self._clock())
 
-    def strike(self, site: str) -> bool:
+    def count_violation(self, site: str) -> bool:
         """Count a refusal of a welcome site. Beyond a rate its calls are turned away unread: it floods no ledger.
 
         Returns:
@@ -366,18 +311,23 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         """
         return self._strike(f"{AGENT}/{site}")
 
-    def report(self, site: str, rule: str) -> None:
-        """Count a refusal of a welcome site and, within its patience, write it down. Raises nothing."""
-        if self.strike(site):
-            self._write_down(site, rule)
+    def report(self, site: str, rule: str) -> bool:
+        """Count a refusal of a welcome site and, within its patience, write it down. Raises nothing.
 
-    def _write_down(self, site: str, rule: str) -> None:
+        Returns:
+            Whether it is written.
+        """
+        return self.count_violation(site) and self._write_down(site, rule)
+
+    def _write_down(self, site: str, rule: str) -> bool:
         """Into the ledger. If that fails the call is refused all the same, and the log says what is missing there."""
         try:
             self._report(site, rule)
         except Exception as fault:  # noqa: BLE001 - whatever it is: a refusal is on its way, and goes on
             with contextlib.suppress(Exception):
                 self._log.error("refusal_not_recorded", site=site, rule=rule, fault=type(fault).__name__)
+            return False
+        return True
 
     def _peer(self, auth: Mapping[str, list[bytes]]) -> Peer:
         """The peer of a connection; the certificate is parsed once."""
@@ -392,16 +342,18 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             self._seen[key] = known
         return known
 
-    def _unfit(self, peer: Peer, method: str = "") -> Unfit | None:
+    def _unfit(self, peer: Peer, method: str = "") -> PeerCertificateError | None:
         """What speaks against this certificate at this moment, for this method if one is named."""
         now = dt.datetime.now(dt.UTC)
         if not peer.leaf.not_valid_before_utc <= now <= peer.leaf.not_valid_after_utc:
-            return Unfit(grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now", "expired")
+            return PeerCertificateError(
+                grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now", "expired"
+            )
         denied = grpc.StatusCode.PERMISSION_DENIED
         if peer.role == AGENT and not self._admits(peer.site, peer.number):
-            return Unfit(denied, "this certificate was revoked, or was never issued", "revoked")
+            return PeerCertificateError(denied, "this certificate was revoked, or was never issued", "revoked")
         if method and ROLES[method] != peer.role:
-            return Unfit(denied, "this certificate may not make this call", "wrong_role")
+            return PeerCertificateError(denied, "this certificate may not make this call", "wrong_role")
         return None
 
     def _welcome(self, peer: Peer) -> None:
@@ -414,7 +366,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         with self._mutex:
             mine = self._calls.setdefault(_name(call.peer), set())
             if not len(mine) < AT_ONCE:
-                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once", "busy")
+                raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once", "busy")
             mine.add(call)
         return call
 
@@ -430,9 +382,18 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         messages = self._each(call, raws, handler.request_deserializer)
         if handler.request_streaming:
             return messages
-        for message in messages:
-            return message
-        raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "this call needs one message", "bad_message")
+        with self._patience.over(call, FIRST_S):
+            try:
+                for message in messages:
+                    return message
+            except grpc.RpcError:  # how gRPC says that the call is over; or it lets the stream end
+                if not self._patience.ended(call):
+                    raise
+            if self._patience.ended(call):  # a slow line is no offence
+                raise CallRejectedError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "the call's message did not come in time", "silent"
+                )
+        raise CallRejectedError(grpc.StatusCode.INVALID_ARGUMENT, "this call needs one message", "bad_message")
 
     def _each(self, call: Call, raws: Iterator[bytes], parse: Callable[[bytes], Any]) -> Iterator[Any]:
         """Each message, when it is not too large, is one, and the peer is still welcome."""
@@ -440,7 +401,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
             self._welcome(call.peer)
             yield _message(raw, parse)
 
-    def expel(self, site: str) -> int:
+    def close_calls(self, site: str) -> int:
         """End every open call of a site; how many there were."""
         with self._mutex:
             calls = list(self._calls.get(f"{AGENT}/{site}", ()))

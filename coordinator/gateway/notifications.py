@@ -1,4 +1,4 @@
-"""The long-lived stream of each site: what the coordinator has to say without being asked."""
+"""The long-lived stream of notifications to each site."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import grpc
 
-from coordinator.edges.guard import Call, Turned
-from protos.v1 import gateway_pb2 as pb
+from coordinator.gateway.calls import Call, CallRejectedError
+from protos.v1 import gateway_pb2
 
 MOST: Final = 512  # open streams; each holds one of the service's threads
 BEAT_S: Final = 20.0  # a session says that it lives
@@ -24,6 +24,7 @@ class _Line:
     notices: list[Any] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     over: bool = False
+    shown: bool = False  # the site has shown the head of its own ledger since it began
 
 
 def _say(line: _Line, notice: Any) -> None:
@@ -55,12 +56,14 @@ class Sessions:
     def hold(self, call: Call, ended: Callable[[], str] = str) -> Iterator[Any]:
         """A site's notices, until it hangs up, a newer session of it begins, or :meth:`close`.
 
-        ``ended`` gives a run whose end the site may have missed while nobody could tell it; "": none.
+        ``ended`` is a run whose end the site may have missed while it was disconnected; "": none.
         """
         line, site = _Line(), call.peer.site
         with self._mutex:
             if site not in self._lines and not len(self._lines) < MOST:
-                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: go on without one", "busy")
+                raise CallRejectedError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: go on without one", "busy"
+                )
             before, self._lines[site] = self._lines.get(site), line
             if before is None:
                 self._seen[site] = Presence(True, self._clock())
@@ -70,15 +73,15 @@ class Sessions:
         # By gRPC's word, and not after the loop: of a peer that hangs up, this generator may never be asked again.
         if not call.context.add_callback(lambda: self._gone(site, line)):
             self._gone(site, line)
-        yield pb.Notice(kind="hello")
+        yield gateway_pb2.Notice(kind="hello")
         if run := ended():  # asked only now, so that no end falls between the two
-            yield pb.Notice(kind="over", run=run)
+            yield gateway_pb2.Notice(kind="over", run=run)
         over = False
         while not over:
             with line.changed:
                 line.changed.wait_for(lambda: line.notices or line.over, BEAT_S)
                 fresh, line.notices, over = line.notices, [], line.over  # together: a last word is said
-            yield from fresh or ([] if over else [pb.Notice(kind="beat")])
+            yield from fresh or ([] if over else [gateway_pb2.Notice(kind="beat")])
 
     def _gone(self, site: str, line: _Line) -> None:
         """A session has ended, whoever ended it."""
@@ -94,7 +97,19 @@ class Sessions:
         with self._mutex:
             lines = [line for site, line in self._lines.items() if sites is None or site in sites]
         for line in lines:
-            _say(line, pb.Notice(kind=kind, run=run))
+            _say(line, gateway_pb2.Notice(kind=kind, run=run))
+
+    def shows_head(self, site: str) -> None:
+        """A site's own ledger was judged, and found good, by this process."""
+        with self._mutex:
+            if site in self._lines:
+                self._lines[site].shown = True
+
+    def head_shown(self, site: str) -> bool:
+        """Was it judged since the site's session began? A site for which there is no place goes on without one."""
+        with self._mutex:
+            line = self._lines.get(site)
+            return line.shown if line is not None else not len(self._lines) < MOST
 
     def connected(self) -> tuple[str, ...]:
         """The sites with an open session."""

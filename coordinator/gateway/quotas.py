@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from coordinator.edges.guard import Call, Turned
+from coordinator.gateway.calls import Call, CallRejectedError
 
 
-class Places:
+class SiteQuota:
     """A site holds so many at most, so that none can take them all."""
 
     def __init__(self, most: int) -> None:
@@ -25,11 +25,13 @@ class Places:
         """One place for a site.
 
         Raises:
-            Turned: it holds as many as it may.
+            CallRejectedError: it holds as many as it may.
         """
         with self._mutex:
             if not self._taken[site] < self._most:
-                raise Turned(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many uploads of this site at once", "busy")
+                raise CallRejectedError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, "too many uploads of this site at once", "busy"
+                )
             self._taken[site] += 1
         try:
             yield
@@ -38,7 +40,7 @@ class Places:
                 self._taken[site] -= 1
 
 
-class Patience:
+class IdleTimeout:
     """Ends calls in which nothing arrives for so many seconds; one thread looks after all of them."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Operators' requests about runs, between the wire and :class:`coordinator.edges.runs.Runs`."""
+"""Operators' requests about runs, between the wire and :class:`coordinator.federation.run_manager.RunManager`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.edges.feed import Event
-from coordinator.edges.runs import Runs
-from coordinator.plan import BadJob, Job
-from protos.v1 import gateway_pb2 as pb
+from coordinator.federation.events import Event
+from coordinator.federation.job import Job, JobError
+from coordinator.federation.run_manager import RunManager
+from protos.v1 import gateway_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What an operator may do with runs; what cannot be done is said in words, as the last event."""
+    """Operations on runs for an operator. A failure is reported in words, as the last event."""
 
-    runs: Runs
+    runs: RunManager
 
     def launch(self, request: Any) -> Iterator[Any]:
         """Start a run, or follow the one of that name."""
@@ -26,10 +26,10 @@ class Operations:
         """What it would cost each site."""
         try:
             costs, decision = self.runs.plan(_job(request))
-        except BadJob as error:
-            return pb.PlanReply(refused=str(error))
+        except JobError as error:
+            return gateway_pb2.PlanReply(refused=str(error))
         sites = [
-            pb.SiteCost(
+            gateway_pb2.SiteCost(
                 site=c.site,
                 fits=c.fits,
                 epsilon=c.epsilon,
@@ -40,7 +40,7 @@ class Operations:
             )
             for c in costs
         ]
-        return pb.PlanReply(sites=sites, refused="" if decision.go else decision.reason)
+        return gateway_pb2.PlanReply(sites=sites, refused="" if decision.go else decision.reason)
 
     def watch(self, run: str) -> Iterator[Any]:
         """Events of a run that is known."""
@@ -59,12 +59,12 @@ def _job(request: Any) -> Job:
     """The job of a launch request.
 
     Raises:
-        BadJob: it makes no sense; all problems at once.
+        JobError: it makes no sense; all problems at once.
     """
     try:
         config = request.config.decode()
     except UnicodeDecodeError:
-        raise BadJob("the configuration is not text") from None
+        raise JobError("the configuration is not text") from None
     return Job(
         run=request.run,
         mechanism=request.mechanism,
@@ -82,6 +82,8 @@ def _job(request: Any) -> Job:
 def _events(run: str, act: Callable[[], Iterator[Event]]) -> Iterator[Any]:
     try:
         for e in act():
-            yield pb.RoundEvent(run=e.run, round=e.round, state=e.state, sites=list(e.sites), reason=e.reason)
-    except BadJob as error:
-        yield pb.RoundEvent(run=run, state="failed", reason=str(error))
+            yield gateway_pb2.RoundEvent(
+                run=e.run, round=e.round, state=e.state, sites=list(e.sites), reason=e.reason
+            )
+    except JobError as error:
+        yield gateway_pb2.RoundEvent(run=run, state="failed", reason=str(error))

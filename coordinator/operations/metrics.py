@@ -1,10 +1,9 @@
-"""What the coordinator tells a monitoring system, and whether it is well: from its books, folders and log."""
+"""The coordinator's metrics and health for a monitoring system: from its ledger, folders and log."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,107 +11,91 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from coordinator.edges.home import Home
-from coordinator.edges.sessions import Sessions
-from coordinator.edges.uploads import KEEP_FREE
-from policies.gauges import Refusals, proposals_open, spending
-from policies.store import LedgerStopped, Store
-from protos.expiry import days_left, end_of
-from protos.metrics import OF_LOG, Metric, Page, Samples, capped, logged
-from protos.tally import PROCESS, Tally
+from coordinator.gateway.notifications import Sessions
+from coordinator.storage.directory import CoordinatorDirectory
+from coordinator.storage.uploads import KEEP_FREE
+from policies.ledger.budget_metrics import RefusalCounts, put_budgets, put_entries, store_fault
+from policies.ledger.store import Store
+from protos.identity.certificates import days_left, end_of
+from protos.operations.event_counters import PROCESS, EventCounters
+from protos.operations.metrics import OF_LOG, Metric, MetricsPage, Samples, disk_full, logged, put_disk, put_refusals
 
 _BUDGET: Final = ("site", "unit", "relation", "delta")
 CATALOGUE: Final = (
-    Metric("lazaret_epsilon_limit", "The guarantee: epsilon that a site's releases may ever reach.", _BUDGET),
-    Metric("lazaret_epsilon_spent", "Of the limit, what is spent. The guarantee is the limit.", _BUDGET),
-    Metric("lazaret_epsilon_held", "Of the limit, what open grants would add if all were spent.", _BUDGET),
-    Metric("lazaret_epsilon_left", "Of the limit, what may still be granted.", _BUDGET),
+    Metric("lazaret_epsilon_limit", "Limit of epsilon for all releases of a site, ever.", _BUDGET),
+    Metric("lazaret_epsilon_spent", "Spent part of the limit. The guarantee is the limit.", _BUDGET),
+    Metric("lazaret_epsilon_held", "Part of the limit that open grants would add if all were spent.", _BUDGET),
+    Metric("lazaret_epsilon_left", "Part of the limit that may still be granted.", _BUDGET),
     Metric("lazaret_k_releases_limit", "k-anonymous releases that one patient may be in, ever.", ("site", "unit")),
     Metric("lazaret_k_releases_spent", "k-anonymous releases charged to every patient so far.", ("site", "unit")),
     Metric("lazaret_k_releases_held", "k-anonymous releases that open grants hold.", ("site", "unit")),
-    Metric("lazaret_budget_left_ratio", "What may still be granted, of the limit.", ("site", "kind")),
-    Metric("lazaret_refusals_total", "Refused since the start, by rule.", ("stage", "rule"), "counter"),
+    Metric("lazaret_budget_left_ratio", "Part of the limit that may still be granted.", ("site", "kind")),
+    Metric("lazaret_refusals_total", "Refusals since the start, by rule.", ("stage", "rule"), "counter"),
     Metric("lazaret_ledger_entries", "Entries of the ledger."),
     Metric("lazaret_ledger_epoch", "1, and one more after every restore."),
-    Metric("lazaret_ledger_writable", "0: a write failed, nothing more is written, the process ends."),
+    Metric("lazaret_ledger_writable", "0: a write failed; nothing more is written and the process ends."),
     Metric("lazaret_ledger_awaited_sites", "After a restore: sites still to show receipts. Nothing is granted."),
-    Metric("lazaret_witness_lag_entries", "Entries since the head that a site has cosigned last.", ("site",)),
-    Metric("lazaret_approvals_open", "Proposals that somebody has signed and that are not in force."),
-    Metric("lazaret_grants_held", "Grants that are open: their price is held."),
+    Metric("lazaret_witness_lag_entries", "Entries since the last head that a site has cosigned.", ("site",)),
+    Metric("lazaret_approvals_open", "Proposals with a signature that are not in force."),
+    Metric("lazaret_grants_held", "Open grants: their budget is held."),
     Metric("lazaret_releases_admitted", "Releases that the ledger admits, by mechanism.", ("mechanism",)),
-    Metric("lazaret_sites_enrolled", "Sites that are enrolled and not barred."),
+    Metric("lazaret_sites_enrolled", "Sites that are enrolled and not revoked."),
     Metric("lazaret_site_online", "1: the site's session is open.", ("site",)),
     Metric("lazaret_runs", "Federated runs by state.", ("state",)),
     Metric("lazaret_rounds_closed", "Closed rounds of all runs."),
-    Metric("lazaret_uploads_open", "Artifacts on their way in."),
-    Metric("lazaret_uploads_ready", "Artifacts that are whole and wait for their verdict."),
+    Metric("lazaret_uploads_open", "Artifacts that are being uploaded."),
+    Metric("lazaret_uploads_ready", "Artifacts that are complete and wait for their verdict."),
     *OF_LOG,
-    Metric("lazaret_disk_free_bytes", "Free on the file system of the home directory."),
+    Metric("lazaret_disk_free_bytes", "Free bytes on the file system of the home directory."),
     Metric("lazaret_disk_size_bytes", "Size of that file system."),
-    Metric("lazaret_disk_watermark_bytes", "Below so many free bytes uploads are refused."),
+    Metric("lazaret_disk_watermark_bytes", "Below this number of free bytes uploads are refused."),
     Metric("lazaret_certificate_days_left", "Days until a certificate ends.", ("which", "site")),
 )  # fmt: skip
-_LEAST: Final = 64 << 20  # bytes without which the next commit may fail
 _STATES: Final = ("open", "stopped", "finished", "failed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Watched:
+class MonitoredState:
     """What is looked at."""
 
-    home: Home
+    home: CoordinatorDirectory
     store: Store
     sessions: Sessions
     runs: Path  # the folder of runs
     staging: Path  # of uploads
     now: Callable[[], dt.datetime]
-    tally: Tally = PROCESS
+    tally: EventCounters = PROCESS
 
 
-def metrics(watched: Watched) -> Page:
+def metrics(watched: MonitoredState) -> MetricsPage:
     """The page for Prometheus, as a callable."""
-    refusals, ended = Refusals(watched.store), dict[str, str]()
+    refusals, ended = RefusalCounts(watched.store), dict[str, str]()
     sources = {
         "writable": lambda told: told.put("lazaret_ledger_writable", 0 if watched.store.stopped else 1),
-        "budgets": lambda told: _budgets(watched, told),
+        "budgets": lambda told: _budgets(watched.store, told),
         "ledger": lambda told: _ledger(watched, told),
-        "refusals": lambda told: _refusals(refusals, told),
+        "refusals": lambda told: put_refusals(refusals.counts(), told),
         "witnesses": lambda told: _witnesses(watched, told),
         "sites": lambda told: _sites(watched, told),
         "runs": lambda told: _runs(watched.runs, ended, told),
         "uploads": lambda told: _uploads(watched.staging, told),
         "log": lambda told: logged(watched.tally, told),
-        "disk": lambda told: _disk(watched.home.root, told),
+        "disk": lambda told: put_disk(watched.home.root, lambda _size: KEEP_FREE, told),
         "certificates": lambda told: _certificates(watched, told),
     }
-    return Page("coordinator", version("lazaret"), CATALOGUE, sources)
+    return MetricsPage("coordinator", version("lazaret"), CATALOGUE, sources)
 
 
-def _budgets(watched: Watched, told: Samples) -> None:
+def _budgets(store: Store, told: Samples) -> None:
+    with store.exclusive() as state:
+        put_budgets(state, told.put, by_site=True)
+
+
+def _ledger(watched: MonitoredState, told: Samples) -> None:
     with watched.store.exclusive() as state:
-        accounts = list(spending(state))
-    for one in accounts:
-        if one.kind == "rdp":
-            labels = {"site": one.site, "unit": one.unit, "relation": one.relation, "delta": one.delta}
-            told.put("lazaret_epsilon_limit", one.limit, **labels)
-            told.put("lazaret_epsilon_spent", one.spent, **labels)
-            told.put("lazaret_epsilon_held", one.held, **labels)
-            told.put("lazaret_epsilon_left", one.left, **labels)
-        else:  # no epsilon at all: it has none, which is not zero (P4)
-            told.put("lazaret_k_releases_limit", one.limit, site=one.site, unit=one.unit)
-            told.put("lazaret_k_releases_spent", one.spent, site=one.site, unit=one.unit)
-            told.put("lazaret_k_releases_held", one.held, site=one.site, unit=one.unit)
-        told.put(
-            "lazaret_budget_left_ratio", one.left / one.limit if one.limit > 0 else 0, site=one.site, kind=one.kind
-        )
-
-
-def _ledger(watched: Watched, told: Samples) -> None:
-    with watched.store.exclusive() as state:
-        told.put("lazaret_ledger_entries", state.size)
+        put_entries(state, told.put)
         told.put("lazaret_ledger_epoch", state.epoch)
-        told.put("lazaret_ledger_awaited_sites", len(state.waiting))
-        told.put("lazaret_approvals_open", proposals_open(state))
+        told.put("lazaret_ledger_awaited_sites", len(state.sites_awaited))
         told.put("lazaret_rounds_closed", sum(state.rounds.values()))
         grants, releases = list(state.grants.values()), list(state.releases.values())
     # counted after the lock was let go: a large ledger is not held up by who looks at it
@@ -122,24 +105,16 @@ def _ledger(watched: Watched, told: Samples) -> None:
         told.put("lazaret_releases_admitted", count, mechanism=mechanism)
 
 
-def _refusals(refusals: Refusals, told: Samples) -> None:
-    counts = refusals.counts()
-    names = {f"{stage}\n{rule}": count for (stage, rule), count in counts.items()}
-    for name, count in capped(names).items():
-        stage, _, rule = name.partition("\n")
-        told.put("lazaret_refusals_total", count, stage=stage, rule=rule)
-
-
-def _witnesses(watched: Watched, told: Samples) -> None:
+def _witnesses(watched: MonitoredState, told: Samples) -> None:
     size = watched.store.state.size
     for note in watched.home.witnesses.glob("*.note"):
         seen = int(note.read_text().split("\n")[1])  # a C2SP checkpoint: origin, size, root
         told.put("lazaret_witness_lag_entries", max(0, size - seen), site=note.stem)
 
 
-def _sites(watched: Watched, told: Samples) -> None:
+def _sites(watched: MonitoredState, told: Samples) -> None:
     with watched.store.exclusive() as state:
-        enrolled = sorted(set(state.sites) - state.barred)
+        enrolled = sorted(set(state.sites) - state.revoked_sites)
     online = set(watched.sessions.connected())
     told.put("lazaret_sites_enrolled", len(enrolled))
     for site in enrolled:
@@ -164,14 +139,7 @@ def _uploads(root: Path, told: Samples) -> None:
     told.put("lazaret_uploads_ready", sum(1 for _ in root.glob("ready/*/*")))
 
 
-def _disk(root: Path, told: Samples) -> None:
-    disk = os.statvfs(root)
-    told.put("lazaret_disk_free_bytes", disk.f_bavail * disk.f_frsize)
-    told.put("lazaret_disk_size_bytes", disk.f_blocks * disk.f_frsize)
-    told.put("lazaret_disk_watermark_bytes", KEEP_FREE)
-
-
-def _certificates(watched: Watched, told: Samples) -> None:
+def _certificates(watched: MonitoredState, told: Samples) -> None:
     now, keys = watched.now(), watched.home.keys
     for which in ("root", "intermediate", "tls", "console"):
         end = end_of(keys / f"{which}.crt")
@@ -179,7 +147,7 @@ def _certificates(watched: Watched, told: Samples) -> None:
             told.put("lazaret_certificate_days_left", days_left(end, now), which=which, site="")
     newest: dict[str, int] = {}
     with watched.store.exclusive() as state:
-        known, revoked, barred = list(state.issued.items()), set(state.revoked), set(state.barred)
+        known, revoked, barred = list(state.issued.items()), set(state.revoked), set(state.revoked_sites)
     for number, issued in known:
         if number not in revoked and issued.site not in barred:
             newest[issued.site] = max(newest.get(issued.site, 0), issued.not_after)
@@ -188,20 +156,14 @@ def _certificates(watched: Watched, told: Samples) -> None:
         told.put("lazaret_certificate_days_left", days_left(end, now), which="site", site=site)
 
 
-def live(watched: Watched) -> Callable[[], str | None]:
+def live(watched: MonitoredState) -> Callable[[], str | None]:
     """Is it alive? The ledger's lock can be had, and the ledger was not stopped: else only a restart helps."""
-
-    def wrong() -> str | None:
-        try:
-            with watched.store.exclusive():
-                return None
-        except LedgerStopped:
-            return "the ledger could not be written: a restart replays it"
-
-    return wrong
+    return lambda: store_fault(
+        watched.store, "the ledger could not be written: restart the coordinator, which replays it"
+    )
 
 
-def ready(watched: Watched) -> Callable[[], str | None]:
+def ready(watched: MonitoredState) -> Callable[[], str | None]:
     """Can it do its work now? What is wrong otherwise, without a path or a name."""
     alive = live(watched)
 
@@ -209,12 +171,11 @@ def ready(watched: Watched) -> Callable[[], str | None]:
         fault = alive()
         if fault is not None:
             return fault
-        disk = os.statvfs(watched.home.root)
-        if not disk.f_bavail * disk.f_frsize > _LEAST:
-            return "the disk is full: nothing can be written down, so nothing is granted"
+        if disk_full(watched.home.root):
+            return "the disk is full: nothing can be recorded, so nothing is granted"
         end = end_of(watched.home.keys / "tls.crt")
         if end is None or not watched.now() < end:
-            return "the service's certificate has ended: renew the intermediate CA (renew-ca)"
+            return "the service's certificate has expired: renew the intermediate CA (renew-ca)"
         return None
 
     return wrong

@@ -1,10 +1,10 @@
-"""What is written beside a pool: a Croissant description for machines, a datasheet for people. Pure.
+"""The descriptions of a pool: Croissant for machines, a datasheet for people. Pure.
 
 Croissant 1.0 (MLCommons, docs.mlcommons.org/croissant/docs/croissant-spec.html) is JSON-LD over schema.org. The
-``mlcroissant`` library was not used to write it: it brings pandas, scipy and rdflib to say what one dictionary says,
-and checks addresses on the network; it reads what is written here (see the tests). ``webdataset`` was not used
-either: its writer takes time and owner of whoever writes, so that the same pool would have two digests; what it
-reads is a USTAR archive whose members share a stem, and that is what the shards are.
+``mlcroissant`` library is not used to write it: it needs pandas, scipy and rdflib to write one dictionary, and checks
+addresses on the network. It reads what is written here (see the tests). ``webdataset`` is not used either: its writer
+records the time and the user, so the same pool would have two digests. It reads USTAR archives whose members share a
+stem, and the shards are such archives.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.pool import Budget, Cost, LeftOut, PoolRefused, Source, Worst
-from coordinator.promises import crowded, evidence, others, promise
-from coordinator.wording import LEVELS, MECHANISMS, count, utc
-from policies.claims import RELATION, UNIT
-from policies.figures import epsilon_text, never_less
-from policies.statement import claim_json
+from coordinator.claim_descriptions import describe_claim, evidence, is_kanonymous, without_epsilon
+from coordinator.explanations import LEVELS, MECHANISMS, count, utc
+from coordinator.pools.selection import AdmittedRelease, Budget, Cost, LeftOut, PoolRefusedError, WorstCase
+from policies.accounting.claims import RELATION, UNIT
+from policies.accounting.rounding import epsilon_text, format_rounded_up
+from policies.statements import claim_json
 
 CONFORMS_TO: Final = "http://mlcommons.org/croissant/1.0"
 CONTEXT: Final[Mapping[str, Any]] = MappingProxyType(
@@ -86,7 +86,7 @@ OVERLAP: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the operator says about a pool; none of it follows from the ledger."""
+    """The operator's description of a pool; none of it follows from the ledger."""
 
     name: str = "lazaret-pool"
     description: str = "Synthetic medical images of several hospitals, each admitted by a ledger of privacy budgets."
@@ -101,9 +101,11 @@ class Card:
         """One line each, without control characters."""
         texts = (self.name, self.description, self.license, self.cite_as, self.url, self.creator)
         if not self.name or not all(not t or _NAME.fullmatch(t) for t in texts):
-            raise PoolRefused("name, description, license, citation, url and creator: one line of at most 200 each")
+            raise PoolRefusedError(
+                "name, description, license, citation, url and creator: one line of at most 200 each"
+            )
         if not _VERSION.fullmatch(self.version) or (self.published and not _DATE.fullmatch(self.published)):
-            raise PoolRefused("the version is written as 1.0.0, the date of publication as 2026-01-31")
+            raise PoolRefusedError("the version is written as 1.0.0, the date of publication as 2026-01-31")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +119,10 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One source, and what came of its images."""
+class SourceSummary:
+    """One source, and the fate of its images."""
 
-    source: Source
+    source: AdmittedRelease
     pictures: int  # in the release
     shared: int  # of them, those that stand in another place of the pool too
 
@@ -139,7 +141,7 @@ class PoolReport:
     modalities: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # height, width; and 3 for colours
     near: dict[str, tuple[int, int]]  # site -> look-alikes within, across
-    parts: tuple[Part, ...]
+    parts: tuple[SourceSummary, ...]
     left_out: tuple[LeftOut, ...]
     budgets: tuple[Budget, ...]  # all together first, then one for each modality where there are several
     shards: tuple[File, ...]
@@ -224,7 +226,7 @@ def size_of(shape: tuple[int, ...]) -> str:
     return f"{width} x {height} pixels, 8-bit {'colour' if colours else 'grey'}"
 
 
-def as_plain(value: Source) -> dict[str, Any]:
+def as_plain(value: AdmittedRelease) -> dict[str, Any]:
     """What a sample's JSON says of one of its sources."""
     weak = {"reid_rate": value.reid_rate, "vetting_power": value.vetting_power} if value.level == "C" else {}
     return {
@@ -240,7 +242,7 @@ def as_plain(value: Source) -> dict[str, Any]:
 
 
 def readme(report: PoolReport, card: Card) -> str:
-    """The datasheet: what is in the pool, what is promised for each source, what it cost whom in the worst case."""
+    """The datasheet: the contents, the guarantee of each source, and the worst-case privacy cost for patients."""
     total = count(report.samples, "distinct image")
     lines = [
         f"# {_plain(card.name)}",
@@ -274,7 +276,7 @@ def readme(report: PoolReport, card: Card) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _part(part: Part) -> list[str]:
+def _part(part: SourceSummary) -> list[str]:
     source = part.source
     title, meaning, plain = LEVELS[source.level]
     lines = [
@@ -283,14 +285,14 @@ def _part(part: Part) -> list[str]:
         f"- {MECHANISMS.get(source.mechanism, source.mechanism)} ({source.modality}), admitted {utc(source.at)} UTC; "
         f"{count(part.pictures, 'image')}, {part.shared} of them also elsewhere in the pool",
         f"- level **{source.level}**, {title}: {meaning}. {plain}",
-        f"- claim: {promise(claim_json(source.claim))}",
+        f"- claim: {describe_claim(claim_json(source.claim))}",
     ]
     if source.level == "C":
         lines.append(f"- {evidence(source.reid_rate, source.vetting_power)}")
     if source.epsilon is not None and source.delta is not None:
         lines.append(
-            f"- epsilon {epsilon_text(source.epsilon)} at delta {never_less(source.delta)} for this release alone, "
-            f"per {UNIT}, {RELATION}; Rényi filter of order {source.order}"
+            f"- epsilon {epsilon_text(source.epsilon)} at delta {format_rounded_up(source.delta)} for this release "
+            f"alone, per {UNIT}, {RELATION}; Rényi filter of order {source.order}"
         )
     if source.k is not None:
         lines.append(f"- k = {source.k}: there is no epsilon, and it is not 0")
@@ -301,7 +303,7 @@ def _words(report: PoolReport) -> list[str]:
     """What the figures mean, for the kinds that are there."""
     kinds = {part.source.kind for part in report.parts}
     of = sum(part.source.kind == "rdp" for part in report.parts)
-    crowds = sum(crowded(part.source.level, claim_json(part.source.claim)) for part in report.parts)
+    crowds = sum(is_kanonymous(part.source.level, claim_json(part.source.claim)) for part in report.parts)
     nothing = len(report.parts) - of - crowds
     lines = ["## What the figures mean", ""]
     if "k" in kinds:
@@ -317,7 +319,11 @@ def _words(report: PoolReport) -> list[str]:
     if nothing:
         lines += ["- Some releases promise nothing: what was tested stands with each of them, and there is no bound."]
     covers = f"- epsilon covers {of} of {len(report.parts)} releases"
-    return [*lines, "; ".join(filter(None, (covers, others(crowds, nothing), "kinds are never added up."))), ""]
+    return [
+        *lines,
+        "; ".join(filter(None, (covers, without_epsilon(crowds, nothing), "kinds are never added up."))),
+        "",
+    ]
 
 
 def _budget(budget: Budget) -> list[str]:
@@ -337,12 +343,12 @@ _KINDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def _figure(cost: Cost | Worst) -> str:
+def _figure(cost: Cost | WorstCase) -> str:
     """What one row of a budget comes to; upwards, and never a figure that there is not."""
     if cost.kind == "k" and cost.sets is not None:
         return f"{count(cost.sets, 'released group')}" + (" (does not compose)" if cost.sets > 1 else "")
     if cost.epsilon is not None and cost.delta is not None:
-        return f"epsilon {epsilon_text(cost.epsilon)} at delta {never_less(cost.delta)}"
+        return f"epsilon {epsilon_text(cost.epsilon)} at delta {format_rounded_up(cost.delta)}"
     return "no bound"
 
 

@@ -1,4 +1,4 @@
-"""The images of a pool: the same picture twice is one sample, a look-alike is counted, the order is public. Pure."""
+"""The images of a pool: the same image twice is one sample, a look-alike is counted, the order is public. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 NEAR: Final = 4  # bits of 64 in which the looks of near-duplicates differ at most
-_SIDE: Final = 32  # of the picture that a look is taken of
+_SIDE: Final = 32  # of the image that a look is taken of
 _PAIRS: Final = 1 << 22  # compared at a time: 32 MiB of differences
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PoolImage:
     """One image of a release, and where its file lies in the release's archive."""
 
     release: str
@@ -26,7 +26,7 @@ class Picture:
     pixels: bytes  # SHA-256, see :func:`pixel_digest`
     shape: tuple[int, ...]  # height, width; and 3 for colours
     label: str
-    look: int  # see :func:`look`
+    look: int  # see :func:`perceptual_hash`
     start: int  # of the PNG in the archive, in bytes
     size: int
     png: bytes  # SHA-256 of the PNG
@@ -34,23 +34,23 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a pool holds once: an image with its label, and every place that it came from, in their order."""
+    """A distinct sample of a pool: an image with its label, and all its sources, in their order."""
 
-    pictures: tuple[Picture, ...]
+    pictures: tuple[PoolImage, ...]
 
     @property
-    def first(self) -> Picture:
+    def first(self) -> PoolImage:
         """The place whose file is used."""
         return self.pictures[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """Distinct samples, in the order of the pictures given; those whose labels contradict each other are out."""
+class MergedSamples:
+    """Distinct samples, in the order of the images given; those whose labels contradict each other are out."""
 
     samples: tuple[Sample, ...]
     contradictions: tuple[Sample, ...]
-    duplicates: int  # pictures that are another place of a sample
+    duplicates: int  # images that are another place of a sample
 
 
 def pixel_digest(image: NDArray[np.uint8]) -> bytes:
@@ -59,18 +59,18 @@ def pixel_digest(image: NDArray[np.uint8]) -> bytes:
     return hashlib.sha256(f"{shape} uint8\n".encode() + np.ascontiguousarray(image).tobytes()).digest()
 
 
-def merge(pictures: Iterable[Picture]) -> Merged:
-    """One sample for all pictures with the same pixels.
+def merge(pictures: Iterable[PoolImage]) -> MergedSamples:
+    """One sample for all images with the same pixels.
 
-    Pictures that differ in their label only cannot both be right, and nothing says which is: they are left out.
+    Images that differ in their label only cannot both be right, and nothing says which is: they are left out.
     """
-    places: dict[bytes, list[Picture]] = defaultdict(list)
+    places: dict[bytes, list[PoolImage]] = defaultdict(list)
     for picture in pictures:
         places[picture.pixels].append(picture)
     samples = [Sample(tuple(same)) for same in places.values()]
     clear = tuple(s for s in samples if len({p.label for p in s.pictures}) == 1)
     unclear = tuple(s for s in samples if len({p.label for p in s.pictures}) > 1)
-    return Merged(clear, unclear, sum(len(s.pictures) - 1 for s in clear))
+    return MergedSamples(clear, unclear, sum(len(s.pictures) - 1 for s in clear))
 
 
 def shuffled(samples: Iterable[Sample], seed: int) -> list[Sample]:
@@ -95,7 +95,7 @@ def _cosines() -> NDArray[np.float64]:
 _COSINES: Final = _cosines()
 
 
-def look(image: NDArray[np.uint8]) -> int:
+def perceptual_hash(image: NDArray[np.uint8]) -> int:
     """A 64-bit perceptual hash of an (h, w) or (h, w, 3) image: signs of its lowest DCT coefficients.
 
     The DCT hash that pHash made common (Zauner 2010, section 3.2.1): 32 x 32 pixels, the lowest 8 x 8 coefficients,
@@ -115,7 +115,7 @@ def near_duplicates(looks: Sequence[int], groups: Sequence[str]) -> dict[str, tu
     """For each group, how many of its images look like another one of the group, and like one of another group.
 
     Args:
-        looks: n of :func:`look`, of images that are distinct.
+        looks: n of :func:`perceptual_hash`, of images that are distinct.
         groups: n names, such as sites.
     Returns:
         group -> (within, across). All pairs are compared, in blocks of rows.

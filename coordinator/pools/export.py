@@ -17,39 +17,51 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.datasheet import Card, File, Part, PoolReport, croissant, readme, size_of
-from coordinator.edges.building import building, canonical, write
-from coordinator.edges.home import Home, look_at_ledger
-from coordinator.edges.shards import SETS, SHARD_BYTES, Plan, Progress, plan_shards, write_shards
-from coordinator.pictures import Merged, Picture, look, merge, near_duplicates, pixel_digest
-from coordinator.pool import (
-    Books,
+from coordinator.pools.atomic_directory import atomic_directory
+from coordinator.pools.datasheet import Card, File, PoolReport, SourceSummary, croissant, readme, size_of
+from coordinator.pools.deduplication import (
+    MergedSamples,
+    PoolImage,
+    merge,
+    near_duplicates,
+    perceptual_hash,
+    pixel_digest,
+)
+from coordinator.pools.selection import (
+    AdmittedRelease,
     LeftOut,
-    PoolRefused,
-    Source,
-    Wanted,
+    PoolLedger,
+    PoolRefusedError,
+    SelectionCriteria,
     books_of,
     budget,
     select,
     source_of,
     weakest,
 )
-from policies.entries import decode
-from policies.statement import claim_json
-from protos.blocks import BadArtifact, Held, Opened, Window
-from protos.shards import check_kept_shard, read_kept_png
+from coordinator.pools.webdataset import SETS, SHARD_BYTES, Plan, Progress, plan_shards, write_shards
+from coordinator.storage.directory import CoordinatorDirectory, look_at_ledger
+from policies.ledger.entries import decode
+from policies.statements import claim_json
+from protos.artifacts.byte_source import ArtifactFormatError, BytesSource, FileSource, Window
+from protos.artifacts.shards import check_kept_shard, read_kept_png
+from protos.common.canonical_json import canonical
+from protos.common.durable_files import replace_file
 
 # What else a release's folder may hold, and why it cannot be pooled.
 _OTHERS: Final[Mapping[str, tuple[str, str]]] = {
-    "artifact.hpke": ("encrypted", "it is encrypted to a reader who is not the coordinator: that reader can pool it"),
+    "artifact.hpke": (
+        "encrypted",
+        "it is encrypted to a recipient who is not the coordinator: only that recipient can use it",
+    ),
     "volumes.tar": ("volumes", "it holds volumes; a pool holds images"),
     "artifact": ("other", "it is neither images nor a model"),
-    "model.safetensors": ("model", "it is a model, which stays on the shelf as it is; `pool average` merges several"),
+    "model.safetensors": ("model", "it is a model, which stays in the release store; `pool average` merges several"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReleaseRow:
     """A release or a run's model, as ``pool list`` shows it."""
 
     id: str
@@ -66,7 +78,7 @@ class Row:
     why: str = ""  # it cannot be pooled
 
 
-def read_books(home: Home) -> Books:
+def read_books(home: CoordinatorDirectory) -> PoolLedger:
     """The coordinator's ledger, also while another process writes it."""
     disk = look_at_ledger(home)
     try:
@@ -77,7 +89,7 @@ def read_books(home: Home) -> Books:
 
 def as_json(value: Any) -> Any:
     """A result as JSON values: claims in their written form, no sets, no paths."""
-    if isinstance(value, Source):
+    if isinstance(value, AdmittedRelease):
         plain = {name: as_json(part) for name, part in asdict(value).items() if name != "claim"}
         return {**plain, "claim": claim_json(value.claim)}
     if is_dataclass(value) and not isinstance(value, type):
@@ -87,7 +99,7 @@ def as_json(value: Any) -> Any:
     return [as_json(v) for v in value] if isinstance(value, tuple | list) else value
 
 
-def list_releases(home: Home, books: Books) -> list[Row]:
+def list_releases(home: CoordinatorDirectory, books: PoolLedger) -> list[ReleaseRow]:
     """Every image set, volume set and model that the ledger admitted, or that stands on the shelf, by its name.
 
     Artifacts are not hashed here; an export does it.
@@ -97,36 +109,36 @@ def list_releases(home: Home, books: Books) -> list[Row]:
     return [_row(home.releases / name, books) for name in sorted(alone | there)]
 
 
-def _row(folder: Path, books: Books) -> Row:
+def _row(folder: Path, books: PoolLedger) -> ReleaseRow:
     name = folder.name
     if name in books.models and (folder / "model.safetensors").exists():
         mine = [a for a in books.state.releases.values() if a.run == name]
         last = max((books.at.get(a.release, 0) for a in mine), default=0)
         level, sites = weakest(a.level for a in mine), ", ".join(sorted({a.site for a in mine}))
-        return Row(name, sites, mine[0].mechanism, level, "", {}, None, None, None, last, "model")
+        return ReleaseRow(name, sites, mine[0].mechanism, level, "", {}, None, None, None, last, "model")
     try:
         source = source_of(books, name, envelope_of(folder))
-    except PoolRefused as refusal:
-        return Row(name, "", "", "", "", {}, None, None, None, 0, *_absent(folder, str(refusal)))
+    except PoolRefusedError as refusal:
+        return ReleaseRow(name, "", "", "", "", {}, None, None, None, 0, *_absent(folder, str(refusal)))
     holds, why = _holds(folder, source)
-    return Row(
+    return ReleaseRow(
         name, source.site, source.mechanism, source.level, source.modality, claim_json(source.claim), source.k,
         source.epsilon, source.delta, source.at, holds, why,
     )  # fmt: skip
 
 
 def _absent(folder: Path, why: str) -> tuple[str, str]:
-    return ("refused", why) if folder.exists() else ("missing", "the ledger admitted it, and the shelf has lost it")
+    return ("refused", why) if folder.exists() else ("missing", "the ledger admitted it, but its file is missing")
 
 
-def _holds(folder: Path, source: Source) -> tuple[str, str]:
+def _holds(folder: Path, source: AdmittedRelease) -> tuple[str, str]:
     """What a folder holds, and why it cannot be in a pool; "" if it can."""
     if source.reader:
         return _OTHERS["artifact.hpke"]
     for name, answer in _OTHERS.items():
         if (folder / name).exists():
             return answer
-    return ("images", "") if (folder / SETS).exists() else ("missing", "its artifact is not on the shelf")
+    return ("images", "") if (folder / SETS).exists() else ("missing", "its artifact is not in the release store")
 
 
 def envelope_of(folder: Path) -> bytes:
@@ -137,11 +149,14 @@ def envelope_of(folder: Path) -> bytes:
         return b""
 
 
-def gather(home: Home, books: Books, wanted: Wanted) -> tuple[list[Source], list[LeftOut]]:
+def gather(
+    home: CoordinatorDirectory, books: PoolLedger, wanted: SelectionCriteria
+) -> tuple[list[AdmittedRelease], list[LeftOut]]:
     """The admitted sets that a pool shall hold, and what is left out.
 
     Raises:
-        PoolRefused: a folder is not what the ledger admitted; leave it out by name, once somebody has looked at it.
+        PoolRefusedError: a folder is not what the ledger admitted; leave it out by name, once somebody has looked at
+        it.
     """
     sources, left = [], []
     for name in sorted({path.name for path in home.releases.glob("[!.]*") if path.is_dir()} - set(books.models)):
@@ -156,7 +171,7 @@ def gather(home: Home, books: Books, wanted: Wanted) -> tuple[list[Source], list
             sources.append(source)
     known = {s.release for s in sources} | {x.release for x in left}
     lost = [n for n, entry in books.state.releases.items() if not entry.run and n not in known]
-    left += [LeftOut(n, "missing", "the ledger admitted it, and the shelf has lost it") for n in sorted(lost)]
+    left += [LeftOut(n, "missing", "the ledger admitted it, but its file is missing") for n in sorted(lost)]
     kept, unwanted = select(sources, wanted)
     return kept, sorted([*left, *unwanted], key=lambda x: x.release)
 
@@ -171,10 +186,10 @@ class Options:
 
 
 def export_pool(
-    home: Home,
-    books: Books,
+    home: CoordinatorDirectory,
+    books: PoolLedger,
     out: Path,
-    wanted: Wanted,
+    wanted: SelectionCriteria,
     options: Options | None = None,
     progress: Progress = lambda _what, _done, _of: None,
 ) -> PoolReport:
@@ -183,25 +198,26 @@ def export_pool(
     Args:
         out: a directory that does not exist yet.
     Raises:
-        PoolRefused: nothing to pool, a tampered release, modalities or shapes that differ and were not asked for, a
+        PoolRefusedError: nothing to pool, a tampered release, modalities or shapes that differ and were not asked
+        for, a
             directory in the way, a full disk. Nothing is left behind at ``out``.
     """
     options = options or Options()
     if out.exists():  # before an hour of reading; looked at again when it is made
-        raise PoolRefused(f"{out.name} exists already: name a directory that does not")
+        raise PoolRefusedError(f"{out.name} exists already: name a new directory")
     kept, left = gather(home, books, wanted)
     if not kept:
-        raise PoolRefused("no admitted release fits: " + (_reasons(left) or "the shelf is empty"))
+        raise PoolRefusedError("no admitted release fits: " + (_reasons(left) or "the release store is empty"))
     _same("modality", {s.modality for s in kept}, wanted)
     kept, pictures, odd = _read(home, kept, progress)
     left += odd
     _same("shape", {size_of(p.shape) for p in pictures}, wanted)
     merged = merge(pictures)
     if not merged.samples:
-        raise PoolRefused("no image is left: the sets hold none, or hospitals label the same pixels differently")
+        raise PoolRefusedError("no image is left: the sets hold none, or hospitals label the same pixels differently")
     archives = {s.release: home.releases / s.release / SETS for s in kept}
     plan = plan_shards(kept, archives, merged.samples, options.seed, options.shard_bytes)
-    with building(out, plan.digest()) as part:
+    with atomic_directory(out, plan.digest()) as part:
         shards = write_shards(part, plan, progress)
         report = _report(out, plan, merged, options.seed, (kept, pictures, left), shards)
         _write_card(part, plan, report, options.card)
@@ -212,15 +228,15 @@ def export_pool(
 
 
 def _read(
-    home: Home, wanted: Sequence[Source], progress: Progress
-) -> tuple[list[Source], list[Picture], list[LeftOut]]:
+    home: CoordinatorDirectory, wanted: Sequence[AdmittedRelease], progress: Progress
+) -> tuple[list[AdmittedRelease], list[PoolImage], list[LeftOut]]:
     """The sets that hold images, their images, and the other sets."""
-    kept: list[Source] = []
-    pictures: list[Picture] = []
+    kept: list[AdmittedRelease] = []
+    pictures: list[PoolImage] = []
     left: list[LeftOut] = []
     for done, source in enumerate(wanted):
         progress("read", done, len(wanted))
-        found = read_pictures(home.releases / source.release / SETS, source)
+        found = read_pool_images(home.releases / source.release / SETS, source)
         if isinstance(found, LeftOut):
             left.append(found)
         else:
@@ -233,38 +249,42 @@ def _reasons(left: Sequence[LeftOut]) -> str:
     return ", ".join(f"{n} x {rule}" for rule, n in sorted(Counter(x.rule for x in left).items()))
 
 
-def _same(what: str, values: set[str], wanted: Wanted) -> None:
+def _same(what: str, values: set[str], wanted: SelectionCriteria) -> None:
     if len(values) > 1 and what not in wanted.mixed:
         found = ", ".join(sorted(values))
-        raise PoolRefused(f"more than one {what} ({found}): filter, or ask for mixed {what}s; nothing is resized")
+        raise PoolRefusedError(
+            f"more than one {what} ({found}): filter, or ask for mixed {what}s; nothing is resized"
+        )
 
 
-def read_pictures(archive: Path, source: Source) -> list[Picture] | LeftOut:
+def read_pool_images(archive: Path, source: AdmittedRelease) -> list[PoolImage] | LeftOut:
     """The images of an admitted set, each with the place of its file; one image is held at a time.
 
     Raises:
-        PoolRefused: the archive is not the one that the ledger admitted, or cannot be read.
+        PoolRefusedError: the archive is not the one that the ledger admitted, or cannot be read.
     """
     out: list[tuple[Any, ...]] = []
 
     def take(sample: Window) -> None:
         raw = sample.read(0, sample.size)
         if raw[:4] == b"\x89PNG":  # of another form: said below
-            image = read_kept_png(Held(raw))
+            image = read_kept_png(BytesSource(raw))
             at = (sample.start, sample.size, hashlib.sha256(raw).digest())
-            out.append((pixel_digest(image), image.shape, look(image), *at))
+            out.append((pixel_digest(image), image.shape, perceptual_hash(image), *at))
 
     try:
         with archive.open("rb") as raw:
             if hashlib.file_digest(raw, "sha256").hexdigest() != source.artifact:
-                raise PoolRefused(f"{source.release}: {archive.name} is not the one in the ledger; it was changed")
-            labels = check_kept_shard(Opened.of(raw.fileno()), take).labels
-    except (BadArtifact, OSError) as error:
-        raise PoolRefused(f"{source.release}: its images cannot be read: {error}") from None
+                raise PoolRefusedError(
+                    f"{source.release}: {archive.name} is not the one in the ledger; it was changed"
+                )
+            labels = check_kept_shard(FileSource.of(raw.fileno()), take).labels
+    except (ArtifactFormatError, OSError) as error:
+        raise PoolRefusedError(f"{source.release}: its images cannot be read: {error}") from None
     if len(out) != len(labels):
         return LeftOut(source.release, "form", "it holds other samples than PNG; a pool holds images")
     return [
-        Picture(source.release, i, pixels, shape, label, seen, *at)
+        PoolImage(source.release, i, pixels, shape, label, seen, *at)
         for i, ((pixels, shape, seen, *at), label) in enumerate(zip(out, labels, strict=True))
     ]
 
@@ -272,9 +292,9 @@ def read_pictures(archive: Path, source: Source) -> list[Picture] | LeftOut:
 def _report(
     out: Path,
     plan: Plan,
-    merged: Merged,
+    merged: MergedSamples,
     seed: int,
-    found: tuple[Sequence[Source], Sequence[Picture], Sequence[LeftOut]],
+    found: tuple[Sequence[AdmittedRelease], Sequence[PoolImage], Sequence[LeftOut]],
     shards: tuple[File, ...],
 ) -> PoolReport:
     kept, pictures, left = found
@@ -295,7 +315,7 @@ def _report(
         modalities=modalities,
         shapes=tuple(sorted({s.first.shape for _, s in plan.samples})),
         near=near,
-        parts=tuple(Part(s, many[s.release], shared[s.release]) for s in kept),
+        parts=tuple(SourceSummary(s, many[s.release], shared[s.release]) for s in kept),
         left_out=tuple(left),
         budgets=(budget(kept), *(budget(kept, m) for m in modalities if len(modalities) > 1)),
         shards=shards,
@@ -319,8 +339,8 @@ def _write_card(part: Path, plan: Plan, report: PoolReport, card: Card) -> None:
     sums = {shard.name: shard.sha256 for shard in report.shards}
     for name, body in texts.items():
         sums[name] = hashlib.sha256(body).hexdigest()
-        write(part / name, body)
-    write(part / "SHA256SUMS", "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode())
+        replace_file(part / name, body)
+    replace_file(part / "SHA256SUMS", "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode())
 
 
 def _entry(sample: dict[str, Any]) -> dict[str, Any]:

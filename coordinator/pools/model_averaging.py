@@ -1,9 +1,9 @@
 """Models of several admitted runs or releases, merged by a public weighted average; only the result is kept.
 
-Every file is checked against the ledger and against one architecture (:mod:`protos.weights`), then all are read side
-by side in blocks: float64 sums, bounded memory however large the models are. Weights are the operator's and public.
-A rule like "by the number of patients" would publish a count, which is a release of its own; so no site's word about
-its own size enters here, and no source has more than :data:`MOST` of the sum.
+Every file is checked against the ledger and against one architecture (:mod:`protos.artifacts.strict_safetensors`),
+then all are read side by side in blocks: float64 sums, bounded memory however large the models are. Weights are the
+operator's and public. A rule like "by the number of patients" would publish a count, which is a release of its own;
+so no site's word about its own size enters here, and no source has more than :data:`MOST` of the sum.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from typing import BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.datasheet import OVERLAP
-from coordinator.edges.building import building, write
-from coordinator.edges.home import Home
-from coordinator.edges.pooling import as_json, envelope_of
-from coordinator.pool import Books, Budget, PoolRefused, Source, budget, source_of, update_of, weakest
-from coordinator.promises import evidence
-from coordinator.wording import LEVELS
-from protos.blocks import BLOCK, BadArtifact, Opened
-from protos.weights import WIDTHS, Architecture, Tensor, check_weights
+from coordinator.claim_descriptions import evidence
+from coordinator.explanations import LEVELS
+from coordinator.pools.atomic_directory import atomic_directory
+from coordinator.pools.datasheet import OVERLAP
+from coordinator.pools.export import as_json, envelope_of
+from coordinator.pools.selection import (
+    AdmittedRelease,
+    Budget,
+    PoolLedger,
+    PoolRefusedError,
+    budget,
+    source_of,
+    update_of,
+    weakest,
+)
+from coordinator.storage.directory import CoordinatorDirectory
+from protos.artifacts.byte_source import BLOCK, ArtifactFormatError, FileSource
+from protos.artifacts.strict_safetensors import WIDTHS, Architecture, Tensor, check_weights
+from protos.common.durable_files import replace_file
 
 MOST: Final = 0.75  # of the weights, for one source
 _MODEL: Final = "model.safetensors"
@@ -66,8 +76,8 @@ class MergeReport:
 
 
 def average_runs(
-    home: Home,
-    books: Books,
+    home: CoordinatorDirectory,
+    books: PoolLedger,
     out: Path,
     names: Sequence[str],
     weights: Sequence[float] | None = None,
@@ -79,11 +89,12 @@ def average_runs(
         names: of runs or releases, each once, at least two.
         weights: one for each name, positive; equal ones if not given. They are printed in the certificate.
     Raises:
-        PoolRefused: a model that the ledger does not know, or not with these bytes; weights out of bounds; models of
+        PoolRefusedError: a model that the ledger does not know, or not with these bytes; weights out of bounds;
+        models of
             different architectures; a full disk. Nothing is left behind at ``out``.
     """
     shares = shares_of(names, weights)
-    paid: list[Source] = []
+    paid: list[AdmittedRelease] = []
     ingredients = []
     for name in sorted(names):
         sources, digest = _behind(home, books, name)
@@ -93,15 +104,17 @@ def average_runs(
         ingredients.append(Ingredient(name, shares[name], digest, level, sites, measured))
     paths = [home.releases / i.name / _MODEL for i in ingredients]
     if lost := [path.parent.name for path in paths if not path.is_file()]:
-        raise PoolRefused(f"{lost[0]}: {_MODEL} is not on the shelf")
+        raise PoolRefusedError(f"{lost[0]}: {_MODEL} is not in the release store")
     plan = hashlib.sha256(json.dumps([asdict(i) for i in ingredients]).encode()).hexdigest()
-    with building(out, plan) as part:
+    with atomic_directory(out, plan) as part:
         done = average_models(paths, [i.weight for i in ingredients], part / _MODEL, progress)
         for ingredient, digest in zip(ingredients, done.sources, strict=True):
             if digest != ingredient.sha256:
-                raise PoolRefused(f"{ingredient.name}: {_MODEL} is not the one in the ledger; it was changed")
+                raise PoolRefusedError(f"{ingredient.name}: {_MODEL} is not the one in the ledger; it was changed")
         report = _report(out, done, ingredients, budget(paid))
-        write(part / "certificate.json", json.dumps(as_json(report), indent=2, sort_keys=True).encode() + b"\n")
+        replace_file(
+            part / "certificate.json", json.dumps(as_json(report), indent=2, sort_keys=True).encode() + b"\n"
+        )
     return report
 
 
@@ -116,40 +129,43 @@ def shares_of(names: Sequence[str], weights: Sequence[float] | None) -> dict[str
     """Each source's share of the sum.
 
     Raises:
-        PoolRefused: fewer than two sources, one twice, a weight that is not positive and finite, or one too large.
+        PoolRefusedError: fewer than two sources, one twice, a weight that is not positive and finite, or one too
+        large.
     """
     given = [1.0] * len(names) if weights is None else [float(w) for w in weights]
     if len(names) < 2 or len(set(names)) != len(names) or len(given) != len(names):
-        raise PoolRefused("name two or more models, each once, and one weight for each or none")
+        raise PoolRefusedError("name two or more models, each once, and one weight for each or none")
     if not all(math.isfinite(w) and w > 0 for w in given):
-        raise PoolRefused("weights are finite numbers above 0")
+        raise PoolRefusedError("weights are finite numbers above 0")
     total = math.fsum(given)
     shares = {name: w / total for name, w in zip(names, given, strict=True)}
     if not max(shares.values()) <= MOST:
-        raise PoolRefused(f"one source has {max(shares.values()):.0%} of the weight; at most {MOST:.0%} are allowed")
+        raise PoolRefusedError(
+            f"one source has {max(shares.values()):.0%} of the weight; at most {MOST:.0%} are allowed"
+        )
     return shares
 
 
-def _behind(home: Home, books: Books, name: str) -> tuple[list[Source], str]:
+def _behind(home: CoordinatorDirectory, books: PoolLedger, name: str) -> tuple[list[AdmittedRelease], str]:
     """Everything that was released into a model, and the model's SHA-256 in the ledger."""
     if name in books.models:
         number, digest = books.models[name]
         state = books.state
         mine = [a for a in state.releases.values() if a.run == name and (name, a.round, a.site) in state.aggregated]
         if not mine or number != state.rounds.get(name):
-            raise PoolRefused(f"{name}: its rounds are not in order in the ledger")
+            raise PoolRefusedError(f"{name}: its rounds are not in order in the ledger")
         return [update_of(books, entry) for entry in mine], digest.hex()
     source = source_of(books, name, envelope_of(home.releases / name))
     if source.artifact_type != "model":
-        raise PoolRefused(f"{name}: it is not a model but of the type {source.artifact_type}: see `pool export`")
+        raise PoolRefusedError(f"{name}: it is not a model but of the type {source.artifact_type}: see `pool export`")
     if source.reader:
-        raise PoolRefused(f"{name}: it is encrypted to a reader who is not the coordinator")
+        raise PoolRefusedError(f"{name}: it is encrypted to a recipient who is not the coordinator")
     return [source], source.artifact
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What :func:`average_models` made, and the SHA-256 of every file that it read, in their order."""
+    """The result of :func:`average_models`, and the SHA-256 of every file that it read, in their order."""
 
     sha256: str
     size: int
@@ -172,11 +188,11 @@ def average_models(
     Args:
         shares: positive, of sum 1.
     Raises:
-        PoolRefused: names, shapes or types differ, a value is not finite (an average too), or not the strict profile.
-        OSError: a file cannot be read or written.
+        PoolRefusedError: names, shapes or types differ, a value is not finite (an average too), or not the strict
+        profile. OSError: a file cannot be read or written.
     """
     with ExitStack() as stack:
-        files = [Opened.of(stack.enter_context(path.open("rb")).fileno()) for path in paths]
+        files = [FileSource.of(stack.enter_context(path.open("rb")).fileno()) for path in paths]
         with _named(paths[0].parent.name):
             architecture = Architecture.shown_by(files[0])
         for done, (path, file) in enumerate(zip(paths, files, strict=True)):
@@ -212,11 +228,11 @@ def _named(name: str) -> Iterator[None]:
     """Say which model it is about."""
     try:
         yield
-    except BadArtifact as error:
-        raise PoolRefused(f"{name}: {error}") from None
+    except ArtifactFormatError as error:
+        raise PoolRefusedError(f"{name}: {error}") from None
 
 
-def _side_by_side(files: Sequence[Opened], start: int, count: int) -> Iterator[list[bytes]]:
+def _side_by_side(files: Sequence[FileSource], start: int, count: int) -> Iterator[list[bytes]]:
     """The same block of every file, one after the other."""
     for offset in range(start, start + count, BLOCK):
         yield [file.read(offset, min(BLOCK, start + count - offset)) for file in files]
@@ -226,7 +242,7 @@ def _mean(parts: Sequence[bytes], shares: Sequence[float], tensor: Tensor) -> by
     """The weighted mean of one block, in the tensor's own type."""
     if tensor.dtype not in _REALS and tensor.dtype != "BF16":
         if len(set(parts)) > 1:
-            raise PoolRefused(
+            raise PoolRefusedError(
                 f"{tensor.name} has the type {tensor.dtype}, which has no average, and the models differ"
             )
         return parts[0]
@@ -237,7 +253,7 @@ def _mean(parts: Sequence[bytes], shares: Sequence[float], tensor: Tensor) -> by
         made = _bf16(total) if tensor.dtype == "BF16" else total.astype(_REALS[tensor.dtype])
     values = _read(made.tobytes(), tensor.dtype)
     if not bool(np.isfinite(values).all()):
-        raise PoolRefused(f"{tensor.name}: an average is not finite")
+        raise PoolRefusedError(f"{tensor.name}: an average is not finite")
     return made.tobytes()
 
 

@@ -1,11 +1,11 @@
-"""Admitted synthetic sets of several sites as one pool: what may be in it, what is in it twice, what it cost whom.
+"""Pool admitted synthetic sets of several sites: select, find duplicates, add up the privacy cost.
 
-Pure. The ledger says what was admitted (:func:`books_of`); a release enters only with the very envelope whose digest
-is in its entry, so a certificate on the shelf is never asked. Filters leave releases out with a reason, and whatever
-cannot be told is left out.
+Pure. The ledger says what was admitted (:func:`books_of`). A release is selected only with the envelope whose digest
+is in its entry, so stored certificates are never used. Filters exclude releases with a reason, and a release that a
+filter cannot decide is excluded.
 
-The same patient may have been in two hospitals, and nobody can tell: what each site's budget allows is for one
-site's patients, so :func:`worst_case` adds them up (design P4, P5: kinds never add, k-anonymity does not compose).
+The same patient may have been in two hospitals, and the pool cannot detect this. Each site's budget covers one site's
+patients, so :func:`worst_case` adds them up (design P4, P5: kinds never add, k-anonymity does not compose).
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from policies.claims import UNIT, Claim, Gaussian, KAnonymous, NoClaim, UnsupportedClaim
-from policies.entries import Admitted, Enrolled, Record, RoundClosed
-from policies.figures import epsilon_text
-from policies.ledger import State
-from policies.rdp import NANO, epsilon_nano, epsilon_of
-from policies.statement import PAYLOAD_TYPE, MalformedStatement, Release, claim_from, load_json, parse
-from protos.envelope import BadEnvelope, open_sealed
+from policies.accounting.claims import UNIT, Claim, Gaussian, KAnonymous, NoClaim, UnsupportedClaimError
+from policies.accounting.rdp import NANO, epsilon_nano, epsilon_of
+from policies.accounting.rounding import epsilon_text
+from policies.ledger.entries import Admitted, Enrolled, Record, RoundClosed
+from policies.ledger.state import State
+from policies.statements import PAYLOAD_TYPE, Release, StatementError, claim_from, load_json, parse
+from protos.common.dsse import EnvelopeError, open_sealed
+from protos.common.errors import RefusedError
 
 LEVELS: Final = ("A", "A*", "B", "C")  # strongest first
 MIXABLE: Final = frozenset({"modality", "shape"})
 
 
-class PoolRefused(ValueError):
-    """There is no pool, or no merged model: the text says which release or file, why, and what to do."""
+class PoolRefusedError(RefusedError, ValueError):
+    """There is no pool, or no merged model: the text names the release or file, the reason, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class PoolLedger:
     """The ledger, as far as a pool asks it."""
 
     state: State
@@ -44,8 +45,8 @@ class Books:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """An admitted release: what the ledger's entry and its sealed statement say."""
+class AdmittedRelease:
+    """An admitted release: the ledger's entry and its signed statement."""
 
     release: str
     site: str
@@ -73,11 +74,11 @@ class Source:
         return self.claim.k if isinstance(self.claim, KAnonymous) else None
 
 
-def books_of(records: Iterable[Record]) -> Books:
+def books_of(records: Iterable[Record]) -> PoolLedger:
     """Fold a ledger's records, and keep when each release was admitted and what each run made.
 
     Raises:
-        InvalidEntry: the records do not fold.
+        InvalidEntryError: the records do not fold.
     """
     state = State()
     at: dict[str, int] = {}
@@ -91,48 +92,48 @@ def books_of(records: Iterable[Record]) -> Books:
             models[record.entry.run] = (record.entry.round, record.entry.model)
         elif isinstance(record.entry, Enrolled):  # again with another key, perhaps, after it was revoked
             keys[record.entry.site] += (record.entry.sign_key,)
-    return Books(state, at, models, keys)
+    return PoolLedger(state, at, models, keys)
 
 
-def source_of(books: Books, release: str, envelope: bytes) -> Source:
-    """A release as the ledger admitted it; ``envelope`` is what stands beside its artifact.
+def source_of(books: PoolLedger, release: str, envelope: bytes) -> AdmittedRelease:
+    """A release as the ledger admitted it; ``envelope`` is stored next to its artifact.
 
     Raises:
-        PoolRefused: not admitted, another envelope than the admitted one, or a level or unit without words here.
+        PoolRefusedError: not admitted, another envelope than the admitted one, or a level or unit without words here.
     """
     entry = books.state.releases.get(release)
     if entry is None:
-        raise PoolRefused(f"{release}: the ledger did not admit it")
+        raise PoolRefusedError(f"{release}: the ledger did not admit it")
     if hashlib.sha256(envelope).digest() != entry.envelope:
-        raise PoolRefused(f"{release}: the envelope is not the one that the ledger admitted; it was changed")
+        raise PoolRefusedError(f"{release}: the envelope is not the one that the ledger admitted; it was changed")
     keys = {f"{entry.site} {i}": key for i, key in enumerate(books.keys[entry.site])}
     try:
         said = parse(open_sealed(envelope, PAYLOAD_TYPE, keys).payload)
-    except (BadEnvelope, MalformedStatement, UnsupportedClaim) as error:
-        raise PoolRefused(f"{release}: its statement cannot be read: {error}") from None
+    except (EnvelopeError, StatementError, UnsupportedClaimError) as error:
+        raise PoolRefusedError(f"{release}: its statement cannot be read: {error}") from None
     if not isinstance(said, Release) or (said.release, said.site) != (release, entry.site):
-        raise PoolRefused(f"{release}: its statement is about something else")
+        raise PoolRefusedError(f"{release}: its statement is about something else")
     if said.artifact_sha256 != entry.artifact.hex():
-        raise PoolRefused(f"{release}: its statement is about another artifact")
+        raise PoolRefusedError(f"{release}: its statement is about another artifact")
     source = _priced(books, entry, said.modality, said.artifact_type)
     return replace(source, reid_rate=said.reid_rate, vetting_power=said.vetting_power)
 
 
-def update_of(books: Books, entry: Admitted) -> Source:
+def update_of(books: PoolLedger, entry: Admitted) -> AdmittedRelease:
     """An update of a federated run, by its entry alone: it has left no file behind.
 
     Raises:
-        PoolRefused: a level or unit that a pool cannot state.
+        PoolRefusedError: a level or unit that a pool cannot state.
     """
     return _priced(books, entry, "", "update")
 
 
-def _priced(books: Books, entry: Admitted, modality: str, artifact_type: str) -> Source:
+def _priced(books: PoolLedger, entry: Admitted, modality: str, artifact_type: str) -> AdmittedRelease:
     if entry.level not in LEVELS:
-        raise PoolRefused(f"{entry.release}: its level {entry.level!r} is not one of {', '.join(LEVELS)}")
+        raise PoolRefusedError(f"{entry.release}: its level {entry.level!r} is not one of {', '.join(LEVELS)}")
     claim = claim_from(load_json(entry.claim))
     if not isinstance(claim, NoClaim) and claim.unit != UNIT:
-        raise PoolRefused(f"{entry.release}: its promise is per {claim.unit}, which adds up with no other")
+        raise PoolRefusedError(f"{entry.release}: its claim is per {claim.unit}, which cannot be added to others")
     opened = books.state.accounts[books.state.grants[entry.grant].reserved.account].opened
     kind, delta, epsilon = "none", None, None
     if isinstance(claim, KAnonymous):
@@ -140,7 +141,7 @@ def _priced(books: Books, entry: Admitted, modality: str, artifact_type: str) ->
     elif isinstance(claim, Gaussian) and opened.order and entry.level in ("A", "A*"):  # else it is void (P6, P7)
         kind, delta = "rdp", float(opened.delta)
         epsilon = epsilon_nano(claim, delta, opened.order) / NANO
-    return Source(
+    return AdmittedRelease(
         entry.release, entry.site, entry.mechanism, entry.level, modality, artifact_type, claim, entry.grant, kind,
         entry.used, opened.order if kind == "rdp" else 0, delta, epsilon, books.at.get(entry.release, 0),
         entry.artifact.hex(), entry.envelope.hex(), entry.reader,
@@ -148,7 +149,7 @@ def _priced(books: Books, entry: Admitted, modality: str, artifact_type: str) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SelectionCriteria:
     """Which releases a pool shall hold; an empty set asks for nothing in particular."""
 
     sites: frozenset[str] = frozenset()
@@ -164,13 +165,13 @@ class Wanted:
     def __post_init__(self) -> None:
         """Refuse a filter that would not say what it lets in."""
         if self.level not in LEVELS:
-            raise PoolRefused(f"the level is one of {', '.join(LEVELS)}")
+            raise PoolRefusedError(f"the level is one of {', '.join(LEVELS)}")
         if not self.mixed <= MIXABLE:
-            raise PoolRefused(f"what may be mixed is {' or '.join(sorted(MIXABLE))}")
+            raise PoolRefusedError(f"what may be mixed is {' or '.join(sorted(MIXABLE))}")
         if self.k is not None and not self.k >= 2:
-            raise PoolRefused("k is a whole number of at least 2")
+            raise PoolRefusedError("k is a whole number of at least 2")
         if self.epsilon is not None and not (math.isfinite(self.epsilon) and self.epsilon > 0):
-            raise PoolRefused("epsilon is a finite number above 0")
+            raise PoolRefusedError("epsilon is a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +183,13 @@ class LeftOut:
     why: str
 
 
-def select(sources: Sequence[Source], wanted: Wanted) -> tuple[list[Source], list[LeftOut]]:
+def select(
+    sources: Sequence[AdmittedRelease], wanted: SelectionCriteria
+) -> tuple[list[AdmittedRelease], list[LeftOut]]:
     """The releases that a pool may hold, by site and name, and the others with the first reason of each.
 
-    A bound on k says nothing about a release without one, and the same holds for epsilon: if a bound is given, a
-    release of another kind is let in only by the bound of its own kind (kinds are not comparable, P4).
+    A bound on k says nothing about a release without k, and likewise for epsilon: if a bound is given, releases of
+    another kind are selected only by the bound of their own kind (kinds are not comparable, P4).
     """
     kept, left = [], []
     for source in sorted(sources, key=lambda s: (s.site, s.release)):
@@ -198,7 +201,7 @@ def select(sources: Sequence[Source], wanted: Wanted) -> tuple[list[Source], lis
     return kept, left
 
 
-def _unwanted(source: Source, wanted: Wanted) -> tuple[str, str] | None:
+def _unwanted(source: AdmittedRelease, wanted: SelectionCriteria) -> tuple[str, str] | None:
     """Why a release is left out, or None."""
     if source.release in wanted.without:
         return "excluded", "left out by name"
@@ -216,7 +219,7 @@ def _unwanted(source: Source, wanted: Wanted) -> tuple[str, str] | None:
     return _out_of_bounds(source, wanted)
 
 
-def _out_of_bounds(source: Source, wanted: Wanted) -> tuple[str, str] | None:
+def _out_of_bounds(source: AdmittedRelease, wanted: SelectionCriteria) -> tuple[str, str] | None:
     if wanted.k is None and wanted.epsilon is None:
         return None
     if source.kind == "k" and wanted.k is not None:
@@ -226,9 +229,9 @@ def _out_of_bounds(source: Source, wanted: Wanted) -> tuple[str, str] | None:
         if source.epsilon <= wanted.epsilon:
             return None
         if not math.isfinite(source.epsilon):
-            return "epsilon", "its epsilon is no finite number"
+            return "epsilon", "its epsilon is not finite"
         return "epsilon", f"epsilon is {epsilon_text(source.epsilon)}, more than {epsilon_text(wanted.epsilon)}"
-    return "kind", "it has no figure that the bound is about"
+    return "kind", "it has no figure for this bound"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +247,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Worst:
+class WorstCase:
     """The same for a patient who has been in every one of the sites: budgets add."""
 
     kind: str
@@ -261,16 +264,16 @@ class Budget:
 
     modality: str  # "" for all together
     costs: tuple[Cost, ...]
-    worst: tuple[Worst, ...] = field(default=())
+    worst: tuple[WorstCase, ...] = field(default=())
 
 
-def budget(sources: Iterable[Source], modality: str = "") -> Budget:
+def budget(sources: Iterable[AdmittedRelease], modality: str = "") -> Budget:
     """What these releases cost per site and kind, and in the worst case a patient who was in all of the sites.
 
     Within a site Rényi divergences add at the account's order, each grant as far as it is used (P9). Across sites
     the accounts may have different orders, so the (epsilon, delta) statements add: Dwork & Roth 2014, theorem 3.16.
     """
-    used: dict[tuple[str, str], dict[str, Source]] = defaultdict(dict)
+    used: dict[tuple[str, str], dict[str, AdmittedRelease]] = defaultdict(dict)
     count: dict[tuple[str, str], int] = defaultdict(int)
     for source in sources:
         if modality and source.modality != modality:
@@ -283,7 +286,7 @@ def budget(sources: Iterable[Source], modality: str = "") -> Budget:
     return Budget(modality, costs, worst_case(costs))
 
 
-def _cost(site: str, kind: str, releases: int, paid: tuple[Source, ...]) -> Cost:
+def _cost(site: str, kind: str, releases: int, paid: tuple[AdmittedRelease, ...]) -> Cost:
     total = sum(s.used for s in paid)
     if kind == "k":
         return Cost(site, kind, releases, sets=total)
@@ -293,7 +296,7 @@ def _cost(site: str, kind: str, releases: int, paid: tuple[Source, ...]) -> Cost
     return Cost(site, kind, releases, epsilon_of(total, delta, order), delta)
 
 
-def worst_case(costs: Sequence[Cost]) -> tuple[Worst, ...]:
+def worst_case(costs: Sequence[Cost]) -> tuple[WorstCase, ...]:
     """By kind, for one patient in all of the sites. What has no figure at one site has none in sum."""
     out = []
     for kind in sorted({c.kind for c in costs}):
@@ -304,7 +307,7 @@ def worst_case(costs: Sequence[Cost]) -> tuple[Worst, ...]:
         sets = [c.sets for c in mine if c.sets is not None]
         epsilon = math.fsum(epsilons) if len(epsilons) == len(mine) else None
         delta = math.fsum(deltas) if len(deltas) == len(mine) else None
-        out.append(Worst(kind, sites, releases, epsilon, delta, sum(sets) if len(sets) == len(mine) else None))
+        out.append(WorstCase(kind, sites, releases, epsilon, delta, sum(sets) if len(sets) == len(mine) else None))
     return tuple(out)
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from coordinator.datasheet import File, as_plain
-from coordinator.edges.building import canonical, digest_of
-from coordinator.pictures import Picture, Sample, shuffled
-from coordinator.pool import PoolRefused, Source, weakest
+from coordinator.pools.atomic_directory import digest_of
+from coordinator.pools.datasheet import File, as_plain
+from coordinator.pools.deduplication import PoolImage, Sample, shuffled
+from coordinator.pools.selection import AdmittedRelease, PoolRefusedError, weakest
+from protos.common.canonical_json import canonical
 
 SHARD_BYTES: Final = 256 << 20
 SETS: Final = "images.tar"
@@ -28,7 +29,7 @@ class Plan:
 
     samples: tuple[tuple[str, Sample], ...]  # key, sample; in order
     classes: dict[str, int]  # label -> number
-    sources: Mapping[str, Source]
+    sources: Mapping[str, AdmittedRelease]
     archives: Mapping[str, Path]
     shards: tuple[tuple[str, int, int], ...]  # name, first and last sample (exclusive)
 
@@ -52,12 +53,12 @@ class Plan:
 
 
 def plan_shards(
-    kept: Sequence[Source], archives: Mapping[str, Path], samples: Sequence[Sample], seed: int, most: int
+    kept: Sequence[AdmittedRelease], archives: Mapping[str, Path], samples: Sequence[Sample], seed: int, most: int
 ) -> Plan:
     """Shuffle by the public seed, name, number the labels, and cut into shards of at most ``most`` bytes.
 
     Raises:
-        PoolRefused: a single image is larger than that.
+        PoolRefusedError: a single image is larger than that.
     """
     order = tuple((f"s{i:08d}", s) for i, s in enumerate(shuffled(samples, seed)))
     classes = {label: i for i, label in enumerate(sorted({s.first.label for s in samples}))}
@@ -67,7 +68,7 @@ def plan_shards(
     for place, (_, sample) in enumerate(order):
         more = sum(512 + -(-n // 512) * 512 for n in (sample.first.size, len(whole.text(place)), 8))
         if more + 2 * _RECORD > most:
-            raise PoolRefused(f"an image does not fit into a shard of {most} bytes")
+            raise PoolRefusedError(f"an image does not fit into a shard of {most} bytes")
         if size + more + _RECORD > most:
             shards.append((f"pool-{len(shards):06d}.tar", first, place))
             first, size = place, 0
@@ -105,10 +106,10 @@ def _write_shard(path: Path, plan: Plan, first: int, last: int) -> None:
         os.fsync(raw.fileno())
 
 
-def _png(plan: Plan, picture: Picture) -> bytes:
+def _png(plan: Plan, picture: PoolImage) -> bytes:
     with plan.archives[picture.release].open("rb") as archive:
         archive.seek(picture.start)
         body = archive.read(picture.size)
     if hashlib.sha256(body).digest() != picture.png:
-        raise PoolRefused(f"{picture.release}: {SETS} was changed while the pool was written")
+        raise PoolRefusedError(f"{picture.release}: {SETS} was changed while the pool was written")
     return body

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.reports.books import UNIT_OF, Books, per
+from coordinator.explanations import MECHANISMS, count, epsilon_text, format_rounded_up, rounded_down, rounded_up, utc
 from coordinator.reports.document import Block, Curve, Document, Facts, Line, Section, Table, Text
-from coordinator.wording import MECHANISMS, count, epsilon_text, never_less, rounded_down, rounded_up, utc
-from policies.rdp import epsilon_of
+from coordinator.reports.report_inputs import UNIT_OF, ReportInputs, per
+from policies.accounting.rdp import epsilon_of
 
 _WHOLE = (
     "A budget is for the whole life of a hospital's data, whatever the project. It is held before an image is read, "
@@ -20,7 +20,7 @@ _WHOLE = (
 )
 
 
-def burn_down(books: Books) -> Document:
+def burn_down(books: ReportInputs) -> Document:
     """Each account's way from full to empty."""
     count_of, accounts = len(books.state.sites), books.told.accounts
     history = books.told.fold.history
@@ -42,7 +42,7 @@ def _share(part: int, limit: int) -> float:
     return rounded_up(100 * part / limit, 1) if limit else 0.0
 
 
-def _account(books: Books, account: Mapping[str, Any], history: list[tuple[int, int, int, int]]) -> Section:
+def _account(books: ReportInputs, account: Mapping[str, Any], history: list[tuple[int, int, int, int]]) -> Section:
     spent, held, limit = account["spent"], account["held"], account["limit"]
     rdp = account["kind"] == "rdp"
     rows = [("Budget", _stated(books, account))]
@@ -66,22 +66,22 @@ def _account(books: Books, account: Mapping[str, Any], history: list[tuple[int, 
     return Section(f"{account['site']}: {kind}", tuple(blocks))
 
 
-def _stated(books: Books, account: Mapping[str, Any]) -> str:
+def _stated(books: ReportInputs, account: Mapping[str, Any]) -> str:
     if account["kind"] != "rdp":
         return f"a patient may be in {count(account['limit'], 'release')} without an epsilon, ever"
-    where = f"delta {never_less(account['delta'])} {per(UNIT_OF)}"
+    where = f"delta {format_rounded_up(account['delta'])} {per(UNIT_OF)}"
     return f"epsilon {epsilon_text(account['epsilon'])} at {where}; Rényi filter of order {account['order']}"
 
 
-def _worth(books: Books, account: Mapping[str, Any], amount: int) -> str:
+def _worth(books: ReportInputs, account: Mapping[str, Any], amount: int) -> str:
     if not amount:
         return ""
     epsilon = epsilon_of(amount, float(account["delta"]), account["order"])
-    where = f"delta {never_less(account['delta'])} {per(UNIT_OF)}"
+    where = f"delta {format_rounded_up(account['delta'])} {per(UNIT_OF)}"
     return f": epsilon {epsilon_text(epsilon)} at {where}, so far"
 
 
-def _uses(books: Books, account: Mapping[str, Any]) -> Table:
+def _uses(books: ReportInputs, account: Mapping[str, Any]) -> Table:
     """What the account paid for, grant by grant."""
     words = {"held": "held", "spent": "spent", "freed": "given back: nothing was read or released"}
     rows = []

@@ -1,4 +1,4 @@
-"""Every report and certificate from a coordinator's directory: what there is, in which forms, and how it is made.
+"""Every report and certificate from a coordinator's directory: the list, the formats, and how to make each.
 
 The ledger is read as ``ledger export`` reads it, also while the coordinator serves, and everything is made from that
 one snapshot under one signed checkpoint: every entry is read again, and none taken from the search index, which
@@ -14,25 +14,26 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.datasheet import Card, File
-from coordinator.edges.home import ORIGIN, Home, look_at_ledger
-from coordinator.edges.witnesses import Witnesses
-from coordinator.pool import PoolRefused
-from coordinator.reports import budgets, cards, certificates, denied, disclosure, evaluation, processing, registry
-from coordinator.reports.books import Books, Item, books_of, particulars_from
-from coordinator.reports.catalogue import croissant_of_set
-from coordinator.reports.document import Document, NoReport, as_json, as_markdown
-from coordinator.reports.page import as_html
-from coordinator.reports.paper import as_pdf
-from policies.certificate import ATTACHED, PAYLOAD, pae, pdf_signature
-from policies.onefile import archive, packed
-from policies.statement import ID
-from policies.store import export
-from protos.envelope import seal
+from coordinator.pools.datasheet import Card, File
+from coordinator.pools.selection import PoolRefusedError
+from coordinator.reports import budgets, certificates, disclosure, dp_registry, gdpr, model_cards, refusals, sp800_226
+from coordinator.reports.croissant import croissant_of_set
+from coordinator.reports.document import Document, ReportError, as_json, as_markdown
+from coordinator.reports.html_renderer import as_html
+from coordinator.reports.overview import overview, views
+from coordinator.reports.pdf_renderer import as_pdf
+from coordinator.reports.report_inputs import Item, ReportInputs, books_of, particulars_from
+from coordinator.storage.directory import ORIGIN, CoordinatorDirectory, look_at_ledger
+from coordinator.storage.witness_store import Witnesses
+from policies.audit.certificate import ATTACHED, PAYLOAD, pdf_signature
+from policies.audit.verifier_archive import archive, zip_bytes
+from policies.ledger.store import export
+from policies.statements import ID
+from protos.common.dsse import pae, seal
 
 _MEDIA: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -47,7 +48,7 @@ _MEDIA: Final[Mapping[str, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ReportFile:
     """A file to hand out."""
 
     name: str
@@ -83,7 +84,7 @@ REPORTS: Final[Mapping[str, Report]] = MappingProxyType(
             Report(
                 "processing",
                 "Article 30 record and DPIA annex",
-                "Rows for the record of processing and the impact assessment; what only you know is left open.",
+                "Rows for the record of processing and the impact assessment; you fill in what only you know.",
                 _PEOPLE,
             ),
             Report(
@@ -134,23 +135,23 @@ REPORTS: Final[Mapping[str, Report]] = MappingProxyType(
         )
     }
 )
-_DOCUMENTS: Final[Mapping[str, Callable[[Books], Document]]] = MappingProxyType(
+_DOCUMENTS: Final[Mapping[str, Callable[[ReportInputs], Document]]] = MappingProxyType(
     {
         "burn-down": budgets.burn_down,
-        "denied": denied.denied,
-        "processing": processing.processing,
-        "sp-800-226": evaluation.checklist,
+        "denied": refusals.denied,
+        "processing": gdpr.processing,
+        "sp-800-226": sp800_226.checklist,
         "disclosure": disclosure.annex,
     }
 )
 
 
-def snapshot(home: Home, now: dt.datetime) -> tuple[bytes, Books]:
+def snapshot(home: CoordinatorDirectory, now: dt.datetime) -> tuple[bytes, ReportInputs]:
     """The ledger's export as of now, and what is folded from it.
 
     Raises:
-        LedgerUnsound: the ledger is not what its key committed last.
-        NoReport: ``particulars.toml`` cannot be used.
+        LedgerUnsoundError: the ledger is not what its key committed last.
+        ReportError: ``particulars.toml`` cannot be used.
     """
     with contextlib.closing(look_at_ledger(home)) as disk:
         raw = export(disk, ORIGIN, home.ledger_key(), Witnesses(home.witnesses).notes())
@@ -166,8 +167,14 @@ def _unheard(_what: str) -> None:
 
 
 def make(
-    home: Home, name: str, form: str, release: str, now: dt.datetime, *, step: Callable[[str], None] = _unheard
-) -> Made:
+    home: CoordinatorDirectory,
+    name: str,
+    form: str,
+    release: str,
+    now: dt.datetime,
+    *,
+    step: Callable[[str], None] = _unheard,
+) -> ReportFile:
     """One report in one form.
 
     Args:
@@ -178,51 +185,75 @@ def make(
         now: stands in it.
         step: is told what is done next, before each part that takes long where the ledger is long.
     Raises:
-        NoReport: no such report, form or release; the text says what there is.
-        BadKeyFile, LedgerUnsound: the ledger's key or the ledger cannot be used.
+        ReportError: no such report, form or release; the text says what there is.
+        KeyFileError, LedgerUnsoundError: the ledger's key or the ledger cannot be used.
     """
     known = REPORTS.get(name)
     if known is None:
-        raise NoReport(f"there is no report of that name; there are {', '.join(REPORTS)}")
+        raise ReportError(f"there is no report of that name; there are {', '.join(REPORTS)}")
     if form not in known.forms:
-        raise NoReport(f"{known.name} is made as {' or '.join(known.forms)}")
+        raise ReportError(f"{known.name} is made as {' or '.join(known.forms)}")
     if bool(known.about) is not bool(release):
-        raise NoReport(f"{known.name} is about {'one release: name it' if known.about else 'the whole ledger'}")
+        raise ReportError(f"{known.name} is about {'one release: name it' if known.about else 'the whole ledger'}")
     if release and not ID.fullmatch(release):
-        raise NoReport("that is not the name of a release or run")
+        raise ReportError("that is not the name of a release or run")
     step("reading the ledger")
     raw, books = snapshot(home, now)
     step(f"making {name} of {books.source.size} entries")
     stem = f"{name}-{release}" if release else name
-    return Made(f"{stem}.{form}", _body(home, raw, books, (name, form, release)), _MEDIA[form])
+    return ReportFile(f"{stem}.{form}", _body(home, raw, books, (name, form, release)), _MEDIA[form])
 
 
-def _body(home: Home, raw: bytes, books: Books, asked: tuple[str, str, str]) -> bytes:
+def overview_html(
+    home: CoordinatorDirectory,
+    measured: Mapping[str, Any] | None,
+    now: dt.datetime,
+    *,
+    step: Callable[[str], None] = _unheard,
+) -> bytes:
+    """The overview as HTML: the entire ledger, every stored release, and its evaluations.
+
+    Args:
+        home: the coordinator's.
+        measured: as :func:`coordinator.reports.overview.overview` has it.
+        now: stands in it.
+        step: as for :func:`make`.
+    Raises:
+        UnsoundReportError: the ledger, or a file on the shelf, contradicts itself.
+        LedgerUnsoundError, ReportError, KeyFileError: as for :func:`make`.
+    """
+    step("reading the ledger")
+    _, books = snapshot(home, now)
+    step(f"making the overview of {books.source.size} entries")
+    return as_html(overview(books, views(home.releases), measured)).encode()
+
+
+def _body(home: CoordinatorDirectory, raw: bytes, books: ReportInputs, asked: tuple[str, str, str]) -> bytes:
     name, form, release = asked
     if name == "bundle":
         return bundle(raw, books)
     if name == "registry":
-        return registry.as_yaml(registry.entries(books)).encode()
+        return dp_registry.as_yaml(dp_registry.entries(books)).encode()
     if name in _DOCUMENTS:
         return _as(form, _DOCUMENTS[name](books), books)
     item = books.item(release)
     if name == "certificate":
         return certificate(books, item, form, home.ledger_key())
     if name == "registry-entry":
-        return registry.as_yaml(registry.entry(books, item)).encode()
+        return dp_registry.as_yaml(dp_registry.entry(books, item)).encode()
     if name == "croissant":
         return croissant(home, books, item)
-    return _as(form, cards.card(books, release), books)
+    return _as(form, model_cards.card(books, release), books)
 
 
-def _as(form: str, document: Document, books: Books) -> bytes:
+def _as(form: str, document: Document, books: ReportInputs) -> bytes:
     if form == "pdf":
         return as_pdf(document, books.made)
     text = {"html": as_html, "json": as_json, "md": as_markdown}[form](document)
     return text.encode()
 
 
-def certificate(books: Books, item: Item, form: str, key: Ed25519PrivateKey) -> bytes:
+def certificate(books: ReportInputs, item: Item, form: str, key: Ed25519PrivateKey) -> bytes:
     """A release's certificate, signed: a DSSE envelope, or a PDF with it inside, signed whole."""
     signed = seal(certificates.certificate(books, item).encode(), PAYLOAD, key)
     if form == "json":
@@ -232,46 +263,46 @@ def certificate(books: Books, item: Item, form: str, key: Ed25519PrivateKey) -> 
     return printed + pdf_signature(key.sign(pae("application/pdf", printed)))
 
 
-def croissant(home: Home, books: Books, item: Item) -> bytes:
-    """What a data catalogue wants to know of a set on the shelf.
+def croissant(home: CoordinatorDirectory, books: ReportInputs, item: Item) -> bytes:
+    """The metadata of a stored set for a data catalogue.
 
     Raises:
-        NoReport: it is no set of images, is encrypted, or is not on the shelf as the ledger admitted it.
+        ReportError: it is no set of images, is encrypted, or is not on the shelf as the ledger admitted it.
     """
     part = item.parts[0]
-    if cards.is_model(item) or part["artifact_type"] != "image-set" or part["reader"]:
-        raise NoReport(f"{item.name} is no set of images that can be described: ask for its card")
+    if model_cards.is_model(item) or part["artifact_type"] != "image-set" or part["reader"]:
+        raise ReportError(f"{item.name} is not a set of images: ask for its card")
     path = home.releases / item.name / "images.tar"
     try:
         with path.open("rb") as stream:
             digest, size = hashlib.file_digest(stream, "sha256").hexdigest(), path.stat().st_size
     except FileNotFoundError:
-        raise NoReport(f"{item.name}: the ledger admitted it, and the shelf has lost it") from None
+        raise ReportError(f"{item.name}: the ledger admitted it, but its file is missing") from None
     if digest != item.facts["artifact_sha256"]:
-        raise NoReport(f"{item.name}: what is on the shelf is not what the ledger admitted; it was changed")
+        raise ReportError(f"{item.name}: the stored file is not the one that the ledger admitted: it was changed")
     p = books.particulars
     promised = f"{item.meaning} {item.claim}. {item.strength}."
     about = f"{item.method}, from patients of {item.sites}."
     try:
         card = Card(item.name, about[:200], p.licence, url=p.url, creator=p.controller, published=p.published)
-    except PoolRefused as error:
-        raise NoReport(f"particulars.toml: {error}") from None
+    except PoolRefusedError as error:
+        raise ReportError(f"particulars.toml: {error}") from None
     found = croissant_of_set(card, File("images.tar", size, digest), promised)
     return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
 
 
-def bundle(raw: bytes, books: Books) -> bytes:
+def bundle(raw: bytes, books: ReportInputs) -> bytes:
     """A zip archive for an auditor: the ledger, the verifier as one file, how to use it, and the digests of both."""
     files = {"ledger.export": raw, "lazaret-verify.pyz": archive(), "README.txt": _readme(books).encode()}
     files["checkpoint.txt"] = books.export.checkpoint.encode()
     sums = "".join(f"{hashlib.sha256(body).hexdigest()}  {name}\n" for name, body in sorted(files.items()))
     files["SHA256SUMS"] = sums.encode()
-    return packed(
+    return zip_bytes(
         {f"ledger-bundle/{name}": body for name, body in files.items()}, ("ledger-bundle/lazaret-verify.pyz",)
     )
 
 
-def _readme(books: Books) -> str:
+def _readme(books: ReportInputs) -> str:
     s = books.source
     return f"""\
 The ledger {s.origin}: {s.size} entries until {s.until} UTC, taken {s.made} UTC.

@@ -1,28 +1,29 @@
 """A release certificate, made: the entries that it rests on with their proofs, its facts, and its words. Pure.
 
-:mod:`policies.certificate` is its form, :mod:`policies.attest` how it is checked, by whoever gets it.
+:mod:`policies.audit.certificate` is its form, :mod:`policies.audit.certificate_check` how it is checked, by whoever
+gets it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from coordinator.reports.books import Books, Item, bound, level_words, together
+from coordinator.explanations import epsilon_text, format_rounded_up, utc
 from coordinator.reports.document import Block, Document, Facts, Section, Table, Text
-from coordinator.wording import epsilon_text, never_less, utc
-from policies.attest import resting, revoked_words
-from policies.certificate import Certificate, Shown
-from policies.merkle import Tree, leaf_hash
+from coordinator.reports.report_inputs import Item, ReportInputs, bound, level_words, together
+from policies.audit.certificate import Certificate, ProvenEntry
+from policies.audit.certificate_check import revoked_words, supporting_entries
+from policies.ledger.merkle import Tree, leaf_hash
 
 
-def certificate(books: Books, item: Item) -> Certificate:
+def certificate(books: ReportInputs, item: Item) -> Certificate:
     """What the ledger's key is to sign, under the checkpoint of the books."""
     tree = Tree()
     for entry in books.export.entries:
         tree.append(leaf_hash(entry))
-    wanted = resting(item.name, books.told.about(item.name))
+    wanted = supporting_entries(item.name, books.told.about(item.name))
     shown = tuple(
-        Shown(seq, books.export.entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted
+        ProvenEntry(seq, books.export.entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted
     )
     envelopes = tuple(books.behind(wanted))
     export = books.export
@@ -54,7 +55,7 @@ def revocations(item: Item) -> tuple[Text, ...]:
     return tuple(Text(f"{text[0].upper()}{text[1:]}.", "warn") for text in told)
 
 
-def as_document(books: Books, item: Item) -> Document:
+def as_document(books: ReportInputs, item: Item) -> Document:
     """The certificate for people."""
     title, plain = level_words(item.level)
     what = "Model" if item.facts["kind"] == "model" else "Release"
@@ -125,10 +126,10 @@ def admitted(item: Item) -> str:
 
 
 def _epsilon(epsilon: Any) -> str:
-    return f"{epsilon_text(epsilon['value'])} at delta {never_less(epsilon['delta'])}{together(epsilon)}"
+    return f"{epsilon_text(epsilon['value'])} at delta {format_rounded_up(epsilon['delta'])}{together(epsilon)}"
 
 
-def _how(books: Books, item: Item) -> tuple[Block, ...]:
+def _how(books: ReportInputs, item: Item) -> tuple[Block, ...]:
     return (
         Text(
             "The file that you hold is signed whole by the ledger's key: lazaret-verify finds any change of it, "

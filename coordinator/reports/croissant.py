@@ -1,11 +1,13 @@
-"""One admitted set of images for data catalogues: MLCommons Croissant 1.0, see :mod:`coordinator.datasheet`. Pure."""
+"""One admitted set of images for data catalogues: MLCommons Croissant 1.0, see :mod:`coordinator.pools.datasheet`.
+Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.datasheet import CONFORMS_TO, CONTEXT, STEM, Card, File, file_object
+from coordinator.pools.datasheet import CONFORMS_TO, CONTEXT, STEM, Card, File, file_object
 
 
 def croissant_of_set(card: Card, archive: File, promised: str) -> dict[str, Any]:

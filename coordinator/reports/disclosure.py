@@ -1,4 +1,4 @@
-"""Annex to an anonymisation report: cell sizes and what stands behind them. Pure.
+"""Annex to an anonymisation report: cell sizes and their evidence. Pure.
 
 EMA Policy 0070, external guidance EMA/90915/2016 v1.3 (2017), chapter 3, and Health Canada's Public Release of
 Clinical Information use a maximum risk of 0.09, which is a cell of 11. The comparison is ``k >= 11``: 1/11 is 0.0909,
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from coordinator.promises import BRAIN
-from coordinator.reports.books import Books, Item, level_words
+from coordinator.claim_descriptions import BRAIN
+from coordinator.explanations import count
 from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
-from coordinator.wording import count
+from coordinator.reports.report_inputs import Item, ReportInputs, level_words
 
 CELL: Final = 11  # distinct patients: EMA/90915/2016 v1.3, and Health Canada; never 1/k <= 0.09
 
@@ -40,7 +40,7 @@ _HEADS: Final = (
 )
 
 
-def meets(item: Item) -> str:
+def compare_with_threshold(item: Item) -> str:
     """How a release stands to the threshold, as a sentence; k is compared with 11, and nothing with 0.09."""
     if item.k is None:
         return "not about this release: it has no cells of patients"
@@ -49,7 +49,7 @@ def meets(item: Item) -> str:
     return f"NOT met: {item.k} is less than {CELL}"
 
 
-def annex(books: Books) -> Document:
+def annex(books: ReportInputs) -> Document:
     """The annex, over every image set, volume set and model that was admitted."""
     items = list(books.items())
     crowds = [i for i in items if i.k is not None]
@@ -120,7 +120,7 @@ def _modalities(items: list[Item]) -> str:
 
 
 def _cells(items: list[Item]) -> Table:
-    rows = tuple((i.name, i.sites, str(i.k), f"1 in {i.k}", meets(i)) for i in items)
+    rows = tuple((i.name, i.sites, str(i.k), f"1 in {i.k}", compare_with_threshold(i)) for i in items)
     head = ("Release", "Hospital", "k", "Largest risk in a cell", f"Threshold: k at least {CELL}")
     return Table("Distinct patients behind each image", head, rows, frozenset({2}), (36, 14, 8, 18, 24))
 
@@ -159,5 +159,5 @@ def _plain(item: Item) -> dict[str, Any]:
         "assumption": item.facts["assumption"] or None,
         "reid_rate": part["reid_rate"],
         "vetting_power": part["vetting_power"],
-        "says": meets(item),
+        "says": compare_with_threshold(item),
     }

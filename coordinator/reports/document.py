@@ -1,7 +1,8 @@
 """A report before it has a form: sections of text, facts, tables and curves, and the same as data.
 
-A report is written once; :mod:`coordinator.reports.page` makes HTML of it, :mod:`coordinator.reports.paper` PDF,
-:func:`as_json` JSON and :func:`as_markdown` Markdown. Nothing in it is markup: each form escapes what it prints.
+A report is written once; :mod:`coordinator.reports.html_renderer` makes HTML of it,
+:mod:`coordinator.reports.pdf_renderer` PDF, :func:`as_json` JSON and :func:`as_markdown` Markdown. Nothing in it is
+markup: each form escapes what it prints.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from protos.common.errors import ArtifactError
+
 OPEN: Final = "☐ to be filled in by the controller"  # what no ledger can know; never a guess in its place
 
 
-class NoReport(ValueError):
-    """The report cannot be made; the text says why and what to do."""
+class ReportError(ArtifactError, ValueError):
+    """The report cannot be made; the text gives the reason and the remedy."""
+
+
+class UnsoundReportError(ArtifactError, ValueError):
+    """The report's contents contradict each other; no page is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +70,24 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A quantity that changes in steps: (seconds since 1970, value), oldest first."""
+    """A quantity that changes in steps: (seconds since 1970 or another quantity, value), in order."""
 
     name: str
-    points: tuple[tuple[int, float], ...]
+    points: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Lines over time between 0 and ``top``; the same numbers stand in a table beside it."""
+    """Lines between 0 and ``top``; the same numbers are in a table next to it.
+
+    They run over time, unless ``ends`` names what stands at the two ends of another axis.
+    """
 
     title: str
     unit: str
     lines: tuple[Line, ...]
     top: float = 100.0
+    ends: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Nothing is drawn of what is not a number."""
@@ -85,12 +96,25 @@ class Curve:
             raise ValueError(f"{self.title}: a curve has finite values of 0 or more")
 
 
-Block = Text | Facts | Points | Table | Curve
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Small images (label, PNG), which only HTML shows; the other forms print the caption and how many there are."""
+
+    caption: str
+    images: tuple[tuple[str, bytes], ...]
+
+    @property
+    def said(self) -> str:
+        """In place of the images."""
+        return f"{self.caption}: {len(self.images)}, shown in the HTML form."
+
+
+Block = Text | Facts | Points | Table | Curve | Images
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what stands under it."""
+    """A heading and its content."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -175,6 +199,8 @@ def _markdown(block: Block) -> Sequence[str]:
         return [f"- {_escaped(item)}" for item in block.items]
     if isinstance(block, Curve):
         return [f"{_escaped(block.title)}: see the numbers below."]
+    if isinstance(block, Images):
+        return [_escaped(block.said)]
     if not block.rows:
         return [f"{_escaped(block.caption)}: {_escaped(block.empty)}"]
     head = ["| " + " | ".join(map(_escaped, block.head)) + " |", "|" + "---|" * len(block.head)]

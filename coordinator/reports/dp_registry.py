@@ -1,8 +1,8 @@
 """Entries for the Differential Privacy Deployments Registry (OpenDP, Harvard, Oblivious; paper arXiv 2509.13509).
 
-The fields and their values are those of the registry's own schema, ``schemas/deployments-schema.yaml`` of its public
-data. An entry is JSON, which every reader of YAML 1.2 takes as it is, so it can be handed in as a ``.yaml`` file. Its
-status is Draft: people fill in what no ledger knows, and the registry's board reviews it. Pure.
+Fields and values follow the registry's own schema, ``schemas/deployments-schema.yaml`` of its public data. An entry
+is JSON, which is valid YAML 1.2, so it can be submitted as a ``.yaml`` file. Its status is Draft: people add what the
+ledger does not contain, and the registry's board reviews it. Pure.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from coordinator.reports.books import Books, Item, together
-from coordinator.reports.document import NoReport, plain
-from coordinator.reports.page import day
-from coordinator.wording import epsilon_text
+from coordinator.explanations import epsilon_text
+from coordinator.reports.document import ReportError, plain
+from coordinator.reports.html_renderer import day
+from coordinator.reports.report_inputs import Item, ReportInputs, together
 
 _OPEN: Final = "TO BE FILLED IN"
 _TYPES: Final[Mapping[str, str]] = {"model": "Machine learning model", "image-set": "Synthetic data"}
@@ -34,27 +34,27 @@ _FIXED: Final = "The configuration is public, and fixed before an image is read.
 _POST: Final = "What is made from the noisy result without another look at patients is post-processing."
 
 
-def entries(books: Books) -> dict[str, Any]:
+def entries(books: ReportInputs) -> dict[str, Any]:
     """File name -> entry, for every release with an epsilon.
 
     Raises:
-        NoReport: there is none.
+        ReportError: there is none.
     """
     found = {f"{item.name}.yaml": entry(books, item) for item in books.items() if item.epsilon}
     if not found:
-        raise NoReport("no release has an epsilon: the registry is about differential privacy alone")
+        raise ReportError("no release has an epsilon: the registry is about differential privacy alone")
     return found
 
 
-def entry(books: Books, item: Item) -> dict[str, Any]:
+def entry(books: ReportInputs, item: Item) -> dict[str, Any]:
     """One release as the registry describes it.
 
     Raises:
-        NoReport: the release has no epsilon; it belongs in no registry of differential privacy.
+        ReportError: the release has no epsilon; it belongs in no registry of differential privacy.
     """
     epsilon = item.dearest["epsilon"]
     if not epsilon:
-        raise NoReport(f"{item.name}: it has no epsilon, and it is not 0: the registry is not about it")
+        raise ReportError(f"{item.name}: it has no epsilon, and it is not 0: the registry is not about it")
     return {
         "url_slug": item.name,
         "deployment": {
@@ -82,7 +82,7 @@ def entry(books: Books, item: Item) -> dict[str, Any]:
     }
 
 
-def _basic(books: Books, item: Item) -> dict[str, Any]:
+def _basic(books: ReportInputs, item: Item) -> dict[str, Any]:
     p = books.particulars
     kind = item.facts["kind"] if item.facts["kind"] == "model" else str(item.parts[0]["artifact_type"])
     return {

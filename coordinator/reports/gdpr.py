@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from coordinator.promises import BRAIN
-from coordinator.reports.books import UNIT_OF, Books, Item, level_words
+from coordinator.claim_descriptions import BRAIN
+from coordinator.explanations import MECHANISMS, count
 from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
-from coordinator.wording import MECHANISMS, count
+from coordinator.reports.report_inputs import UNIT_OF, Item, ReportInputs, level_words
 
 _STAY: Final = "Images stay at the hospital."
 _HEADS: Final = (
@@ -75,7 +75,7 @@ _FREE: Final = (
 )
 
 
-def processing(books: Books) -> Document:
+def processing(books: ReportInputs) -> Document:
     """Article 30 rows, and what Article 35(7) asks for, as far as the ledger knows it."""
     items = list(books.items())
     measures = (f"{_HEADS if any(i.remodelled for i in items) else _STAY} {_REVIEW}", *_MEASURES)
@@ -124,7 +124,7 @@ def processing(books: Books) -> Document:
     return Document("processing", title, summary, sections, books.source, data)
 
 
-def _record(books: Books, items: list[Item]) -> Table:
+def _record(books: ReportInputs, items: list[Item]) -> Table:
     p = books.particulars
     modalities = sorted({part["modality"] for i in items for part in i.parts})
     sealed = sorted({part["reader"][:12] for i in items for part in i.parts if part["reader"]})
@@ -169,7 +169,7 @@ def _minimised(items: list[Item]) -> str:
     return "; ".join(told) or "no set and no model was released yet"
 
 
-def _description(books: Books, items: list[Item]) -> Facts:
+def _description(books: ReportInputs, items: list[Item]) -> Facts:
     methods = Counter(i.facts["mechanism"] for i in items)
     said = [f"{MECHANISMS.get(name, name)}: {n}" for name, n in sorted(methods.items())]
     return Facts(

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
+import operator
 from pathlib import Path
 from typing import Any, Final
 
 import jinja2
 
-from coordinator.reports.document import OPEN, Curve, Document, plain
+from coordinator.reports.document import OPEN, Curve, Document, Images, plain
 
 _FRAME: Final = (52.0, 12.0, 628.0, 176.0)  # left, top, right, bottom of a curve's axes, of 640 x 210
 
 
 def drawn(curve: Curve) -> dict[str, Any]:
-    """A curve in the coordinates of its picture: steps, and what stands at the axes."""
+    """A curve in the coordinates of its image: steps, and what stands at the axes."""
     left, top, right, bottom = _FRAME
     times = [at for line in curve.lines for at, _ in line.points]
     first, last = (min(times), max(times)) if times else (0, 1)
-    span = max(1, last - first)
+    span = (last - first) or 1
 
-    def x(at: int) -> float:
+    def x(at: float) -> float:
         return round(left + (right - left) * (at - first) / span, 1)
 
     def y(value: float) -> float:
@@ -35,7 +37,8 @@ def drawn(curve: Curve) -> dict[str, Any]:
         path += f"L{right} {y(before)}" if line.points else ""
         lines.append({"name": line.name, "path": path, "last": before})
     ticks = [(y(curve.top * i / 4), f"{curve.top * i / 4:g}") for i in range(5)]
-    ends = [(left, day(first), "start"), (right, day(last), "end")] if times else []
+    begin, end = curve.ends or (day(first), day(last))
+    ends = [(left, begin, "start"), (right, end, "end")] if times else []
     return {
         "frame": {"left": left, "top": top, "right": right, "bottom": bottom},
         "lines": lines,
@@ -44,7 +47,7 @@ def drawn(curve: Curve) -> dict[str, Any]:
     }
 
 
-def day(at: int) -> str:
+def day(at: float) -> str:
     """Seconds since 1970 as a day, UTC."""
     try:
         return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d")
@@ -60,5 +63,8 @@ def as_html(document: Document) -> str:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: plain(value) if type(value) is str else value,
     )
+    environment.filters["base64"] = lambda raw: base64.b64encode(raw).decode()
     page = environment.get_template("document.html")
-    return page.render(document=document, drawn=drawn, open=OPEN, kind=lambda block: type(block).__name__)
+    images = any(isinstance(block, Images) for section in document.sections for block in section.blocks)
+    kind = operator.attrgetter("__class__.__name__")
+    return page.render(document=document, drawn=drawn, open=OPEN, kind=kind, images=images)

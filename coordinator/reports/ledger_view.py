@@ -1,9 +1,9 @@
-"""What the entries of a ledger tell the reports, each part worked out once, and only when a report asks for it. Pure.
+"""The ledger's entries as inputs of reports, each part computed once, and only when a report uses it. Pure.
 
-The reports of everything need the fold of all entries, which is made in one pass: balances, their history, when each
-grant was asked for. What rests on one release needs a handful of entries. They are found by their bytes, without
-decoding the others: a name in an entry is its very letters (CBOR text), and an entry ends with its kind. No index is
-asked: it is a cache that nobody signed, and a certificate may leave out nothing.
+Reports over everything need the state of all entries, computed in one pass: balances, their history, the time of each
+grant. A report on one release needs a handful of entries. They are found by their bytes, without decoding the others:
+a name in an entry is literal (CBOR text), and an entry ends with its kind. The index is not used: it is an unsigned
+cache, and a certificate must not miss an entry.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Final
 
-from policies import cbor
-from policies.entries import (
+from policies.ledger import cbor
+from policies.ledger.entries import (
     Admitted,
     Amended,
     Enrolled,
@@ -32,14 +32,14 @@ from policies.entries import (
     decode,
     kind_of,
 )
-from policies.ledger import State
+from policies.ledger.state import State
 
 Moment = tuple[int, int, int, int]  # time, spent, held, limit
 Placed = tuple[int, Record]  # a record and its number
 
 
 def _tails(*kinds: str) -> tuple[bytes, ...]:
-    """How entries of these kinds end (:func:`policies.entries.encode`)."""
+    """How entries of these kinds end (:func:`policies.ledger.entries.encode`)."""
     return tuple(cbor.encode("type") + cbor.encode(kind) for kind in kinds)
 
 
@@ -50,8 +50,8 @@ _REFUSED: Final = _tails("refused")
 
 
 @dataclass(slots=True)
-class Fold:
-    """The books, how each account came there, and when each grant was asked for."""
+class LedgerHistory:
+    """The ledger state, the history of each account, and the time of each grant."""
 
     state: State = field(default_factory=State)
     history: defaultdict[str, list[Moment]] = field(default_factory=lambda: defaultdict(list))
@@ -61,7 +61,7 @@ class Fold:
         """One more record.
 
         Raises:
-            InvalidEntry: it breaks the books.
+            InvalidEntryError: it breaks the books.
         """
         self.state.apply(record)
         entry = record.entry
@@ -82,7 +82,7 @@ class Fold:
         return [name] if name in self.state.accounts else []
 
 
-class Told:
+class LedgerView:
     """The entries of one ledger as of one head, and what follows from them."""
 
     def __init__(self, entries: Sequence[bytes], envelopes: Sequence[bytes]) -> None:
@@ -95,20 +95,20 @@ class Told:
         return tuple(decode(body) for body in self.entries)
 
     @cached_property
-    def fold(self) -> Fold:
+    def fold(self) -> LedgerHistory:
         """Of all of them.
 
         Raises:
-            InvalidEntry: they do not fold.
+            InvalidEntryError: they do not fold.
         """
-        fold = Fold()
+        fold = LedgerHistory()
         for record in self.records:
             fold.take(record)
         return fold
 
     @cached_property
     def accounts(self) -> list[dict[str, Any]]:
-        """Each account as it is now; the same as :func:`policies.view.as_json` says."""
+        """Each account as it is now; the same as :func:`policies.audit.display.as_json` says."""
         return [
             {
                 "account": name,
@@ -184,7 +184,7 @@ class Told:
 
 
 def _plain(seq: int, record: Record) -> dict[str, Any]:
-    """A refusal as people and scripts read it; the same as :func:`policies.view.as_json` says."""
+    """A refusal as people and scripts read it; the same as :func:`policies.audit.display.as_json` says."""
     entry = record.entry
     assert isinstance(entry, Refused)
     told = {f.name: getattr(entry, f.name) for f in fields(entry)}

@@ -1,6 +1,6 @@
 """A model card for a model (Mitchell et al. 2019, section 4), a datasheet for a set (Gebru et al. 2021). Pure.
 
-Both say what is promised and nothing stronger; what nobody measured is said to be so.
+Both state the guarantee and nothing stronger, and say which figures were not measured.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from coordinator.promises import BRAIN
-from coordinator.reports.books import Books, Item, bound, level_words, together
+from coordinator.claim_descriptions import BRAIN
+from coordinator.explanations import epsilon_text, format_rounded_up
 from coordinator.reports.certificates import admitted, revocations
 from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
-from coordinator.wording import epsilon_text, never_less
+from coordinator.reports.report_inputs import Item, ReportInputs, bound, level_words, together
 
 _NOT_FOR: Final = (
-    "Diagnosis or treatment of a patient: nobody has tested it for that.",
+    "Diagnosis or treatment of a patient: it was not tested for that.",
     "Finding out who a patient was, or whether somebody was one.",
     "Being called free of personal data: that is the controller's assessment, and this card makes no such finding.",
 )
@@ -28,18 +28,18 @@ _CROWD: Final = (
     "k-anonymity does not compose: who knows that a patient is in several sets may find them by comparing the sets, "
     "whatever k is.",
 )
-_TESTED: Final = ("Nothing is promised: an attack that was not tried may find more than those that were.",)
+_TESTED: Final = ("There is no guarantee: an attack that was not tried may find more than those that were.",)
 _OTHERS: Final = (
-    "Nobody can tell whether a patient was in several hospitals.",
-    "Nobody measured how it serves small groups of patients: compare results for each group before use.",
+    "It is unknown whether a patient was in several hospitals.",
+    "Its quality for small groups of patients was not measured: compare results for each group before use.",
 )
 
 
-def card(books: Books, name: str) -> Document:
+def card(books: ReportInputs, name: str) -> Document:
     """The card of a release or run.
 
     Raises:
-        NoReport: the ledger has admitted nothing of that name.
+        ReportError: the ledger has admitted nothing of that name.
     """
     item = books.item(name)
     return _model_card(books, item) if is_model(item) else _datasheet(books, item)
@@ -68,7 +68,7 @@ def _promise(item: Item) -> tuple[Block, ...]:
     return (Text(item.meaning, "claim"), *revocations(item), Facts(tuple(rows)))
 
 
-def _details(books: Books, item: Item) -> Facts:
+def _details(books: ReportInputs, item: Item) -> Facts:
     p = books.particulars
     rows = [
         ("Name", item.name),
@@ -92,7 +92,7 @@ def _parts(item: Item) -> Table:
             p["modality"],
             p["level"],
             "" if not p["epsilon"] else f"{epsilon_text(p['epsilon']['value'])}{together(p['epsilon'])}",
-            "" if not p["epsilon"] else never_less(p["epsilon"]["delta"]),
+            "" if not p["epsilon"] else format_rounded_up(p["epsilon"]["delta"]),
             ", ".join(f"{name}: {origin}" for name, origin in sorted(p["components"].items())),
         )
         for p in item.parts
@@ -101,7 +101,7 @@ def _parts(item: Item) -> Table:
     return Table(f"Training data, by hospital{bound(item)}", head, rows, frozenset({3, 4}), (18, 12, 9, 16, 12, 33))
 
 
-def _use(books: Books) -> tuple[Block, ...]:
+def _use(books: ReportInputs) -> tuple[Block, ...]:
     p = books.particulars
     return (
         Facts((("Intended use", p.intended_use or p.purposes or OPEN), ("Intended users", p.recipients or OPEN))),
@@ -110,7 +110,7 @@ def _use(books: Books) -> tuple[Block, ...]:
     )
 
 
-def _model_card(books: Books, item: Item) -> Document:
+def _model_card(books: ReportInputs, item: Item) -> Document:
     sections = (
         Section("Model details", (_details(books, item),)),
         Section("What is promised to patients", _promise(item)),
@@ -127,7 +127,7 @@ def _model_card(books: Books, item: Item) -> Document:
     return Document("model-card", f"Model card: {item.name}", summary, sections, books.source, _data(item))
 
 
-def _datasheet(books: Books, item: Item) -> Document:
+def _datasheet(books: ReportInputs, item: Item) -> Document:
     part = item.parts[0]
     tried = ", ".join(str(k) for k in part["k_tried"])
     made: list[Block] = [_parts(item)]

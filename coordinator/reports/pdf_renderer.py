@@ -16,8 +16,20 @@ from fpdf import FPDF, XPos, YPos
 from fpdf.enums import TableBordersLayout, TableCellFillMode, VAlign
 from fpdf.fonts import FontFace
 
-from coordinator.reports.document import OPEN, Block, Curve, Document, Facts, Points, Section, Table, Text, plain
-from coordinator.reports.page import drawn
+from coordinator.reports.document import (
+    OPEN,
+    Block,
+    Curve,
+    Document,
+    Facts,
+    Images,
+    Points,
+    Section,
+    Table,
+    Text,
+    plain,
+)
+from coordinator.reports.html_renderer import drawn
 
 _HERE: Final = Path(__file__).parent
 _REGULAR, _BOLD = _HERE / "DejaVuSans.ttf", _HERE / "DejaVuSans-Bold.ttf"
@@ -26,7 +38,7 @@ _WASH, _RULE, _WARN_WASH = (238, 243, 245), (205, 214, 220), (253, 242, 217)
 _LINES: Final = ((11, 107, 115), (163, 84, 42), (91, 74, 158), (47, 111, 49))
 _DASHES: Final = ((0.0, 0.0), (2.4, 1.0), (0.8, 1.0), (3.2, 1.4))
 _ORIGIN: Final = "Where this comes from"
-_UNITS: Final = 640.0  # of a curve's picture across; see coordinator.reports.page
+_UNITS: Final = 640.0  # of a curve's image across; see coordinator.reports.html_renderer
 
 
 class _Sheet(FPDF):
@@ -121,6 +133,8 @@ def _block(sheet: _Sheet, block: Block) -> None:
             sheet.ln(0.8)
     elif isinstance(block, Table):
         _table(sheet, block)
+    elif isinstance(block, Images):
+        sheet.say(block.said, color=_SOFT)
     else:
         _curve(sheet, block)
 
@@ -224,7 +238,7 @@ def _dash(i: int) -> dict[str, float]:
 
 
 def _points(path: str) -> Iterator[tuple[float, float]]:
-    """The corners of a path of M and L, as :func:`coordinator.reports.page.drawn` writes it."""
+    """The corners of a path of M and L, as :func:`coordinator.reports.html_renderer.drawn` writes it."""
     for part in path.replace("M", "L").split("L")[1:]:
         x, _, y = part.partition(" ")
         yield float(x), float(y)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.reports.books import Books
+from coordinator.explanations import MECHANISMS, STAGES, count, explain, utc
 from coordinator.reports.document import Document, Section, Table, Text
-from coordinator.wording import MECHANISMS, STAGES, count, explain, utc
+from coordinator.reports.report_inputs import ReportInputs
 
 _WORDS = (
     "Nothing of a refused release is kept. What a hospital gave up itself is listed apart: nobody refused it, and "
@@ -18,7 +18,7 @@ _WORDS = (
 )
 
 
-def denied(books: Books) -> Document:
+def denied(books: ReportInputs) -> Document:
     """Every refusal, with the reasons and what to do."""
     entries = books.told.refused
     refused = [e for e in entries if e["stage"] != "expired"]

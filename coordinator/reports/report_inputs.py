@@ -1,7 +1,8 @@
-"""What every report is made from: one export of the ledger, and what only the controller can know. Pure.
+"""Inputs of every report: one export of the ledger, and the controller's own particulars. Pure.
 
 The facts of a release are those of its certificate: derived from its entries and the site's sealed statement by
-:func:`policies.attest.derive`, which recomputes every epsilon (P11). A report is made of nothing else.
+:func:`policies.audit.certificate_check.derive`, which recomputes every epsilon (P11). A report is made of nothing
+else.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from coordinator.promises import evidence, promise
-from coordinator.reports.document import NoReport, Source
-from coordinator.reports.told import Placed, Told
-from coordinator.wording import LEVELS, MECHANISMS, RELATIONS, epsilon_text, never_less, utc
-from policies.attest import derive, resting
-from policies.audit import open_envelope
-from policies.claims import RELATION, UNIT
-from policies.entries import Admitted, InvalidEntry, Record, RoundClosed, decode
-from policies.export import Export, Unsound
-from policies.ledger import State
-from policies.merkle import open_checkpoint
-from policies.policy import Policy, PolicyError
-from policies.policy import parse as parse_policy
-from policies.statement import Amendment, Enrolment, parse
+from coordinator.claim_descriptions import describe_claim, evidence
+from coordinator.explanations import LEVELS, MECHANISMS, RELATIONS, epsilon_text, format_rounded_up, utc
+from coordinator.reports.document import ReportError, Source
+from coordinator.reports.ledger_view import LedgerView, Placed
+from policies.accounting.claims import RELATION, UNIT
+from policies.audit.auditor import open_envelope
+from policies.audit.certificate_check import derive, supporting_entries
+from policies.ledger.entries import Admitted, InvalidEntryError, Record, RoundClosed, decode
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import open_checkpoint
+from policies.ledger.state import State
+from policies.review.policy import Policy, PolicyError
+from policies.review.policy import parse as parse_policy
+from policies.statements import Amendment, Enrolment, parse
 
 UNIT_OF: Final[Mapping[str, str]] = {"unit": UNIT, "relation": RELATION}  # of every epsilon of a ledger
 _LONGEST: Final = 2_000
@@ -37,7 +38,7 @@ _DAY: Final = re.compile(r"(\d{4}-\d{2}-\d{2})?")
 
 @dataclass(frozen=True, slots=True)
 class Particulars:
-    """``particulars.toml``: what the controller knows and no ledger can; each is a text, and any may be left out."""
+    """``particulars.toml``: the controller's particulars, which no ledger holds; each is a text, and optional."""
 
     controller: str = ""
     contact: str = ""
@@ -64,26 +65,28 @@ class Particulars:
         wrong = [f.name for f in fields(self) if type(getattr(self, f.name)) is not str]
         wrong += [f.name for f in fields(self) if f.name not in wrong and len(getattr(self, f.name)) > _LONGEST]
         if wrong:
-            raise NoReport(f"particulars.toml: {', '.join(wrong)}: each is a text of at most {_LONGEST} characters")
+            raise ReportError(
+                f"particulars.toml: {', '.join(wrong)}: each is a text of at most {_LONGEST} characters"
+            )
         if self.curator_type not in _KINDS or not _DAY.fullmatch(self.published):
-            raise NoReport(
+            raise ReportError(
                 "particulars.toml: curator_type is Government, Industry or Nonprofit; published is a day, 2026-01-31"
             )
 
 
 def particulars_from(text: str) -> Particulars:
-    """Read the file; a misspelt key is refused, for what it says would be missing without a word.
+    """Read the file; a misspelt key is refused, since its text would silently be missing.
 
     Raises:
-        NoReport: not TOML, an unknown key, or something else than a short text.
+        ReportError: not TOML, an unknown key, or something else than a short text.
     """
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise NoReport(f"particulars.toml: not TOML: {error}") from None
+        raise ReportError(f"particulars.toml: not TOML: {error}") from None
     known = {f.name for f in fields(Particulars)}
     if unknown := sorted(set(table) - known):
-        raise NoReport(f"particulars.toml: unknown: {', '.join(unknown)}; the keys are {', '.join(sorted(known))}")
+        raise ReportError(f"particulars.toml: unknown: {', '.join(unknown)}; the keys are {', '.join(sorted(known))}")
     return Particulars(**table)
 
 
@@ -126,8 +129,8 @@ class Item:
         """What is promised, in one sentence; of a model that of the site that gave the most."""
         mine = [p["claim"] for p in self.parts if p["site"] == self.dearest["site"]]
         if len(mine) == 1:
-            return promise(mine[0])
-        each = "; ".join(f"({n}) {promise(claim)}" for n, claim in enumerate(mine, 1))
+            return describe_claim(mine[0])
+        each = "; ".join(f"({n}) {describe_claim(claim)}" for n, claim in enumerate(mine, 1))
         return f"{len(mine)} uses of the same patients, under a grant each: {each}"
 
     @property
@@ -145,7 +148,7 @@ class Item:
     @property
     def epsilon(self) -> str:
         """The largest epsilon with all that it means nothing without (P1), and what it stands on; "" without one."""
-        said, given = stated(self.dearest["epsilon"]), str(self.facts["assumption"])
+        said, given = format_epsilon(self.dearest["epsilon"]), str(self.facts["assumption"])
         return f"{said}; {given}" if said and given else said
 
     @property
@@ -155,7 +158,7 @@ class Item:
 
     @property
     def tested(self) -> str:
-        """What the statement says was measured; "" where nothing was asked for."""
+        """The measurements in the statement; "" if none was requested."""
         part = self.parts[0]
         if self.level != "C" and not (part["reid_rate"] or part["vetting_power"]):
             return ""
@@ -169,11 +172,11 @@ class Item:
         return self.epsilon or "no promise and no epsilon: what was tested stands behind it"
 
 
-def stated(epsilon: Mapping[str, Any] | None) -> str:
+def format_epsilon(epsilon: Mapping[str, Any] | None) -> str:
     """An epsilon of a certificate, rounded up, with unit, relation, delta and order; "" without one."""
     if not epsilon:
         return ""
-    where = f"delta {never_less(epsilon['delta'])} {per(epsilon)}"
+    where = f"delta {format_rounded_up(epsilon['delta'])} {per(epsilon)}"
     said = f"epsilon {epsilon_text(epsilon['value'])} at {where}; Rényi filter of order {epsilon['order']}"
     return said + together(epsilon)
 
@@ -200,11 +203,11 @@ def level_words(level: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class ReportInputs:
     """One ledger as of one signed head."""
 
     export: Export
-    told: Told  # what its entries say; each part is worked out when a report asks for it
+    told: LedgerView  # what its entries say; each part is worked out when a report asks for it
     source: Source
     made: dt.datetime
     federation: Policy | None
@@ -221,18 +224,18 @@ class Books:
         """The fold of every entry.
 
         Raises:
-            NoReport: they do not fold.
+            ReportError: they do not fold.
         """
         try:
             return self.told.fold.state
-        except InvalidEntry as error:
-            raise NoReport(f"the ledger does not fold: {error}") from None
+        except InvalidEntryError as error:
+            raise ReportError(f"the ledger does not fold: {error}") from None
 
     def items(self) -> Iterator[Item]:
         """Every admitted release and every run's model, oldest first.
 
         Raises:
-            NoReport: the ledger holds one that its own statement contradicts.
+            ReportError: the ledger holds one that its own statement contradicts.
         """
         seen: set[str] = set()
         for record in self.records:
@@ -247,7 +250,7 @@ class Books:
         """One of them, without a look at what has nothing to do with it.
 
         Raises:
-            NoReport: the ledger has admitted nothing of that name.
+            ReportError: the ledger has admitted nothing of that name.
         """
         return self._item(name, self.told.about(name))
 
@@ -262,10 +265,10 @@ class Books:
 
     def _item(self, name: str, near: Sequence[Placed]) -> Item:
         try:
-            wanted = resting(name, near)
+            wanted = supporting_entries(name, near)
             return Item(name, derive(name, wanted, self.behind(wanted)))
-        except Unsound as error:
-            raise NoReport(f"{name}: {error}") from None
+        except ExportError as error:
+            raise ReportError(f"{name}: {error}") from None
 
     def behind(self, wanted: Sequence[Placed]) -> list[bytes]:
         """The sealed statements that entries of this kind rest on, in the order of their digests."""
@@ -273,7 +276,7 @@ class Books:
         return [self.told.envelopes[digest] for digest in sorted(digests) if digest in self.told.envelopes]
 
 
-def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Particulars | None = None) -> Books:
+def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Particulars | None = None) -> ReportInputs:
     """The books of an export; nothing is folded before a report asks for it.
 
     Args:
@@ -282,19 +285,19 @@ def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Partic
         made: when, for the report's foot.
         particulars: what the controller filled in.
     Raises:
-        Unsound, NoReport: the export is not one, or a policy in it is none.
+        ExportError, ReportError: the export is not one, or a policy in it is none.
     """
     export = Export.parse(raw)
     head = open_checkpoint(export.checkpoint, export.public)
-    told = Told(export.entries, export.envelopes)
+    told = LedgerView(export.entries, export.envelopes)
     until = utc(decode(export.entries[-1]).at) if export.entries else ""
     key = hashlib.sha256(export.public).hexdigest()
     source = Source(head.origin, head.size, head.root.hex(), key, until, f"{made:%Y-%m-%d %H:%M}")
     policy = parse_policy(federation, "policy.toml") if federation else None
-    return Books(export, told, source, made, policy, _policies(told), particulars or Particulars())
+    return ReportInputs(export, told, source, made, policy, _policies(told), particulars or Particulars())
 
 
-def _policies(told: Told) -> dict[str, Policy]:
+def _policies(told: LedgerView) -> dict[str, Policy]:
     """Each site's policy of today, as it signed it."""
     found: dict[str, Policy] = {}
     for site, digest in sorted(told.policies().items(), key=lambda pair: pair[1]):
@@ -305,5 +308,5 @@ def _policies(told: Told) -> dict[str, Policy]:
             if isinstance(said, Enrolment | Amendment):
                 found[site] = parse_policy(said.policy, f"policy of {site}")
         except PolicyError as error:
-            raise NoReport(str(error)) from None
+            raise ReportError(str(error)) from None
     return found

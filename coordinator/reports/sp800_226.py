@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from coordinator.reports.books import UNIT_OF, Books, Item
+from coordinator.explanations import RELATIONS, count, epsilon_text, format_rounded_up
 from coordinator.reports.document import OPEN, Document, Section, Table, Text
-from coordinator.wording import RELATIONS, count, epsilon_text, never_less
+from coordinator.reports.report_inputs import UNIT_OF, Item, ReportInputs
 
 LEDGER, SOFTWARE, DEPLOYER = "shown by the ledger", "by the software", "for the deployer"
 _COVERS: Final = (
@@ -26,39 +26,39 @@ _ALGORITHMS: Final = (
         "approximate (epsilon, delta)-differential privacy, by way of a Rényi filter of one integer order, fixed "
         "when an "
         "account is opened; conversion by Canonne, Kamath and Steinke (2020), proposition 12",
-        f"{SOFTWARE}: policies/rdp.py",
+        f"{SOFTWARE}: policies/accounting/rdp.py",
     ),
     (
         "Is the sampling that is claimed the sampling that is done",
         "yes: patients are drawn by Poisson sampling, each with all of their images; nothing is shuffled into "
         "batches",
-        f"{SOFTWARE}: agent/stages/finetune.py",
+        f"{SOFTWARE}: agent/dp/dpsgd.py",
     ),
     (
         "Is each patient's contribution bounded before noise is added",
         "yes: gradients or counts are bounded for each patient, not for each image",
-        f"{SOFTWARE}: agent/stages/finetune.py",
+        f"{SOFTWARE}: agent/dp/dpsgd.py",
     ),
     (
         "Noise and floating point",
         "noise is drawn from the operating system's generator, on a lattice; prices are computed in decimals and "
         "rounded "
         "against the spender. It is a rounded Gaussian, not an exact discrete one",
-        f"{SOFTWARE}: agent/stages/noise.py, policies/rdp.py",
+        f"{SOFTWARE}: agent/dp/noise.py, policies/accounting/rdp.py",
     ),
     (
         "Composition over many releases",
         "one account for the lifetime of each hospital's data; a grant is spent when it is given, and a crash "
         "never gives "
         "it back. Later requests may depend on earlier results",
-        f"{SOFTWARE}: policies/ledger.py",
+        f"{SOFTWARE}: policies/ledger/state.py",
     ),
     (
         "Tuning, vetting and statistics",
         "whatever looks at patients is charged or never leaves; a release that was compared with patients' images "
         "after "
         "it was made loses its epsilon",
-        f"{SOFTWARE}: policies/review.py",
+        f"{SOFTWARE}: policies/review/rules.py",
     ),
     (
         "Was the implementation tested",
@@ -89,12 +89,12 @@ _TRUST: Final = (
         "answers leave at few fixed times, sizes follow from the job, errors are codes without texts; that a "
         "hospital is "
         "away can be seen, and the number of images of a set",
-        f"{SOFTWARE}: agent/edges/pace.py",
+        f"{SOFTWARE}: agent/federation/service.py",
     ),
     (
         "Access control and security",
         "certificates on both sides, roles in the ledger, two persons for every limit, encrypted storage",
-        f"{SOFTWARE}: policies/ledger.py, coordinator/edges/guard.py",
+        f"{SOFTWARE}: policies/ledger/state.py, coordinator/gateway/guard.py",
     ),
 )
 _COLLECTION: Final = (
@@ -108,7 +108,7 @@ _COLLECTION: Final = (
 )
 
 
-def checklist(books: Books) -> Document:
+def checklist(books: ReportInputs) -> Document:
     """The checklist, with this ledger's figures where they are asked for."""
     items = list(books.items())
     priced = [i for i in items if i.epsilon]
@@ -141,19 +141,23 @@ def _rows(caption: str, rows: tuple[tuple[str, str, str], ...]) -> Table:
     return Table(caption, ("Question", "Answer", "Where it is from"), rows, widths=(24, 50, 26))
 
 
-def _unit(books: Books) -> tuple[tuple[str, str, str], ...]:
+def _unit(books: ReportInputs) -> tuple[tuple[str, str, str], ...]:
     relation = RELATIONS.get(UNIT_OF["relation"], UNIT_OF["relation"])
     unit = UNIT_OF["unit"]
     return (
         ("Unit", f"one {unit} at a hospital, with all of their images", LEDGER),
         ("Neighbouring data sets", relation, LEDGER),
-        ("Delta below 1 / patients", f"refused otherwise; delta is per {unit}", f"{SOFTWARE}: agent/participant.py"),
+        (
+            "Delta below 1 / patients",
+            f"refused otherwise; delta is per {unit}",
+            f"{SOFTWARE}: agent/federation/participant.py",
+        ),
     )
 
 
-def _budgets(books: Books) -> Table:
+def _budgets(books: ReportInputs) -> Table:
     rows = tuple(
-        (a["site"], epsilon_text(a["epsilon"]), never_less(a["delta"]), str(a["order"]))
+        (a["site"], epsilon_text(a["epsilon"]), format_rounded_up(a["delta"]), str(a["order"]))
         for a in books.told.accounts
         if a["kind"] == "rdp"
     )

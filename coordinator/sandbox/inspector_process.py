@@ -3,6 +3,8 @@
 ``inspect`` starts a confined process (``protos.operations.confinement``) for one file, which it gets as an open
 descriptor, read-only. Its answer is one line of JSON: untrusted, bounded, and read field by field. Whatever is not
 an answer (a crash, a limit, silence, too much) is a refusal that names what ended it.
+
+This is a wall: the readers of artifacts run on the other side, without keys, ledger, network or other files.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Limits:
     def for_size(size: int) -> Limits:
         """Time in proportion to a file's bytes; memory does not depend on it.
 
-        A file of pictures unpacks to eight times its size, at most, and the time is for 16 MiB of that in a second.
+        A file of images unpacks to eight times its size, at most, and the time is for 16 MiB of that in a second.
         """
         seconds = 30 + size // (2 << 20)
         return Limits(cpu_seconds=seconds, wall_seconds=4.0 * seconds)
@@ -71,12 +73,12 @@ class Inspection:
     ok: bool
     rule: str  # "" | artifact_type | artifact_malformed | sandbox
     reason: str  # printable text without anything of the file; of a sandbox refusal: the limit that was hit
-    facts: Mapping[str, Any]  # see protos.inspection.check
+    facts: Mapping[str, Any]  # see protos.artifacts.inspection.check
     bound: tuple[str, ...] = ()  # layers of the confinement that were in force
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ConfinedResult:
     """How a confined process ended: its answer, or the limit that ended it."""
 
     answer: dict[str, Any] | None
@@ -88,7 +90,8 @@ def inspect(
 ) -> Inspection:
     """Is the file an artifact of its type, in its one form? Blocks until that is known; call it from a thread.
 
-    ``expected`` and the facts are those of :func:`protos.inspection.check`. Never raises for what a file holds.
+    ``expected`` and the facts are those of :func:`protos.artifacts.inspection.check`. Never raises for what a file
+    holds.
 
     Raises:
         OSError: the file cannot be opened, or no process be started: a fault of the coordinator, not of the file.
@@ -100,7 +103,7 @@ def inspect(
     try:
         limits = limits or Limits.for_size(os.fstat(descriptor).st_size)
         request = {"type": artifact_type, "expected": dict(expected)}
-        return _read(artifact_type, run_confined("coordinator.edges.inspector", request, descriptor, limits))
+        return _read(artifact_type, run_confined("coordinator.sandbox.inspector_main", request, descriptor, limits))
     finally:
         _TURNS.release()
         os.close(descriptor)
@@ -108,12 +111,13 @@ def inspect(
 
 def run_confined(
     program: str, request: Mapping[str, Any], descriptor: int, limits: Limits, paths: Sequence[str] = ()
-) -> Ran:
+) -> ConfinedResult:
     """Start ``main`` of a module, which must end in :func:`protos.operations.confinement.serve`, for one open file.
 
     The process sees an empty environment, this package and numpy (and ``paths``), the request and the descriptor.
     """
-    whole = {**request, "descriptor": descriptor, "memory": limits.memory_bytes, "cpu": limits.cpu_seconds}
+    bounds = {"memory": limits.memory_bytes, "cpu": limits.cpu_seconds, "parent": os.getpid()}
+    whole = {**request, **bounds, "descriptor": descriptor}
     deadline = time.monotonic() + limits.wall_seconds
     with tempfile.TemporaryFile() as asked:  # not a pipe: nobody waits for the process to read it
         asked.write(json.dumps(whole).encode())
@@ -131,11 +135,11 @@ def run_confined(
     try:
         line = _line(process, deadline)
         if line is None:
-            return Ran(None, "answer too long" if time.monotonic() < deadline else "wall time")
+            return ConfinedResult(None, "answer too long" if time.monotonic() < deadline else "wall time")
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return Ran(None, "wall time")
+            return ConfinedResult(None, "wall time")
         return _ran(process.returncode, line)
     finally:
         if process.poll() is None:  # what has ended left no children: it could start none
@@ -163,22 +167,22 @@ def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
     return None
 
 
-def _ran(status: int, line: bytes) -> Ran:
+def _ran(status: int, line: bytes) -> ConfinedResult:
     if status < 0:
-        return Ran(None, _SIGNALS.get(signal.Signals(-status), "crash"))
+        return ConfinedResult(None, _SIGNALS.get(signal.Signals(-status), "crash"))
     if status:
-        return Ran(None, "crash")  # an exception that is not a refusal; its text stays unheard
+        return ConfinedResult(None, "crash")  # an exception that is not a refusal; its text stays unheard
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
-        return Ran(None, "not an answer")
+        return ConfinedResult(None, "not an answer")
     if not isinstance(answer, dict) or line.count(b"\n") != 1:
-        return Ran(None, "not an answer")
+        return ConfinedResult(None, "not an answer")
     limit = answer.get("limit")
-    return Ran(None, limit) if limit in ("memory", "confinement") else Ran(answer, "")
+    return ConfinedResult(None, limit) if limit in ("memory", "confinement") else ConfinedResult(answer, "")
 
 
-def _read(artifact_type: str, ran: Ran) -> Inspection:
+def _read(artifact_type: str, ran: ConfinedResult) -> Inspection:
     """The answer, field by field: the process has read hostile bytes, and may say anything."""
     nothing: Mapping[str, Any] = MappingProxyType({})
     answer = ran.answer

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
-import os
 import time
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +13,33 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.edges.ledger_evidence import collect, hold_against
-from policies.policy import Policy
-from policies.policy import parse as parse_policy
-from policies.sqlite import look, open_sqlite
-from policies.store import Disk, Store
-from protos.identity import (
+from coordinator.errors import CoordinatorConfigError
+from coordinator.storage.ledger_evidence import collect, hold_against
+from policies.ledger.backends.sqlite import open_read_only, open_sqlite
+from policies.ledger.store import LedgerBackend, Store
+from policies.review.policy import Policy
+from policies.review.policy import parse as parse_policy
+from protos.identity.certificates import (
     CA,
     COORDINATOR,
     OPERATOR,
-    BadCertificate,
+    CertificateError,
     issue,
     leaf_of,
     make_intermediate,
     make_root,
     request,
 )
-from protos.keyfile import BadKeyFile, ec_key, pem, read_private, replace_private, signing_key, write_private
+from protos.identity.key_files import (
+    KeyFileError,
+    ec_key,
+    pem,
+    read_private,
+    replace_private,
+    signing_key,
+    write_private,
+)
+from protos.operations import toml_file
 
 ORIGIN = "lazaret/coordinator"
 _RENEW_AT = 1 / 3  # of a leaf's life, when so much of it remains
@@ -42,18 +51,26 @@ Whoever holds root.key can be anybody in this federation. If it is lost, every s
 """
 
 
-class BadCoordinator(ValueError):
-    """The directory cannot be used; the text says which file and what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``coordinator.toml``, checked."""
 
     listen: str  # host:port of the gRPC service, the one port that sites need
-    superlink: str = ""  # host:port of a second listener, for stock Flower supernodes; nothing: there is none
     ledger: str = ""  # a PostgreSQL address; nothing: the file ledger.db
     address: str = ""  # host:port at which sites reach `listen`, where that is another one
+    superlink: str = ""  # of older versions: the listener for stock Flower nodes is gone
+
+    def __post_init__(self) -> None:
+        """Addresses are host:port; the ledger's has no control characters."""
+        found = []
+        if not _is_address(self.listen) or not _is_address(self.address or self.listen):
+            found.append("listen and address must be host:port")
+        if not self.ledger.isprintable():
+            found.append("ledger is the address of a PostgreSQL database, or is left out")
+        if self.superlink:
+            found.append("there is no listener for stock Flower nodes; delete superlink")
+        if found:
+            raise CoordinatorConfigError("; ".join(found))
 
     @property
     def reached_at(self) -> str:
@@ -62,7 +79,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class CoordinatorDirectory:
     """Paths and keys of the coordinator."""
 
     root: Path
@@ -101,29 +118,22 @@ class Home:
         """Parse ``coordinator.toml``.
 
         Raises:
-            BadCoordinator: missing, not TOML, or with missing, unknown or ill-typed keys.
+            CoordinatorConfigError: missing, not TOML, or with missing, unknown or ill-typed keys.
         """
         try:
-            table = tomllib.loads((self.root / "coordinator.toml").read_text())
-        except FileNotFoundError:
-            raise BadCoordinator("coordinator.toml is missing: run `lazaret-coordinator --home DIR init`") from None
-        except tomllib.TOMLDecodeError as error:
-            raise BadCoordinator(f"coordinator.toml: not TOML: {error}") from None
-        ledger = table.pop("ledger", "")
-        known = {"listen"} <= set(table) <= {"listen", "superlink", "address"}
-        if not known or not all(_address(v) for v in table.values()):
-            keys = "listen, and if need be superlink and address, each host:port, and ledger"
-            raise BadCoordinator(f"coordinator.toml: the keys are {keys}")
-        if type(ledger) is not str or not ledger.isprintable():
-            raise BadCoordinator("coordinator.toml: ledger is the address of a PostgreSQL database, or is left out")
-        return Settings(**table, ledger=ledger)
+            found = toml_file.read(self.root / "coordinator.toml", Settings)
+        except toml_file.TomlError as error:
+            raise CoordinatorConfigError(str(error)) from None
+        if found is None:
+            raise CoordinatorConfigError("coordinator.toml is missing: run `lazaret-coordinator --home DIR init`")
+        return found
 
     def policy_text(self) -> str:
         """The federation's policy, as written."""
         try:
             return (self.root / "policy.toml").read_text()
         except OSError:
-            raise BadCoordinator("policy.toml is missing: without a policy nothing is admitted") from None
+            raise CoordinatorConfigError("policy.toml is missing: without a policy nothing is admitted") from None
 
     def policy(self) -> Policy:
         """The federation's policy, parsed."""
@@ -137,7 +147,7 @@ class Home:
         """The trust anchor of the federation, PEM.
 
         Raises:
-            BadCoordinator: it is missing.
+            CoordinatorConfigError: it is missing.
         """
         return self._public("root.crt")
 
@@ -145,7 +155,7 @@ class Home:
         """The intermediate authority: (private key PEM, certificate PEM).
 
         Raises:
-            BadCoordinator, BadKeyFile: a file is missing, or open to others.
+            CoordinatorConfigError, KeyFileError: a file is missing, or open to others.
         """
         return read_private(self.keys / "intermediate.key"), self._public("intermediate.crt")
 
@@ -161,30 +171,28 @@ class Home:
         try:
             return (self.keys / name).read_bytes()
         except OSError:
-            raise BadCoordinator(f"keys/{name} is missing: restore it from a backup") from None
+            raise CoordinatorConfigError(f"keys/{name} is missing: restore it from a backup") from None
 
 
-def _address(value: object) -> bool:
-    host, colon, port = str(value).rpartition(":")
-    return (
-        isinstance(value, str) and bool(host and colon) and port.isascii() and port.isdigit() and int(port) < 65_536
-    )
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon) and port.isascii() and port.isdigit() and int(port) < 65_536
 
 
-def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Home:
+def create(root: Path, settings: str, policy: str, now: dt.datetime) -> CoordinatorDirectory:
     """Make the coordinator's directory, its root and intermediate, its own and the operator's certificate.
 
     The root's key is written to ``offline/``, to be taken away. Nothing is overwritten.
 
     Raises:
-        BadCoordinator: the directory holds something, or a text is not valid.
+        CoordinatorConfigError: the directory holds something, or a text is not valid.
     """
     if root.exists() and any(root.iterdir()):
-        raise BadCoordinator(f"{root.name} is not empty: nothing was written")
+        raise CoordinatorConfigError(f"{root.name} is not empty: nothing was written")
     parse_policy(policy, "policy.toml")
     root.mkdir(parents=True, exist_ok=True)
     root.chmod(0o700)
-    home = Home(root)
+    home = CoordinatorDirectory(root)
     (root / "coordinator.toml").write_text(settings)
     (root / "policy.toml").write_text(policy)
     home.keys.mkdir(mode=0o700)
@@ -205,51 +213,53 @@ def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Home:
     return home
 
 
-def renew_intermediate(home: Home, folder: Path, now: dt.datetime) -> None:
+def renew_intermediate(home: CoordinatorDirectory, folder: Path, now: dt.datetime) -> None:
     """The ceremony of the year: the root, brought in ``folder``, signs a fresh intermediate.
 
     Certificates that were issued before stay good: a chain brings its own intermediate along. After a crash in the
     middle nothing is issued any more, and the ceremony is repeated.
 
     Raises:
-        BadCoordinator: the folder holds another federation's root, or one that has ended.
-        BadKeyFile: the root's key is missing, or open to others.
+        CoordinatorConfigError: the folder holds another federation's root, or one that has ended.
+        KeyFileError: the root's key is missing, or open to others.
     """
     try:
         root = read_private(folder / "root.key"), (folder / "root.crt").read_bytes()
         if root[1] != home.root_crt():
-            raise BadCoordinator("that folder holds another federation's root")
+            raise CoordinatorConfigError("that folder holds another federation's root")
         key, certificate = make_intermediate(root, now)
     except OSError:
-        raise BadCoordinator("root.crt is missing beside root.key") from None
-    except BadCertificate as error:
-        raise BadCoordinator(f"the root cannot sign: {error}") from None
+        raise CoordinatorConfigError("root.crt is missing beside root.key") from None
+    except CertificateError as error:
+        raise CoordinatorConfigError(f"the root cannot sign: {error}") from None
     replace_private(home.keys / "intermediate.key", key)
     replace_private(home.keys / "intermediate.crt", certificate)
 
 
-def own_certificate(home: Home, now: dt.datetime) -> tuple[bytes, bytes]:
+def own_certificate(home: CoordinatorDirectory, now: dt.datetime) -> tuple[bytes, bytes]:
     """The service's credentials, re-issued when less than a third of their life remains.
 
-    Its key stays: whoever could copy it could copy the intermediate's, which lies beside it.
+    Its key stays: a thief of this key could copy the intermediate's too, which is stored next to it.
 
     Returns:
         Private key and chain, PEM.
     Raises:
-        BadCoordinator: the intermediate has ended, and so has the certificate.
-        BadKeyFile: a key is missing, or open to others.
+        CoordinatorConfigError: the intermediate has ended, and so has the certificate.
+        KeyFileError: a key is missing, or open to others.
     """
     settings = home.settings()
     hosts = ["localhost", "127.0.0.1", *(a.rpartition(":")[0] for a in (settings.listen, settings.reached_at))]
     return _fresh(home, "tls", COORDINATOR, now, tuple(dict.fromkeys(hosts)))
 
 
-def operator_certificate(home: Home, now: dt.datetime) -> tuple[bytes, bytes]:
+def operator_certificate(home: CoordinatorDirectory, now: dt.datetime) -> tuple[bytes, bytes]:
     """The operator's credentials for calls from this machine; re-issued like the service's own."""
     return _fresh(home, "operator", OPERATOR, now)
 
 
-def _fresh(home: Home, stem: str, name: str, now: dt.datetime, hosts: tuple[str, ...] = ()) -> tuple[bytes, bytes]:
+def _fresh(
+    home: CoordinatorDirectory, stem: str, name: str, now: dt.datetime, hosts: tuple[str, ...] = ()
+) -> tuple[bytes, bytes]:
     """A leaf of the coordinator's own, and its key; renewed while it is still good."""
     key, path = ec_key(home.keys / f"{stem}.key"), home.keys / f"{stem}.crt"
     chain = path.read_bytes() if path.exists() else b""
@@ -258,9 +268,9 @@ def _fresh(home: Home, stem: str, name: str, now: dt.datetime, hosts: tuple[str,
         try:
             chain = issue(request(key, name), name, home.ca(), now, hosts)
             replace_private(path, chain)
-        except (BadCertificate, BadKeyFile, BadCoordinator) as error:
+        except (CertificateError, KeyFileError, CoordinatorConfigError) as error:
             if not left > 0:
-                raise BadCoordinator(f"no certificate for {stem}: {error}") from None
+                raise CoordinatorConfigError(f"no certificate for {stem}: {error}") from None
     return pem(key), chain
 
 
@@ -268,20 +278,20 @@ def _left(chain: bytes, key: ec.EllipticCurvePrivateKey, now: dt.datetime) -> fl
     """How much of a leaf's life remains, of 1; 0 for one that is over, unreadable or another key's."""
     try:
         leaf = leaf_of(chain)
-    except BadCertificate:
+    except CertificateError:
         return 0.0
     start, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
     return (end - now) / (end - start) if leaf.public_key() == key.public_key() and start <= now < end else 0.0
 
 
-def open_ledger(home: Home) -> Store:
+def open_ledger(home: CoordinatorDirectory) -> Store:
     """The coordinator's ledger, for this process alone to append to.
 
     Raises:
-        LedgerBusy: another process has it.
-        LedgerUnsound: what is kept does not fold.
+        LedgerBusyError: another process has it.
+        LedgerUnsoundError: what is kept does not fold.
         LedgerTurnedBackError: it is behind its high-water mark, a head that a site cosigned, or the shelf.
-        BadCoordinator: it is in a database that cannot be used; the text says what to do.
+        CoordinatorConfigError: it is in a database that cannot be used; the text says what to do.
     """
     evidence = collect(home.witnesses, home.releases)
     store = _store(home, _writer(home))
@@ -293,60 +303,64 @@ def open_ledger(home: Home) -> Store:
     return store
 
 
-def open_restored_ledger(home: Home) -> Store:
+def open_restored_ledger(home: CoordinatorDirectory) -> Store:
     """The same of a ledger that was brought back, which may lack what it acknowledged: for a new epoch alone."""
     disk = _writer(home)
     disk.brought_back()
     return _store(home, disk)
 
 
-def _writer(home: Home) -> Any:
+def _writer(home: CoordinatorDirectory) -> Any:
     address = home.settings().ledger
     return _database(lambda pg: pg.open_postgres(address)) if address else open_sqlite(home.ledger)
 
 
-def _store(home: Home, disk: Disk) -> Store:
+def _store(home: CoordinatorDirectory, disk: LedgerBackend) -> Store:
     return Store(disk, ORIGIN, home.ledger_key(), lambda: int(time.time()))
 
 
-def look_at_ledger(home: Home) -> Disk:
+def look_at_ledger(home: CoordinatorDirectory) -> LedgerBackend:
     """The coordinator's ledger to read, also while another process writes it."""
     address = home.settings().ledger
-    disk: Disk = _database(lambda pg: pg.look_postgres(address)) if address else look(home.ledger)
+    disk: LedgerBackend = (
+        _database(lambda pg: pg.open_read_only_postgres(address)) if address else open_read_only(home.ledger)
+    )
     return disk
+
+
+def unmarked(home: CoordinatorDirectory) -> str:
+    """What the marks of a ledger in PostgreSQL do not show, as a sentence; "" for one in a file.
+
+    Raises:
+        CoordinatorConfigError: the database cannot be used; the text says what to do.
+    """
+    address = home.settings().ledger
+    if not address:
+        return ""
+
+    def asked(pg: Any) -> str:
+        with contextlib.closing(pg.open_read_only_postgres(address)) as disk:
+            return str(disk.unmarked())
+
+    return str(_database(asked))
 
 
 def install_ledger(owner: str, writer: str) -> None:
     """Make the ledger's tables and functions in PostgreSQL, as their owner, who is not the coordinator.
 
     Raises:
-        BadCoordinator: it cannot be done; the text says why.
+        CoordinatorConfigError: it cannot be done; the text says why.
     """
     _database(lambda pg: pg.install(owner, writer))
 
 
 def _database(act: Callable[[Any], Any]) -> Any:
-    """Do something with :mod:`policies.postgres`, whose driver is optional."""
+    """Do something with :mod:`policies.ledger.backends.postgres`, whose driver is optional."""
     try:
-        from policies import postgres  # noqa: PLC0415 - its driver is optional
+        from policies.ledger.backends import postgres  # noqa: PLC0415 - its driver is optional
     except ModuleNotFoundError:
-        raise BadCoordinator("for a ledger in PostgreSQL install lazaret[postgres]") from None
+        raise CoordinatorConfigError("for a ledger in PostgreSQL install lazaret[postgres]") from None
     try:
         return act(postgres)
     except (ValueError, ConnectionError) as error:
-        raise BadCoordinator(f"the ledger's database: {error}") from None
-
-
-def write_durably(path: Path, body: bytes) -> None:
-    """Write, flush to the disk, rename into place, flush the directory: all or nothing."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as out:
-        out.write(body)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(part, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        raise CoordinatorConfigError(f"the ledger's database: {error}") from None

@@ -26,22 +26,3 @@ def write_at(handle: int, data: bytes, at: int) -> None:
     while view:
         done = os.pwrite(handle, view, at)
         view, at = view[done:], at + done
-
-
-def flush_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def move_durably(source: Path, target: Path) -> None:
-    """Flush a file and give it another name; after a power loss it has one of the two, whole."""
-    target.parent.mkdir(exist_ok=True)
-    with source.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.replace(source, target)
-    for directory in (target.parent, target.parent.parent, source.parent):
-        flush_directory(directory)

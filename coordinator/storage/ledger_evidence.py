@@ -1,8 +1,8 @@
-"""What lies beside the coordinator's ledger and shows what it once held: cosigned heads, and admitted releases.
+"""Evidence of the ledger's earlier size: cosigned heads and admitted releases stored next to it.
 
-A ledger that ends before one of them was turned back, whatever its own file says. It is held against them whenever it
-is opened to write, and by ``doctor``. Only a restore goes on without: it opens a new epoch, and sets aside what is of
-before.
+A ledger that ends before one of them was rolled back, whatever its own file says. It is checked against them whenever
+it is opened for writing, and by ``doctor``. Only a restore may continue without them: it opens a new epoch, and sets
+older evidence aside.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from policies.merkle import BadCheckpoint, Checkpoint, open_checkpoint
-from policies.store import LedgerTurnedBackError, LedgerUnsound, Store, turned_back
+from policies.ledger.merkle import Checkpoint, LedgerCheckpointError, open_checkpoint
+from policies.ledger.store import LedgerTurnedBackError, LedgerUnsoundError, Store, turned_back
 
 _SEALED: Final = ".envelope.json"  # of an update within a run's folder
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was found, to be looked for in a ledger that is read after it: who only looks sees no newer evidence."""
+    """The evidence, to be compared with a ledger that is read after it, so that a reader sees no newer evidence."""
 
     heads: tuple[tuple[str, str], ...]  # file's name, note
     releases: tuple[tuple[str, str, bytes], ...]  # folder's name, release, SHA-256 of its sealed statement
@@ -32,7 +32,7 @@ def collect(witnesses: Path, releases: Path) -> Evidence:
     """Read the cosigned heads, and the sealed statements on the shelf.
 
     Raises:
-        LedgerUnsound: one of them cannot be read, so nobody can tell what the ledger held.
+        LedgerUnsoundError: one of them cannot be read, so nobody can tell what the ledger held.
     """
     name = ""
     try:
@@ -43,7 +43,7 @@ def collect(witnesses: Path, releases: Path) -> Evidence:
         name = releases.name
         return Evidence(tuple(heads), tuple(_shelved(releases)))
     except (OSError, UnicodeDecodeError):
-        raise LedgerUnsound(_unreadable(name)) from None
+        raise LedgerUnsoundError(_unreadable(name)) from None
 
 
 def _shelved(releases: Path) -> Iterator[tuple[str, str, bytes]]:
@@ -61,23 +61,28 @@ def _unreadable(name: str) -> str:
     )
 
 
-def hold_against(store: Store, evidence: Evidence) -> None:
+def hold_against(store: Store, evidence: Evidence) -> tuple[int, int]:
     """Does the ledger hold all of it?
 
+    Returns:
+        How many cosigned heads and how many releases it was compared with; no head of an earlier epoch.
     Raises:
         LedgerTurnedBackError: it does not; the sentence says what it lacks, and what to do.
-        LedgerUnsound: a head among it is none of this ledger's.
+        LedgerUnsoundError: a head among it is none of this ledger's.
     """
+    compared = 0
     for name, note in evidence.heads:
         try:
             head = open_checkpoint(note, store.public)
-        except BadCheckpoint:
-            raise LedgerUnsound(_unreadable(name)) from None
+        except LedgerCheckpointError:
+            raise LedgerUnsoundError(_unreadable(name)) from None
         if not _extends(store, head):
             raise LedgerTurnedBackError(turned_back(f"{name} is this ledger's own head at {head.size} entries"))
+        compared += head.epoch == store.state.epoch
     for folder, release, envelope in evidence.releases:
         if not _admitted(store, release, envelope):
             raise LedgerTurnedBackError(turned_back(f"releases/{folder} was admitted, and is not in the ledger"))
+    return compared, len(evidence.releases)
 
 
 def _extends(store: Store, head: Checkpoint) -> bool:

@@ -13,18 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.edges.disk import flush_directory
-from coordinator.edges.home import write_durably
-from coordinator.edges.uploads import is_open, ready
-from coordinator.promises import evidence, figures, release_in
-from coordinator.wording import LEVELS
-from policies.claims import RELATION, UNIT, assumption
-from policies.entries import Admitted, Opened
-from policies.rdp import NANO, epsilon_nano
-from policies.review import TERMS, Verdict
-from policies.statement import Release, claim_from, load_json
-from policies.store import Store
-from protos.chunks import CHUNK
+from coordinator.claim_descriptions import evidence, figures, release_in
+from coordinator.explanations import LEVELS
+from coordinator.storage.uploads import is_open, ready
+from policies.accounting.claims import RELATION, UNIT, assumption
+from policies.accounting.rdp import NANO, epsilon_nano
+from policies.ledger.entries import Admitted, Opened
+from policies.ledger.store import Store
+from policies.review.rules import TERMS, Verdict
+from policies.statements import Release, claim_from, load_json
+from protos.artifacts.chunks import CHUNK
+from protos.common.durable_files import flush_directory, flush_file, replace_file
 
 WORDING: Final = {level: meaning for level, (_, meaning, _) in LEVELS.items()}
 UNSEEN: Final = (
@@ -34,10 +33,10 @@ SEALED: Final = "artifact.hpke"
 _NAMES: Final = {"image-set": "images.tar", "volume-set": "volumes.tar", "model": "model.safetensors"}
 
 
-class Shelf:
+class ReleaseStore:
     """``releases/<id>/`` for each admitted release; ``uploads/`` beside it is where they come in, without a verdict.
 
-    That directory, ``staging``, is the root of :class:`coordinator.edges.uploads.Uploads`, which is opened after
+    That directory, ``staging``, is the root of :class:`coordinator.storage.uploads.Uploads`, which is opened after
     this: what is admitted and not in its place yet is put there first.
     """
 
@@ -63,7 +62,7 @@ class Shelf:
         """After the verdict is durable: put an admitted artifact in its place, remove a refused one.
 
         Args:
-            staged: the finished file of :meth:`coordinator.edges.uploads.Uploads.finish`.
+            staged: the finished file of :meth:`coordinator.storage.uploads.Uploads.finish`.
             release: what was reviewed.
             envelope: the sealed statement, byte for byte.
             verdict: the review's.
@@ -89,9 +88,9 @@ class Shelf:
         _same(source, part / name)
         if name == _NAMES["image-set"]:
             _unfold(part / name, part / "images")
-        write_durably(part / "envelope.json", envelope)
+        replace_file(part / "envelope.json", envelope)
         facts = {**certificate(entry, self.account(entry)), **_measured(entry, said)}
-        write_durably(part / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
+        replace_file(part / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
         if folder.exists():  # not this release, or cut short by a crash: moved aside, never removed
             folder.rename(self.root / f".{entry.release}.{secrets.token_hex(4)}.aside")
         part.rename(folder)
@@ -122,9 +121,9 @@ class Shelf:
         folder = self.root / run
         (folder / "updates").mkdir(parents=True, exist_ok=True)
         for name, envelope in envelopes.items():
-            write_durably(folder / "updates" / f"{name}.envelope.json", envelope)
+            replace_file(folder / "updates" / f"{name}.envelope.json", envelope)
         if isinstance(model, bytes):
-            write_durably(folder / "model.safetensors", model)
+            replace_file(folder / "model.safetensors", model)
         else:
             part = folder / "model.safetensors.part"
             part.unlink(missing_ok=True)
@@ -132,7 +131,7 @@ class Shelf:
             part.replace(folder / "model.safetensors")
             part.unlink(missing_ok=True)  # a rename to another link of the same file does nothing (POSIX)
             flush_directory(folder)
-        write_durably(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
+        replace_file(folder / "certificate.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _name(entry: Admitted, said: Release | None) -> str:
@@ -159,8 +158,7 @@ def _same(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-    with target.open("rb") as stream:
-        os.fsync(stream.fileno())
+    flush_file(target)
     flush_directory(target.parent)
 
 

@@ -9,11 +9,11 @@ How the service calls it, ``uploads = Uploads(shelf.staging, time.time)``::
              shelf.settle(staged, release, envelope, verdict)   if this raises, do not drop: the next start places it
              uploads.drop(site, upload)
 
-Every call may raise :class:`UploadRefused`, whose ``rule`` and ``detail`` make a finding. ``refusal.lasting`` tells
-a refusal of the content from a state that another ``Offer`` may mend (``unknown_upload``, ``incomplete``,
+Every call may raise :class:`UploadError`, whose ``rule`` and ``detail`` make a finding. ``refusal.lasting`` separates
+a refusal of the content from a state that another ``Offer`` may repair (``unknown_upload``, ``incomplete``,
 ``disk_full``, ``storage``, ``too_many_uploads``): those leave as FAILED_PRECONDITION or RESOURCE_EXHAUSTED, and the
-agent offers again. A ``Submit`` whose key has an answer must get that answer before ``finish``. At a start the shelf
-comes first, then this.
+agent offers again. A ``Submit`` whose key has an answer must get that answer before ``finish``. At startup the
+release store comes first, then this.
 
 On disk, under the root::
 
@@ -28,6 +28,7 @@ A content address is each site's own: whether another hospital holds the same by
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -39,19 +40,85 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.edges.disk import flush_directory, move_durably, reserve, write_at
-from coordinator.edges.home import write_durably
-from coordinator.edges.refused import UploadRefused, check_digest, check_offer, check_shape, disk_faults
-from policies.statement import ID
-from protos.chunks import CHUNK, bitmap, count, indices
+from coordinator.storage.disk import reserve, write_at
+from policies.statements import HEX, ID
+from protos.artifacts.chunks import CHUNK, bitmap, count, indices, length
+from protos.common.durable_files import flush_directory, move_durably, replace_file
+from protos.common.errors import PeerError
 
-__all__ = ["UploadRefused", "Uploads", "is_open", "ready"]
+__all__ = ["UploadError", "Uploads", "is_open", "ready"]
 
 KEEP_FREE: Final = 1 << 30  # bytes of the disk that uploads leave alone: the ledger is on it too
 MOST_OPEN: Final = 4  # uploads of one site at once
 _FLUSH: Final = 8  # pieces between two flushes that go on beside
 _HEAD: Final = struct.Struct(">8sQ")  # magic and size; then 32 bytes for each piece
 _MAGIC: Final = b"lazaret1"
+
+
+_PASSING: Final = frozenset({"unknown_upload", "incomplete", "disk_full", "storage", "too_many_uploads"})
+
+
+class UploadError(PeerError):
+    """What was offered or sent is not taken; ``rule`` and ``detail`` are fit for a finding."""
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule, self.detail = rule, detail
+
+    @property
+    def lasting(self) -> bool:
+        """Would the same bytes be refused again?"""
+        return self.rule not in _PASSING
+
+
+def check_offer(sha256: str, size: int, chunks: Sequence[bytes], quota: int) -> None:
+    """Everything that can be said about an announcement before a byte is set aside for it.
+
+    Raises:
+        UploadError: artifact_size, bad_manifest.
+    """
+    if not 1 <= size <= quota:
+        raise UploadError("artifact_size", f"the artifact must have 1 to {quota} bytes")
+    if not HEX.fullmatch(sha256):
+        raise UploadError("bad_manifest", "an upload is named by the SHA-256 of its artifact")
+    if len(chunks) != count(size) or not all(len(digest) == 32 for digest in chunks):
+        raise UploadError("bad_manifest", f"{count(size)} SHA-256 digests belong to {size} bytes")
+
+
+def check_shape(chunks: Sequence[bytes], size: int, index: int, data: bytes) -> None:
+    """Could this be the piece that was announced, by its place and length?
+
+    Raises:
+        UploadError: chunk_index, chunk_size.
+    """
+    if not 0 <= index < len(chunks):
+        raise UploadError("chunk_index", f"the artifact has {len(chunks)} pieces")
+    if len(data) != length(size, index):
+        raise UploadError("chunk_size", f"piece {index} has {length(size, index)} bytes")
+
+
+def check_digest(chunks: Sequence[bytes], index: int, data: bytes) -> None:
+    """Is this the piece that was announced?
+
+    Raises:
+        UploadError: chunk_moved, chunk_foreign.
+    """
+    digest = hashlib.sha256(data).digest()
+    if digest != chunks[index]:
+        if digest in chunks:
+            raise UploadError("chunk_moved", f"what came as piece {index} belongs elsewhere")
+        raise UploadError("chunk_foreign", f"what came as piece {index} is not of this artifact")
+
+
+@contextlib.contextmanager
+def disk_faults() -> Iterator[None]:
+    """A disk that is full or broken is a refusal, not an incident: other uploads go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UploadError("disk_full", "the coordinator has no room for it now") from None
+        raise UploadError("storage", "the coordinator's disk could not keep it") from None
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +157,7 @@ class _Upload:
             return self.size
 
     def flushed(self) -> None:
-        """Wait for the flush beside, and hear of its fault: the kernel tells of a lost page once.
+        """Wait for the concurrent flush, and raise its error: the kernel reports a lost page only once.
 
         Raises:
             OSError: what was written may not be on the disk, and flushing again would not tell.
@@ -152,7 +219,7 @@ class Uploads:
         Returns:
             A bit for each piece, lowest first; set: send it.
         Raises:
-            UploadRefused: artifact_size, bad_manifest, too_many_uploads, disk_full, storage. Nothing was set aside.
+            UploadError: artifact_size, bad_manifest, too_many_uploads, disk_full, storage. Nothing was set aside.
         """
         assert ID.fullmatch(site), "a site's name comes from its certificate"
         check_offer(sha256, size, chunks, quota)
@@ -176,14 +243,14 @@ class Uploads:
         with self._mutex:
             others = dict(self._uploads)
         if not sum(name == site for name, _ in others) < self.most_open:
-            raise UploadRefused("too_many_uploads", f"a site may have {self.most_open} uploads open")
+            raise UploadError("too_many_uploads", f"a site may have {self.most_open} uploads open")
         folder = self.root / "open" / site / sha256
         upload = _Upload(folder, self.root / "ready" / site / sha256, size, chunks, self.clock())
         with disk_faults():
             owed = sum(other.unallocated() for other in others.values())
             disk = os.statvfs(self.root)
             if not upload.unallocated() <= disk.f_bavail * disk.f_frsize - owed - self.keep_free:
-                raise UploadRefused("disk_full", "the coordinator has no room for it now")
+                raise UploadError("disk_full", "the coordinator has no room for it now")
             try:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
@@ -191,7 +258,7 @@ class Uploads:
                     upload.durable = set(range(len(chunks)))
                 else:
                     reserve(upload.part, size)
-                write_durably(folder / "manifest", _HEAD.pack(_MAGIC, size) + b"".join(chunks))
+                replace_file(folder / "manifest", _HEAD.pack(_MAGIC, size) + b"".join(chunks))
                 for above in (folder.parent, folder.parent.parent):
                     flush_directory(above)
                 self._touch(upload)
@@ -208,12 +275,12 @@ class Uploads:
         A piece that is there already is harmless.
 
         Raises:
-            UploadRefused: unknown_upload, chunk_index, chunk_size (cut short or too long), chunk_moved (it belongs
+            UploadError: unknown_upload, chunk_index, chunk_size (cut short or too long), chunk_moved (it belongs
                 elsewhere in this artifact), chunk_foreign (it is not of this artifact), disk_full, storage.
         """
         found = self._find(site, upload)
         if found is None:
-            raise UploadRefused("unknown_upload", "nothing of that name was offered")
+            raise UploadError("unknown_upload", "nothing of that name was offered")
         check_shape(found.chunks, found.size, index, data)
         with self._held(site, upload, found), disk_faults():
             found.touched = self.clock()
@@ -246,7 +313,7 @@ class Uploads:
         Returns:
             How many pieces of the upload are durable now.
         Raises:
-            UploadRefused: unknown_upload; disk_full, storage: what was not yet durable is missing again.
+            UploadError: unknown_upload; disk_full, storage: what was not yet durable is missing again.
         """
         with self._held(site, upload) as found:
             self._sync(found)
@@ -260,9 +327,9 @@ class Uploads:
                 upload.flushed()
                 os.fdatasync(upload.handle)
                 durable = upload.durable | upload.written
-                write_durably(upload.folder / "bitmap", bitmap(sorted(durable), len(upload.chunks)))
+                replace_file(upload.folder / "bitmap", bitmap(sorted(durable), len(upload.chunks)))
                 self._touch(upload)
-        except UploadRefused:
+        except UploadError:
             # After a failed fsync the kernel may drop the pages and call the next one a success: they come again.
             upload.written.clear()
             raise
@@ -272,18 +339,19 @@ class Uploads:
         upload.written.clear()
 
     def finish(self, site: str, upload: str) -> Path:
-        """All pieces are there, and the whole is what its name says: durable, in its place, before a word of it.
+        """Complete the upload: all pieces are there and the SHA-256 matches. Durable and in place before this
+        returns.
 
         Returns:
             The file, which is the shelf's from here on; the same again, until :meth:`drop`.
         Raises:
-            UploadRefused: unknown_upload, incomplete; artifact_changed: the upload is removed; disk_full, storage.
+            UploadError: unknown_upload, incomplete; artifact_changed: the upload is removed; disk_full, storage.
         """
         with self._held(site, upload) as found:
             if found.ready.exists():
                 return found.ready
             if missing := found.missing():
-                raise UploadRefused("incomplete", f"{len(missing)} of {len(found.chunks)} pieces are missing")
+                raise UploadError("incomplete", f"{len(missing)} of {len(found.chunks)} pieces are missing")
             self._sync(found)
             there = found.part.exists()
             with disk_faults():
@@ -292,8 +360,8 @@ class Uploads:
                     return found.ready
         self.drop(site, upload)
         if not there:  # a start has put it in its place
-            raise UploadRefused("unknown_upload", "nothing of that name was offered")
-        raise UploadRefused("artifact_changed", "the artifact is not the one in the statement")
+            raise UploadError("unknown_upload", "nothing of that name was offered")
+        raise UploadError("artifact_changed", "the artifact is not the one in the statement")
 
     def drop(self, site: str, upload: str) -> None:
         """Forget an upload. A finished file stays: it is the shelf's, which knows whether it was admitted."""
@@ -336,10 +404,10 @@ class Uploads:
         """An upload, for this thread alone; ``known``: it must still be that one."""
         upload = self._find(site, name)
         if upload is None or known not in (None, upload):
-            raise UploadRefused("unknown_upload", "nothing of that name was offered")
+            raise UploadError("unknown_upload", "nothing of that name was offered")
         with upload.lock:
             if upload.closed:
-                raise UploadRefused("unknown_upload", "the upload was started over or given up")
+                raise UploadError("unknown_upload", "the upload was started over or given up")
             yield upload
 
 

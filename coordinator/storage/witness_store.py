@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from coordinator.edges.home import write_durably
-from policies.statement import ID
+from policies.statements import ID
+from protos.common.durable_files import replace_file
 
 
 class Witnesses:
@@ -24,7 +24,7 @@ class Witnesses:
             if path.exists() and not _newer(note, path.read_text()):
                 return
             self._root.mkdir(mode=0o700, exist_ok=True)
-            write_durably(path, note.encode())
+            replace_file(path, note.encode())
 
     def notes(self) -> tuple[str, ...]:
         """All of them, by site."""
