@@ -26,6 +26,8 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
+from protos.common.errors import ConfigError
+
 HERE: Final = Path(__file__).resolve().parent
 CHART: Final = HERE / "helm" / "lazaret"
 EXPOSURE: Final = 25  # tenths of systemd's figure, 0 (sealed) to 10 (anything goes); a bare service has 9.6
@@ -35,7 +37,7 @@ Problems = list[str]
 Table = Mapping[str, Any]
 
 
-class ToolMissing(RuntimeError):
+class ToolMissingError(ConfigError, RuntimeError):
     """A tool that a check wants is not on this machine; the text says which Debian package brings it."""
 
 
@@ -46,7 +48,7 @@ def _run(command: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str
 def _tool(name: str, package: str) -> str:
     found = shutil.which(name)
     if found is None:
-        raise ToolMissing(f"{name} is not here (apt install {package})")
+        raise ToolMissingError(f"{name} is not here (apt install {package})")
     return found
 
 
@@ -123,7 +125,7 @@ def renderer(folder: Path) -> list[str]:
     """The command that renders a chart: helm's, or our own built in ``folder``.
 
     Raises:
-        ToolMissing: there is neither.
+        ToolMissingError: there is neither.
     """
     if shutil.which("helm"):
         return ["helm", "template"]
@@ -133,7 +135,7 @@ def renderer(folder: Path) -> list[str]:
     environment = {**os.environ, "GO111MODULE": "off", "GOPATH": _GOPATH, "GOCACHE": str(folder / "cache")}
     built = _run([go, "build", "-o", str(program), str(HERE / "helm" / "render" / "render.go")], env=environment)
     if built.returncode:
-        raise ToolMissing(f"helm/render cannot be built: {built.stderr[-500:]}")
+        raise ToolMissingError(f"helm/render cannot be built: {built.stderr[-500:]}")
     return [str(program)]
 
 
@@ -230,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, check in checks(Path(folder)):
             try:
                 problems = check()
-            except ToolMissing as error:
+            except ToolMissingError as error:
                 problems = [str(error)]
             sys.stdout.write("".join(f"FAIL  {name}: {line}\n" for line in problems) or f"ok    {name}\n")
             failed += bool(problems)

@@ -1,4 +1,6 @@
-"""``python -m deploy.verifier OUT.pyz``: ``lazaret-verify`` as one file, see :mod:`policies.onefile`."""
+"""``python -m deploy.verifier OUT.pyz``: ``lazaret-verify`` as one file, see
+:mod:`policies.audit.verifier_archive`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from policies.onefile import ROOT, ForeignImport, archive, needed
+from policies.audit.verifier_archive import ROOT, ForeignImportError, archive, modules_needed
 
-__all__ = ["ROOT", "ForeignImport", "archive", "main", "needed"]
+__all__ = ["ROOT", "ForeignImportError", "archive", "main", "modules_needed"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = parser.parse_args(argv).out
     try:
         raw = archive()
-    except ForeignImport as error:
+    except ForeignImportError as error:
         sys.stderr.write(f"not built: {error}\n")
         return 1
     try:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from deploy.bundle.closure import BadBundle, closure
+from deploy.bundle.closure import BundleError, closure
 from deploy.bundle.writing import ROOT, Contents, fetch, key_fingerprint, own_wheel, pack, version, write
-from protos.keyfile import BadKeyFile, pem, signing_key, write_private
+from protos.identity.key_files import KeyFileError, pem, signing_key, write_private
 
 
 def _key(arguments: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.act(arguments))
-    except (BadBundle, BadKeyFile, OSError) as error:
+    except (BundleError, KeyFileError, OSError) as error:
         sys.stderr.write(f"refused: {error}\n")
         return 1
 

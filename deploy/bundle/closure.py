@@ -14,12 +14,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from protos.common.errors import ConfigError
+
 # A coordinator's ledger may be in PostgreSQL; nobody should have to look for a driver without a network.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {"agent": ("agent",), "coordinator": ("coordinator", "postgres")}
 _PIN: Final = re.compile(r"([A-Za-z0-9._-]+)==(\S+)")
 
 
-class BadBundle(ValueError):
+class BundleError(ConfigError, ValueError):
     """No bundle can be made of this; the text says why and what to do."""
 
 
@@ -40,14 +42,14 @@ def pins(constraints: str) -> dict[str, str]:
     """The versions of a constraints file, by canonical name.
 
     Raises:
-        BadBundle: a line pins nothing, or a package stands there twice.
+        BundleError: a line pins nothing, or a package stands there twice.
     """
     found: dict[str, str] = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in constraints.splitlines())):
         pin = _PIN.fullmatch(line)
         name = canonicalize_name(pin[1]) if pin else ""
         if pin is None or name in found:
-            raise BadBundle(f"constraints.txt: {line}: each package stands there once, as NAME==VERSION")
+            raise BundleError(f"constraints.txt: {line}: each package stands there once, as NAME==VERSION")
         found[name] = pin[2]
     return found
 
@@ -59,7 +61,7 @@ def closure(root: Path, side: str) -> list[Pin]:
         root: the repository, with pyproject.toml and constraints.txt.
         side: "agent" or "coordinator".
     Raises:
-        BadBundle: a package is not installed here, not pinned, or pinned at another version.
+        BundleError: a package is not installed here, not pinned, or pinned at another version.
     """
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
@@ -86,7 +88,7 @@ def closure(root: Path, side: str) -> list[Pin]:
         seen[name] = Pin(name, version, tuple(sorted(needs | set(before))))
         queue += more
     if problems:
-        raise BadBundle(f"{'; '.join(sorted(problems))}: make the bundle where `make test` ran")
+        raise BundleError(f"{'; '.join(sorted(problems))}: make the bundle where `make test` ran")
     return [seen[name] for name in sorted(seen)]
 
 

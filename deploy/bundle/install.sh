@@ -97,6 +97,7 @@ if [ ! -s "$into/.whole" ]; then
 fi
 mkdir -p "$prefix/docs"
 cp docs/*.md "$prefix/docs/"
+rm -rf "$prefix/docs/site" && cp -R docs/site "$prefix/docs/site"  # the same as pages to click: site/index.html
 cp sbom.cdx.json "$prefix/docs/$side-$version.cdx.json"
 install -m 755 lazaret-verify.pyz "$prefix/lazaret-verify.pyz"
 ln -sfn "releases/$side-$version" "$prefix/.next" && mv -Tf "$prefix/.next" "$prefix/current-$side"
@@ -129,4 +130,4 @@ if [ -n "$units" ]; then
   mv -f "$units/.lazaret.next" "$units/lazaret-$side.service"
   [ ! -d /run/systemd/system ] || systemctl daemon-reload
 fi
-echo "installed $side $version into $prefix; go on with docs/install.md"
+echo "installed $side $version into $prefix; go on with docs/install.md, or open $prefix/docs/site/index.html"

@@ -25,7 +25,7 @@ from packageurl import PackageURL
 from packaging.requirements import Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 
-from deploy.bundle.closure import BadBundle
+from deploy.bundle.closure import BundleError
 
 _SAID: Final = "License ::"  # a classifier, of packages that write no expression
 _MOST: Final = 120  # characters of a licence's name: some packages put the whole text there
@@ -35,12 +35,12 @@ def metadata(wheel: Path) -> email.message.Message:
     """A wheel's METADATA.
 
     Raises:
-        BadBundle: it has none, or several.
+        BundleError: it has none, or several.
     """
     with zipfile.ZipFile(wheel) as packed:
         names = [n for n in packed.namelist() if n.count("/") == 1 and n.endswith(".dist-info/METADATA")]
         if len(names) != 1:
-            raise BadBundle(f"{wheel.name} has no METADATA of its own")
+            raise BundleError(f"{wheel.name} has no METADATA of its own")
         return email.parser.Parser().parsestr(packed.read(names[0]).decode())
 
 
@@ -52,7 +52,7 @@ def sbom(wheels: Sequence[Path], about: NormalizedName, when: dt.datetime) -> st
         about: the name of the one that is ours.
         when: the time that it shall state, UTC.
     Raises:
-        BadBundle: a wheel says too little of itself, or the document does not fit its schema.
+        BundleError: a wheel says too little of itself, or the document does not fit its schema.
     """
     said = {canonicalize_name(str(m["Name"])): (wheel, m) for wheel in wheels for m in [metadata(wheel)]}
     parts = {name: _component(wheel, of) for name, (wheel, of) in sorted(said.items())}
@@ -68,7 +68,7 @@ def sbom(wheels: Sequence[Path], about: NormalizedName, when: dt.datetime) -> st
     text = json.dumps(json.loads(JsonV1Dot6(bom).output_as_string()), indent=1, sort_keys=True) + "\n"
     wrong = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     if wrong is not None:
-        raise BadBundle("the bill of materials does not fit CycloneDX's schema")
+        raise BundleError("the bill of materials does not fit CycloneDX's schema")
     return text
 
 

@@ -23,10 +23,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from packaging.utils import canonicalize_name
 
-from deploy.bundle.closure import BadBundle, Pin
+from deploy.bundle.closure import BundleError, Pin
 from deploy.bundle.sbom import metadata, sbom
+from deploy.docs import site
 from deploy.verifier import archive
-from protos.identity import fingerprint
+from protos.identity.certificates import fingerprint
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("agent", "coordinator", "policies", "protos")
@@ -49,14 +50,14 @@ class Contents:
         """Exactly one wheel of ours, and no package twice."""
         names = [canonicalize_name(str(metadata(wheel)["Name"])) for wheel in self.wheels]
         if self.side not in ("agent", "coordinator") or "lazaret" not in names or len(set(names)) != len(names):
-            raise BadBundle("a bundle is of one side, with a wheel of ours, and each package once")
+            raise BundleError("a bundle is of one side, with a wheel of ours, and each package once")
 
 
 def own_wheel(into: Path) -> Path:
     """Build our own wheel from a copy of the sources: building in the repository would leave its traces there.
 
     Raises:
-        BadBundle: it cannot be built.
+        BundleError: it cannot be built.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
@@ -73,7 +74,7 @@ def fetch(pins: Sequence[Pin], into: Path) -> None:
     """Get or build the wheels of exactly these packages, from wherever this machine's pip gets its own.
 
     Raises:
-        BadBundle: one cannot be had.
+        BundleError: one cannot be had.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
         wanted.write("".join(f"{pin}\n" for pin in pins))
@@ -86,7 +87,7 @@ def _pip(arguments: list[str]) -> None:
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(_EPOCH)}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)  # noqa: S603 - pip
     if done.returncode:
-        raise BadBundle(f"pip did not give what was asked:\n{done.stderr[-2000:]}")
+        raise BundleError(f"pip did not give what was asked:\n{done.stderr[-2000:]}")
 
 
 def version() -> str:
@@ -108,18 +109,16 @@ def write(contents: Contents, folder: Path) -> None:
     """Lay out a bundle in a folder that does not exist yet, and sign it.
 
     Raises:
-        BadBundle: a wheel says too little of itself, or a file has a name that no installation would take.
+        BundleError: a wheel says too little of itself, or a file has a name that no installation would take.
         OSError: it cannot be written.
     """
     (folder / "wheels").mkdir(parents=True)
-    (folder / "docs").mkdir()
     for wheel in contents.wheels:
         shutil.copyfile(wheel, folder / "wheels" / wheel.name)
     for name in ALONG:
         if (ROOT / "deploy" / name).is_dir():
             shutil.copytree(ROOT / "deploy" / name, folder / name, ignore=shutil.ignore_patterns("render"))
-    for page in (ROOT / "deploy" / "docs").glob("*.*"):
-        shutil.copyfile(page, folder / "docs" / page.name)
+    _docs(folder / "docs")
     shutil.copyfile(ROOT / "deploy" / "bundle" / "install.sh", folder / "install.sh")
     (folder / "lazaret-verify.pyz").write_bytes(archive())
     for name in ("install.sh", "lazaret-verify.pyz"):
@@ -131,10 +130,22 @@ def write(contents: Contents, folder: Path) -> None:
     (folder / "release.pub").write_bytes(public_pem(contents.key))
     odd = [path.name for path in files(folder) if not _NAME.fullmatch(path.relative_to(folder).as_posix())]
     if odd:
-        raise BadBundle(f"names of files have A-Z a-z 0-9 . _ + - alone: {', '.join(map(repr, odd))}")
+        raise BundleError(f"names of files have A-Z a-z 0-9 . _ + - alone: {', '.join(map(repr, odd))}")
     sums = "".join(f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files(folder))
     (folder / "SHA256SUMS").write_text(sums)
     (folder / "SHA256SUMS.sig").write_bytes(contents.key.sign(sums.encode()))
+
+
+def _docs(into: Path) -> None:
+    """The pages as they are printed, the examples that they name, and all of it as a site to click through."""
+    into.mkdir()
+    for page in (ROOT / "deploy" / "docs").iterdir():
+        if page.suffix in (".md", ".toml"):
+            shutil.copyfile(page, into / page.name)
+    try:
+        site.build(into / "site")
+    except site.SiteError as error:
+        raise BundleError(str(error)) from None
 
 
 def _facts(side: str) -> str:

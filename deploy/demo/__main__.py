@@ -21,10 +21,11 @@ from rich.panel import Panel
 from rich.table import Table
 
 from deploy.demo.kept_networks import KeptNetworkError
-from deploy.demo.pacs import PacsFailed
-from deploy.demo.processes import DemoFailed, ending
-from deploy.demo.scene import Scene, full, main_job
-from policies.figures import epsilon_text, never_less
+from deploy.demo.pacs import OrthancError
+from deploy.demo.processes import DemoError, ending
+from deploy.demo.scale import full, main_job
+from deploy.demo.scene import Scene
+from policies.accounting.rounding import epsilon_text, format_rounded_up
 
 OUT = Console(highlight=False)
 PATIENTS, ROUNDS = 225, 4
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number, (title, act) in enumerate(scene.story(), start=1):
                 _step(scene, f"{number}. {title}", act)
             _summary(scene)
-    except (DemoFailed, KeptNetworkError, PacsFailed) as failure:
+    except (DemoError, KeptNetworkError, OrthancError) as failure:
         OUT.print(f"[red]failed:[/red] {failure}")
         return 1
     return 0
@@ -85,7 +86,7 @@ def _summary(scene: Scene) -> None:
         "level",
         "promise",
         "why not",
-        title=f"releases (ε at δ = {never_less(summary['epsilon']['delta'])}, per patient)",
+        title=f"releases (ε at δ = {format_rounded_up(summary['epsilon']['delta'])}, per patient)",
     )
     for release in summary["releases"]:
         promise = "nothing" if release["epsilon"] is None else f"ε = {epsilon_text(release['epsilon'])}"

@@ -16,10 +16,10 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
-from agent.edges.pictures import read_pictures
-from agent.mechanisms.privimage import PublicPictures
-from agent.phantoms import chest
-from policies.claims import SubsampledGaussian
+from agent.mechanisms.common.public_images import PublicImages
+from agent.models.image_folder import read_image_folder
+from deploy.phantoms import chest
+from policies.accounting.claims import SubsampledGaussian
 
 SITES: Final[Mapping[str, str]] = {"distill": "site-c", "distill-dp": "site-b"}
 SIDE: Final = 32
@@ -70,7 +70,7 @@ labels = "../public-chests/labels.csv"
 
 
 def write_public(folder: Path) -> None:
-    """Public pictures as PNG, who is on each, and what each shows: ``identities.csv`` and ``labels.csv``."""
+    """Public images as PNG, who is on each, and what each shows: ``identities.csv`` and ``labels.csv``."""
     (folder / "pictures").mkdir(parents=True)
     who, what = [("file", "identity")], [("file", "label")]
     people, dice, size = PUBLIC["people"], np.random.default_rng(PUBLIC["seed"]), PUBLIC["size"]
@@ -92,10 +92,10 @@ def write_clinic(folder: Path, site: int) -> int:
     return sum(1 for path in folder.rglob("*.dcm"))
 
 
-def pictures_sha256(folder: Path) -> str:
+def images_sha256(folder: Path) -> str:
     """What the site vouches for, of what :func:`write_public` wrote."""
-    pictures, _ = read_pictures(folder / "pictures", SIDE, grey=True)
-    return PublicPictures(pictures, np.zeros(len(pictures), np.int64)).sha256
+    pictures, _ = read_image_folder(folder / "pictures", SIDE, grey=True)
+    return PublicImages(pictures, np.zeros(len(pictures), np.int64)).sha256
 
 
 def training(network: str, public: Path, networks: Path) -> list[str]:

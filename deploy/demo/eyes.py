@@ -1,6 +1,6 @@
-"""The second hospital's eye clinic: k-SALSA, AnonFACES and DP centroids, with networks of public pictures.
+"""The second hospital's eye clinic: k-SALSA, AnonFACES and DP centroids, with networks of public images.
 
-The public pictures are phantoms of other people than the clinic's patients.
+The public images are phantoms of other people than the clinic's patients.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
-from agent.mechanisms.centroids import noises_for
-from agent.phantoms import fundus
-from policies.claims import Composed, GaussianQuery, SubsampledGaussian
+from agent.mechanisms.centroids.mechanism import noises_for
+from deploy.phantoms import fundus
+from policies.accounting.claims import Composed, GaussianQuery, SubsampledGaussian
 
 SITE: Final = "site-b"
 SIDE: Final = 32
-PATIENTS: Final = 60  # of the clinic: among many more, a division by chance may leave AnonFACES no picture to show
+PATIENTS: Final = 60  # of the clinic: among many more, a division by chance may leave AnonFACES no image to show
 PUBLIC: Final[Mapping[str, int]] = {"people": 120, "seed": 2024, "size": 2 * SIDE, "visits": 3}  # two eyes each
 # with fewer a recogniser knows too few people again, and is refused
 STEPS: Final = {"generator": 300, "encoder": 150, "recogniser-0": 300, "recogniser-1": 300}
@@ -34,11 +34,14 @@ EPSILON: Final = 1.0  # of counts and sums together, by loss distributions
 DELTA: Final = 4e-6
 COUNT_SHARE: Final = 0.3  # of the budget, for the counts
 CELLS: Final = 4  # of the codebook: about a sixtieth of the patients' number, so that noise does not drown a cell
+# AnonFACES shows no image that a recogniser takes for anybody. One division of 60 patients in sixteen leaves none:
+# that is refused before anything is spent, and the next name divides the patients anew.
+DIVISIONS: Final = ("demo", "demo-2", "demo-3")
 _COMMON: Final = """mechanism = "{mechanism}"
 
 [cohort]
 modality = "OP"
-split = "demo"                   # by chance and for ever: a patient is in one of the two releases
+split = "{division}"               # by chance and for ever: a patient is in one of the two releases
 parts = ["ksalsa:1", "anonfaces:1"]
 part = "{mechanism}"
 
@@ -78,7 +81,7 @@ images_per_patient = 1
 
 
 def write_public(folder: Path) -> None:
-    """Public pictures as PNG, and who is on each: ``identities.csv``."""
+    """Public images as PNG, and who is on each: ``identities.csv``."""
     (folder / "pictures").mkdir(parents=True)
     rows = []
     dice = np.random.default_rng(PUBLIC["seed"])
@@ -125,15 +128,21 @@ def training(network: str, public: Path, networks: Path) -> list[str]:
     return words
 
 
-def configure(mechanism: str, work: Path, k: int, l: int) -> Path:  # noqa: E741 - the letter of l-diversity
+def configure(
+    mechanism: str,
+    work: Path,
+    k: int,
+    l: int,  # noqa: E741 - the letter of l-diversity
+    division: str = DIVISIONS[0],
+) -> Path:
     """The release's configuration, written beside the networks."""
     path = work / "networks" / f"{mechanism}.toml"
-    path.write_text(_COMMON.format(mechanism=mechanism, k=k, l=l) + _OWN[mechanism])
+    path.write_text(_COMMON.format(mechanism=mechanism, k=k, l=l, division=division) + _OWN[mechanism])
     return path
 
 
 def codebook(work: Path) -> list[str]:
-    """The words that make the codebook of public pictures, beside the networks; the pictures are written."""
+    """The words that make the codebook of public images, beside the networks; the images are written."""
     write_public(work / "public-eyes")
     networks = work / "networks"
     words = ["train", "codebook", "--pictures", str(work / "public-eyes" / "pictures"), "--cells", str(CELLS)]

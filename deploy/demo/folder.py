@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from agent.phantoms import digits, scanners
-from agent.stages.invert import fit_basis, save_basis
+from agent.mechanisms.common.linear_codec import fit_basis, save_basis
+from deploy.phantoms import digits, scanner_files
 
 COMPONENTS = 24
 
 
 def public_basis(public: digits.Digits) -> bytes:
-    """A PCA basis of the public digits at the size of the DICOM pictures, as safetensors."""
+    """A PCA basis of the public digits at the size of the DICOM images, as safetensors."""
     pictures = (digits.upsample(public.images) / np.float32(255)).astype(np.float32)
     return save_basis(fit_basis(pictures, COMPONENTS, "public"))
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{arguments.folder} exists already")
     (arguments.folder / "dicom").mkdir(parents=True)
     digits.write_hospital(arguments.folder / "dicom", 0, 1, arguments.patients, 2, np.random.default_rng(0))
-    scanners.add_scanner_files(arguments.folder / "dicom")
+    scanner_files.add_scanner_files(arguments.folder / "dicom")
     basis = public_basis(digits.split(1, arguments.patients, 2).public)
     (arguments.folder / "basis.safetensors").write_bytes(basis)
     sys.stdout.write(hashlib.sha256(basis).hexdigest() + "\n")

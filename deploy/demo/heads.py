@@ -17,17 +17,18 @@ import nibabel
 import numpy as np
 from scipy import ndimage
 
-from agent.heads.brain import Brain
-from agent.heads.head import Head
-from agent.heads.skin import head_mask
-from agent.nets.volume_gan import PRESETS
-from agent.nouns import Volume
-from agent.phantoms.head_writing import nifti
-from agent.phantoms.heads import HeadPhantoms, isotropic
-from agent.phantoms.scanners import find_head
-from agent.training.loop import Progress
-from agent.training.remodelling import train_remodeller
-from agent.training.volume_gan import VolumeGanTraining
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.deid_gan.network import PRESETS
+from agent.defacing.deid_gan.remodeller_training import train_remodeller
+from agent.defacing.deid_gan.training import VolumeGanTraining
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.domain import Volume
+from agent.models.training_loop import Progress
+from deploy.phantoms.head_files import nifti
+from deploy.phantoms.heads import HeadPhantoms, isotropic
+from deploy.phantoms.scanner_files import find_head
+from protos.common.errors import RefusedError
 
 SITE: Final = "site-c"
 NETWORK: Final = "remodeller"
@@ -54,7 +55,7 @@ remodeller_sha256 = "{sha256}"
 """
 
 
-class NoHeadError(Exception):
+class NoHeadError(RefusedError):
     """The real head is not on this machine."""
 
 
@@ -81,12 +82,12 @@ def phantoms() -> HeadPhantoms:
     return HeadPhantoms(volume, brain)
 
 
-def heads(people: int = PEOPLE, mm: float = MM, first: int = FIRST) -> Iterator[tuple[str, Head]]:
+def heads(people: int = PEOPLE, mm: float = MM, first: int = FIRST) -> Iterator[tuple[str, HeadScan]]:
     """Persons with the brains and places that they were made with."""
     for number in range(first, first + people):
         scan = phantoms().scan(number, 0, mm)
         brain = Brain(scan.brain, 1.0, scan.to_template)
-        yield f"phantom-{number}", Head(scan.volume, head_mask(scan.volume), brain)
+        yield f"phantom-{number}", HeadScan(scan.volume, head_mask(scan.volume), brain)
 
 
 def write_clinic(folder: Path) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.phantoms import digits
+from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from deploy.demo.own_policies import SITES
+from deploy.phantoms import digits
 
 PUBLIC_PATIENTS: Final = 250  # a public bound on the patients of a site; delta is a thousandth of 1 / bound
 

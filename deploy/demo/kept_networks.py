@@ -26,6 +26,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from protos.common.errors import ArtifactError
+
 FOLDER: Final = Path(__file__).parent / "networks"
 MAKE: Final = "python -m deploy.demo.train_networks"
 # Rounding alone is 0.002, and AVX2 beside AVX-512 gave no more; other seeds are 1 apart and more: see `distance`.
@@ -33,7 +35,7 @@ TOLERANCE: Final = 0.1
 _PRESET: Final = 9  # of LZMA
 
 
-class KeptNetworkError(Exception):
+class KeptNetworkError(ArtifactError):
     """No network of this recipe is kept, or its file cannot be read. The text says what to type."""
 
 
@@ -42,7 +44,7 @@ class Recipe:
     """How one network is made. What decides what it learns is in ``words``; nothing else is looked at."""
 
     name: str
-    words: Mapping[str, Any]  # JSON: the command, the public pictures, the recipes that it builds on
+    words: Mapping[str, Any]  # JSON: the command, the public images, the recipes that it builds on
     number: int = 1  # raise it when the same words make another network
 
     @property
@@ -96,7 +98,7 @@ def distance(trained: bytes, kept: bytes) -> float:
 
     Returns:
         0 for the same weights; about 1.4 for two that were drawn and trained apart; infinity if they have other
-        tensors, or if one says that it was made of other pictures or settings.
+        tensors, or if one says that it was made of other images or settings.
     """
     one, other = (safetensors.torch.load(raw) for raw in (trained, kept))
     said, kept_said = (json.loads(_metadata(raw)["lazaret"]) for raw in (trained, kept))

@@ -1,4 +1,4 @@
-"""The first hospital's set under differential privacy: PrivImage, with rendered letters as its public pictures.
+"""The first hospital's set under differential privacy: PrivImage, with rendered letters as its public images.
 
 The letters were written by fonts, not by persons, so nobody's patient is among them. The hospital has few patients:
 its ten classes are pooled into one, since the noise of a histogram with ten rows would drown each of them.
@@ -13,14 +13,14 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
-from agent.edges.pictures import read_pictures
-from agent.mechanisms.privimage import PublicPictures
-from agent.phantoms import writing
-from policies.claims import Composed, GaussianQuery, SubsampledGaussian
+from agent.mechanisms.common.public_images import PublicImages
+from agent.models.image_folder import read_image_folder
+from deploy.phantoms import handwriting
+from policies.accounting.claims import Composed, GaussianQuery, SubsampledGaussian
 
 SITE: Final = "site-a"
 SIDE: Final = 8  # the digits were scanned at 8 x 8
-PUBLIC: Final[Mapping[str, int]] = {"each": 40, "seed": 1, "size": SIDE}  # pictures of each character
+PUBLIC: Final[Mapping[str, int]] = {"each": 40, "seed": 1, "size": SIDE}  # images of each character
 STEPS: Final = {"semantics": 0}  # of the query function: clusters take as many as they take
 CLUSTERS: Final = 6  # semantics: no label is asked for
 NOISE: Final = 2.0  # on each bin, in votes
@@ -58,17 +58,17 @@ pictures = 200
 
 
 def write_public(folder: Path) -> None:
-    """Public pictures as PNG."""
+    """Public images as PNG."""
     (folder / "pictures").mkdir(parents=True)
-    images, _, _ = writing.glyphs(PUBLIC["each"], PUBLIC["size"], np.random.default_rng(PUBLIC["seed"]))
+    images, _, _ = handwriting.glyphs(PUBLIC["each"], PUBLIC["size"], np.random.default_rng(PUBLIC["seed"]))
     for number, image in enumerate(images):
         Image.fromarray(image).save(folder / "pictures" / f"{number:05d}.png")
 
 
-def pictures_sha256(folder: Path) -> str:
+def images_sha256(folder: Path) -> str:
     """What the site vouches for, of what :func:`write_public` wrote."""
-    pictures, _ = read_pictures(folder / "pictures", SIDE, grey=True)
-    return PublicPictures(pictures, np.zeros(len(pictures), np.int64)).sha256
+    pictures, _ = read_image_folder(folder / "pictures", SIDE, grey=True)
+    return PublicImages(pictures, np.zeros(len(pictures), np.int64)).sha256
 
 
 def training(network: str, public: Path, networks: Path) -> list[str]:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from agent.mechanisms import MECHANISMS
+from agent.mechanisms.registry import MECHANISMS
 from deploy.demo import chests, eyes, heads
-from policies.policy import preset
+from policies.review.policy import preset
 
 SITES: Final = ("site-a", "site-b", "site-c")
 POOR: Final = "site-c"  # its own policy has a smaller budget
@@ -47,7 +47,7 @@ def policies(mechanisms: Iterable[str]) -> dict[str, str]:
     if "remodel" in shown:
         changes |= {"mechanisms": json.dumps(list(MECHANISMS)), "max_reid_rate": "0.4"}
         changes["artifact_types"] = '["image-set", "volume-set", "model", "update", "masked-update"]'
-        changes["max_artifact_bytes"] = str(1 << 26)
+        changes["max_artifact_bytes"] = str(1 << 27)
     if not shown.isdisjoint(("centroids", "distill-dp")):
         changes["epsilon"] = "16.0"
     law = amended(preset("internal"), changes)

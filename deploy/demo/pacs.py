@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.demo.processes import Processes
+from protos.common.errors import WorkerError
 
 AET = "DEMOPACS"
 CALLER = "LAZARET"
 
 
-class PacsFailed(RuntimeError):
+class OrthancError(WorkerError, RuntimeError):
     """Orthanc did not take an image."""
 
 
@@ -53,7 +54,7 @@ class Orthanc:
             folder: a new one, of its own.
             processes: which end it, when the demo ends.
         Raises:
-            DemoFailed: it ended, or said nothing for three minutes.
+            DemoError: it ended, or said nothing for three minutes.
         """
         folder.mkdir(parents=True)
         (dicom, http), password = _free_ports(), secrets.token_urlsafe(12)
@@ -100,14 +101,14 @@ class Orthanc:
         """Put images in, as modalities would; how many.
 
         Raises:
-            PacsFailed: it did not take one.
+            OrthancError: it did not take one.
         """
         count = 0
         for path in files:
             try:
                 self._request("/instances", path.read_bytes())
             except urllib.error.HTTPError:
-                raise PacsFailed(f"Orthanc did not take {path.name}") from None
+                raise OrthancError(f"Orthanc did not take {path.name}") from None
             count += 1
         return count
 

@@ -19,12 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from protos.common.errors import WorkerError
+
 READY_S: Final = 180.0  # for a process that stays to say that it is ready
 GENTLY_S: Final = 20.0  # between SIGTERM and SIGKILL
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class DemoFailed(RuntimeError):
+class DemoError(WorkerError, RuntimeError):
     """A command did not do what the story needs; the text ends with the command's own words."""
 
 
@@ -51,14 +53,14 @@ class Processes:
         """Run a command to its end and give what it printed.
 
         Raises:
-            DemoFailed: another status than 0 (or 1 with an answer, where a refusal is part of the story).
+            DemoError: another status than 0 (or 1 with an answer, where a refusal is part of the story).
         """
         with self.piped(command, subprocess.PIPE) as process:
             said, complained = process.communicate()
         told = may_refuse and process.returncode == 1 and said.strip()  # a verdict, not a fault
         if process.returncode != 0 and not told:
             name = " ".join(command[2:])
-            raise DemoFailed(f"{name}: exit {process.returncode}\n{said[-2000:]}{complained[-2000:]}")
+            raise DemoError(f"{name}: exit {process.returncode}\n{said[-2000:]}{complained[-2000:]}")
         return said
 
     @contextmanager
@@ -69,7 +71,7 @@ class Processes:
             command: to start.
             complaints: ``PIPE``, if its standard error is read too; else it goes where the demo's goes.
         Raises:
-            DemoFailed: the demo has been told to end.
+            DemoError: the demo has been told to end.
         """
         process = self._started(command, self.passing.add, stdout=subprocess.PIPE, stderr=complaints)
         try:
@@ -90,14 +92,14 @@ class Processes:
             ready: asked again and again.
             log: a new file for what it says.
         Raises:
-            DemoFailed: it ended, or was not ready for three minutes.
+            DemoError: it ended, or was not ready for three minutes.
         """
         with log.open("wb") as out:
             process = self._started(command, self.staying.append, stdout=out, stderr=subprocess.STDOUT)
         until = time.monotonic() + READY_S
         while not ready():
             if process.poll() is not None or not time.monotonic() < until:
-                raise DemoFailed(f"{name} did not start:\n{log.read_text()[-2000:]}")
+                raise DemoError(f"{name} did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.1)
 
     def stop(self) -> None:
@@ -125,7 +127,7 @@ class Processes:
         """Start a process and remember it. No signal comes in between: it would leave one that nobody knows."""
         with self._lock:
             if self.told:
-                raise DemoFailed("the demo was told to end")
+                raise DemoError("the demo was told to end")
             self.starting = threading.get_ident()
             try:
                 process = subprocess.Popen(
@@ -142,13 +144,29 @@ class Processes:
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process that leads its group: gently, so that it can end its own children; then whatever is left."""
+    """End a process that leads its group: gently, so that it can end its own children; then whatever is left.
+
+    Nothing of the group runs when this returns, unless the kernel takes longer than ``GENTLY_S`` to end it.
+    """
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GENTLY_S)
     _tell(process, signal.SIGKILL)
     process.wait()
+    until = time.monotonic() + GENTLY_S
+    while _runs(process.pid) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _runs(group: int) -> bool:
+    """Does a process of this group run? One that is dead and not yet buried does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _parent, found = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(found) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _tell(process: subprocess.Popen[str], number: signal.Signals) -> None:

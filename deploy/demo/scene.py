@@ -17,71 +17,30 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.mechanisms import MECHANISMS
-from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.nouns import Cohort, Image, Patient
-from agent.phantoms import digits, scanners
+from agent.domain import Cohort, Image, Patient
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from deploy.demo import chests, eyes, heads, letters, pacs
 from deploy.demo.folder import public_basis
 from deploy.demo.jobs import PUBLIC_PATIENTS, federated_job, masked_job
 from deploy.demo.kept_networks import lay
 from deploy.demo.own_policies import POOR, SITES, policies
-from deploy.demo.processes import DemoFailed, Processes
+from deploy.demo.processes import DemoError, Processes
+from deploy.demo.scale import NEEDS, Scale
 from deploy.demo.summary import release_lines
 from deploy.demo.train_networks import RECIPES
 from deploy.demo.twin import non_private_twin
-from policies.accounting import epsilon, tight_epsilon
-from policies.claims import Claim, KAnonymous, NoClaim
-from policies.figures import epsilon_text, never_less
-from protos.artifact import unpack_vector
+from deploy.phantoms import digits, scanner_files
+from policies.accounting.accountant import epsilon, tight_epsilon
+from policies.accounting.claims import Claim, KAnonymous, NoClaim
+from policies.accounting.rounding import epsilon_text, format_rounded_up
+from protos.artifacts.arrays import unpack_vector
 
 RUN, MASKED_RUN = "digits-1", "digits-masked"
 PERSONS = {"dpo-1": "compliance", "physician-1": "hospital"}  # who approve at the coordinator, and as what
 K, L = 5, 2
 Say = Callable[[str], None]
 T = TypeVar("T")
-_CODEC = ("generator", "encoder")
-_DISTILLING = ("autoencoder", "verifier", "unseen", "aligner")
-_NEEDS: Mapping[str, tuple[str, ...]] = {  # networks of public pictures
-    "ksalsa": _CODEC,
-    "anonfaces": (*_CODEC, "recogniser-0", "recogniser-1"),
-    "privimage": ("semantics",),
-    "centroids": _CODEC,
-    "distill": _DISTILLING,
-    "distill-dp": _DISTILLING,
-    "remodel": (heads.NETWORK,),
-}
-BASE = ("ksame", "federated")  # what needs no network
-MAIN = ("ksame", "ksalsa", "privimage", "federated")
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How large the demo is, and what it shows."""
-
-    patients: int  # at each hospital, two images each
-    rounds: int
-    mechanisms: tuple[str, ...] = BASE
-    pretraining: int = 60  # steps of PrivImage on public pictures
-    form: str = "main"  # or "full", in which every mechanism is shown that can be
-    left_out: Mapping[str, str] = field(default_factory=dict)  # mechanism -> why
-
-    def shows(self, *names: str) -> bool:
-        """Is one of these mechanisms shown?"""
-        return not set(self.mechanisms).isdisjoint(names)
-
-
-def main_job(patients: int, rounds: int) -> Scale:
-    """What `make demo` shows."""
-    left_out = {name: "shown by `make demo-full`" for name in MECHANISMS if name not in MAIN}
-    return Scale(patients, rounds, MAIN, left_out=left_out)
-
-
-def full(patients: int, rounds: int) -> Scale:
-    """What `make demo-full` shows: every mechanism that this machine has the data for."""
-    left_out = {} if heads.there() else {"remodel": "the real head is not installed: apt-get install mricron-data"}
-    shown = tuple(name for name in MECHANISMS if name not in left_out)
-    return Scale(patients, rounds, shown, pretraining=300, form="full", left_out=left_out)
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +93,7 @@ class Scene:
         """The steps, in order: a title and what to do."""
         shows = self.scale.shows
         yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
-        if shows(*_NEEDS):
+        if shows(*NEEDS):
             yield "networks that learned from public pictures: of eyes, printed letters, chests, heads", self.public
         yield "keys are born where they are used; two persons may approve; the ledger begins", self.found
         yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
@@ -172,7 +131,7 @@ class Scene:
         """Run a command to its end and give what it printed.
 
         Raises:
-            DemoFailed: another status than 0 (or 1 with an answer, where a refusal is part of the story).
+            DemoError: another status than 0 (or 1 with an answer, where a refusal is part of the story).
         """
         return self.processes.run(command, may_refuse)
 
@@ -180,7 +139,7 @@ class Scene:
         """Start a process that stays, and wait until it says ``ready``.
 
         Raises:
-            DemoFailed: it ended, or said nothing for three minutes.
+            DemoError: it ended, or said nothing for three minutes.
         """
         log = self.work / f"{name}.out"
         self.processes.start(name, command, lambda: ready in log.read_text(), log)
@@ -198,8 +157,8 @@ class Scene:
             folder = self.work / "pacs" / site
             rng = np.random.default_rng(i)
             digits.write_hospital(folder, i, len(SITES), self.scale.patients, 2, rng)
-            extra = len(scanners.add_scanner_files(folder))
-            head = scanners.add_head(folder) if i == 0 else False
+            extra = len(scanner_files.add_scanner_files(folder))
+            head = scanner_files.add_head(folder) if i == 0 else False
             files = sum(1 for path in folder.rglob("*") if path.is_file())
             lines.append(
                 f"{site}: {files} files, {extra} of them scanner or broken files{', one head MRI' if head else ''}"
@@ -227,7 +186,7 @@ class Scene:
             yield f"{heads.SITE}: {count} MRI of heads, with their faces"
 
     def _into_orthanc(self, folder: Path, say: Say) -> int:
-        """The first hospital's own pictures live in its PACS and no longer in the folder."""
+        """The first hospital's own images live in its PACS and no longer in the folder."""
         say("an Orthanc takes the first hospital's pictures")
         self.pacs = pacs.Orthanc.start(self.work / "orthanc", self.processes)
         pictures = sorted(folder.glob("*/*/IM*.dcm"))
@@ -238,18 +197,18 @@ class Scene:
 
     def public(self, say: Say) -> str:
         """Lay out what the mechanisms need that is no patient's; the sites will vouch for it."""
-        names = dict.fromkeys(name for one in self.scale.mechanisms for name in _NEEDS.get(one, ()))
+        names = dict.fromkeys(name for one in self.scale.mechanisms for name in NEEDS.get(one, ()))
         say(", ".join(names))
         self.networks = lay([RECIPES[name] for name in names], self.work / "networks")
         self.vouched = list(self.networks.values())
         lines = [f"{len(names)} networks, trained before on phantoms of other people, and kept in this repository"]
         if self.scale.shows("privimage"):
             letters.write_public(self.work / "letters")
-            self.vouched.append(letters.pictures_sha256(self.work / "letters"))
+            self.vouched.append(letters.images_sha256(self.work / "letters"))
             lines.append(f"{letters.CLUSTERS} clusters of printed letters, for the semantic query; the letters")
         if self.scale.shows("distill-dp"):
             chests.write_public(self.work / "public-chests")
-            self.vouched.append(chests.pictures_sha256(self.work / "public-chests"))
+            self.vouched.append(chests.images_sha256(self.work / "public-chests"))
             lines.append(f"radiographs of {chests.PUBLIC['people']} other people, to learn before the patients")
         if self.scale.shows("centroids"):
             say("a codebook of public eyes")
@@ -283,8 +242,19 @@ class Scene:
         for mechanism in ("ksalsa", "anonfaces"):
             if self.scale.shows(mechanism):
                 say(mechanism)
-                lines.append(self._released(eyes.SITE, mechanism, eyes.configure(mechanism, self.work, K, L)))
+                lines.append(self._divided(mechanism, say))
         return "\n".join(lines)
+
+    def _divided(self, mechanism: str, say: Say) -> str:
+        """Release one part of the eyes' patients, under another division if AnonFACES can show no image."""
+        for division in eyes.DIVISIONS:
+            try:
+                return self._released(eyes.SITE, mechanism, eyes.configure(mechanism, self.work, K, L, division))
+            except DemoError as error:
+                if mechanism != "anonfaces" or str(CohortTooSmallError()) not in str(error):
+                    raise
+                say(f"{mechanism}: every picture looked like somebody, none is shown; another division")
+        raise DemoError(f"{mechanism}: {len(eyes.DIVISIONS)} divisions left no picture that looks like nobody")
 
     def private(self, say: Say) -> str:
         """Sets under differential privacy: of all digits as one class, and of a screening's eyes."""
@@ -371,7 +341,7 @@ class Scene:
         waiting = json.loads(self.run(self.coordinator("enrolments", "--json")))
         for pending in waiting:
             if pending["fingerprint"] != compared[pending["site"]]:
-                raise DemoFailed(f"{pending['site']}: the fingerprints differ")
+                raise DemoError(f"{pending['site']}: the fingerprints differ")
             say(f"two persons approve {pending['site']}")
             self._approved(pending["site"], pending["digest"])
         enrolled = self.each(lambda site: self.run(self.agent(site, "enrol", "--wait", "20")))
@@ -467,7 +437,7 @@ class Scene:
                 if event["state"] != "sent":
                     lines.append(line)
         if process.returncode != 0:
-            raise DemoFailed("the federated run failed:\n" + "\n".join(lines))
+            raise DemoError("the federated run failed:\n" + "\n".join(lines))
         return "\n".join(lines)
 
     def evaluate(self, say: Say) -> str:
@@ -507,7 +477,7 @@ class Scene:
         a, e = self.measured["accuracy"], self.measured["epsilon"]
         return (
             f"{a['private']:.1%} at epsilon {epsilon_text(e['filter'])} (filter, order {order}; "
-            f"{epsilon_text(e['tight'])} by PLD), delta {never_less(delta)}, per patient; "
+            f"{epsilon_text(e['tight'])} by PLD), delta {format_rounded_up(delta)}, per patient; "
             f"{a['non_private']:.1%} without privacy"
         )
 
@@ -541,7 +511,7 @@ class Scene:
         self.each(lambda s: self.run(self.agent(s, "ledger", "export", str(self.out / f"ledger-{s}.export"))))
         visible = shutil.ignore_patterns(".*")
         shutil.copytree(self.work / "coordinator" / "releases", self.out / "releases", ignore=visible)
-        verify, keys = [sys.executable, "-m", "policies.verify"], self._fingerprints()
+        verify, keys = [sys.executable, "-m", "policies.audit.verify"], self._fingerprints()
         return "".join(self.run([*verify, str(self.out / name), "--key", key]) for name, key in sorted(keys.items()))
 
     def _fingerprints(self) -> dict[str, str]:
@@ -586,5 +556,5 @@ class Scene:
 
 
 def _large(images: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(n, 8, 8) digits as the (n, 32, 32) pictures that were written as DICOM, in [0, 1]."""
+    """(n, 8, 8) digits as the (n, 32, 32) images that were written as DICOM, in [0, 1]."""
     return (digits.upsample(images) / np.float32(255)).astype(np.float32)

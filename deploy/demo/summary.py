@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from policies.accounting import epsilon
-from policies.claims import Claim, Gaussian
-from policies.statement import claim_from, claim_json
+from policies.accounting.accountant import epsilon
+from policies.accounting.claims import Claim, Gaussian
+from policies.statements import claim_from, claim_json
 
 
 def release_lines(ledger: Mapping[str, Any], asked: Mapping[str, Claim]) -> list[dict[str, Any]]:

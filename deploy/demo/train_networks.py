@@ -68,11 +68,11 @@ def train(name: str, work: Path, say: Callable[[str], None] = lambda _: None) ->
 
     Args:
         name: one of ``RECIPES``.
-        work: a folder for public pictures and checkpoints. Networks of one clinic share the pictures.
+        work: a folder for public images and checkpoints. Networks of one clinic share the images.
         say: told the command.
     Raises:
         KeptNetworkError: the generator of the encoder is not kept.
-        CalledProcessError: the command failed.
+        subprocess.CalledProcessError: the command failed.
     """
     if name == "remodeller":
         say("train remodeller")

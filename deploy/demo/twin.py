@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
-from agent.mechanisms.federated import Federated, LinearSoftmax
-from agent.nouns import Cohort, Update
+from agent.domain import Cohort, Update
+from agent.mechanisms.federated.mechanism import Federated, LinearSoftmax
 
 
 def non_private_twin(mechanism: Federated, cohorts: Sequence[Cohort], rng: np.random.Generator) -> Update:

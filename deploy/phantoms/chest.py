@@ -1,8 +1,8 @@
 """Made-up patients of a chest clinic: frontal radiographs, in memory and as DICOM (Computed and Digital Radiography).
 
 Ribs, heart, lungs, vessels, clavicles and spine are the person's and stay. What is found
-(:mod:`agent.phantoms.chest_findings`) is drawn anew at every visit, whoever it is, and so are the patient's place
-under the tube and the exposure. Lengths are in half sides of the picture, x to the right, y down.
+(:mod:`deploy.phantoms.chest_findings`) is drawn anew at every visit, whoever it is, and so are the patient's place
+under the tube and the exposure. Lengths are in half sides of the image, x to the right, y down.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydicom.uid import (
     ExplicitVRLittleEndian,
 )
 
-from agent.phantoms.chest_findings import (
+from deploy.phantoms.chest_findings import (
     FINDINGS,
     Finding,
     Floats,
@@ -37,7 +37,7 @@ from agent.phantoms.chest_findings import (
     shadows,
     soft,
 )
-from agent.phantoms.persons import Person, Planted, Visit, careless, item, shared, show, write
+from deploy.phantoms.persons import Person, Planted, Visit, careless, item, shared, show, write
 
 __all__ = [
     "FINDINGS",
@@ -62,7 +62,7 @@ _VESSELS: Final = 7  # of a lung
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Thorax:
-    """What of a radiograph is the person's. Pairs are of the left and the right of the picture."""
+    """What of a radiograph is the person's. Pairs are of the left and the right of the image."""
 
     body: Floats  # (2,) half width and half height
     lungs: Floats  # (2, 4) centre x and y, half width, half height
@@ -230,7 +230,7 @@ def chest_patients(
     Args:
         count: of patients.
         rng: draws everything; who a patient is and what is found are independent.
-        side: of a picture in pixels.
+        side: of an image in pixels.
         visits: of each patient.
         most: findings of a visit. Every set of so many or fewer (:func:`conditions`) is as frequent as can be as any
             other, whoever the patient is: with 1, a sixth of the radiographs shows none.

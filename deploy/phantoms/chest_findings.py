@@ -1,7 +1,7 @@
 """What is found in a made-up chest: five findings of CheXpert, as shadows, as labels and in words.
 
 A finding is of the visit and not of the person: side, place and weight are drawn anew each time. Lengths are in half
-sides of the picture, x to the right, y down; a pair is of the left and the right of the picture.
+sides of the image, x to the right, y down; a pair is of the left and the right of the image.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def soft(inside: Floats, width: float) -> Floats:
 
 
 def _half(x: Floats, side: int) -> Floats:
-    """1 in the half of the picture in which the lung lies, 0 in the other."""
+    """1 in the half of the image in which the lung lies, 0 in the other."""
     return np.heaviside(x if side else -x, 0).astype(np.float32)
 
 

@@ -1,7 +1,7 @@
-"""A made-up hospital: handwritten digits as the pictures of made-up patients, written as real DICOM.
+"""A made-up hospital: handwritten digits as the images of made-up patients, written as real DICOM.
 
 The digits are those of scikit-learn (UCI Optical Recognition of Handwritten Digits, 1797 images of 8x8),
-so every picture was drawn by a person once, and a patient's "finding" is the digit. Each image belongs to
+so every image was drawn by a person once, and a patient's "finding" is the digit. Each image belongs to
 one patient at one site, or to the public set, or to the held-out set, never to two of them.
 """
 
@@ -19,7 +19,7 @@ from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian, Secondar
 from scipy import ndimage
 from sklearn.datasets import load_digits
 
-from agent.phantoms.persons import ISSUER, Person, Planted, PlantedPatient, Visit, careless, shared, show, write
+from deploy.phantoms.persons import ISSUER, Person, Planted, PlantedPatient, Visit, careless, shared, show, write
 
 __all__ = [
     "CLASSES",

@@ -18,8 +18,8 @@ from pydicom import Dataset
 from pydicom.tag import Tag
 from pydicom.uid import UID, ExplicitVRLittleEndian, OphthalmicPhotography8BitImageStorage
 
-from agent.phantoms.persons import Person, Planted, Visit, careless, item, shared, show, write
-from agent.phantoms.retina import GRADES, Anatomy, anatomy, photograph
+from deploy.phantoms.persons import Person, Planted, Visit, careless, item, shared, show, write
+from deploy.phantoms.retina import GRADES, Anatomy, anatomy, photograph
 
 Side = Literal["left", "right"]
 SIDES: Final[tuple[Side, ...]] = ("left", "right")
@@ -59,7 +59,7 @@ def fundus_patients(
     Args:
         count: of patients.
         rng: draws everything; who a patient is and how ill are independent.
-        side: of a picture in pixels.
+        side: of an image in pixels.
         visits: of each patient.
         eyes: which are photographed.
         shares: of the grades 0 to 4; the numbers of patients follow them as nearly as they can.

@@ -1,11 +1,11 @@
-"""Letters and digits as if written by hand and scanned: a public set that is nobody's, with a name for each picture.
+"""Letters and digits as if written by hand and scanned: a public set that is nobody's, with a name for each image.
 
 A printed letter is thinned to its skeleton, the skeleton is bent (affine, and smooth displacements as of Simard,
 Steinkraus & Platt 2003), written again with a round pen, and treated as the digits of scikit-learn were (Alpaydin &
 Kaynak 1998: NIST's form-based hand print, size-normalised bitmaps of 32 x 32, black pixels counted in blocks of
 4 x 4): 17 grey levels, white on black. The width of the pen and of the box was set by eye, beside scikit-learn's
 digits, as a hospital knows its own scanners: where those digits play the private part, that much of them was public.
-A small convolutional network that learned 500 pictures of each printed digit told 70 and 72 % of scikit-learn's
+A small convolutional network that learned 500 images of each printed digit told 70 and 72 % of scikit-learn's
 digits (two seeds), 140 of each 63 and 67 %; 99 % is what 1,400 of the real ones teach it.
 
 The letters are those of the fonts that matplotlib brings along (:data:`FONTS`; DejaVu, STIX and Computer Modern, all
@@ -41,18 +41,18 @@ Points = NDArray[np.float64]  # (p, 2): y, x, in [-1, 1] of the higher side of t
 def glyphs(
     count_per_class: int, side: int, rng: np.random.Generator, characters: str = "".join(CHARACTERS)
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], tuple[str, ...]]:
-    """So many pictures of each character, each written anew in a font drawn at random.
+    """So many images of each character, each written anew in a font drawn at random.
 
     Args:
-        count_per_class: pictures of each character.
+        count_per_class: images of each character.
         side: pixels, 8 as scikit-learn's digits, or more.
         rng: draws fonts, slant, bends and pens.
         characters: of :data:`CHARACTERS`, each once.
     Returns:
-        Pictures (n, side, side) uint8, white on black, in 17 grey levels from 0 to 255; labels (n,), in the order of
+        Images (n, side, side) uint8, white on black, in 17 grey levels from 0 to 255; labels (n,), in the order of
         ``characters``, classes one after the other; the characters as names of the labels.
     Raises:
-        ValueError: no picture, fewer than 8 pixels, an unknown character or one twice.
+        ValueError: no image, fewer than 8 pixels, an unknown character or one twice.
     """
     if not count_per_class >= 1 or not side >= 8:
         raise ValueError("there is a picture of each character, of 8 pixels or more a side")

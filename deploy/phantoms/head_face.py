@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.interpolate import PchipInterpolator
 
-from agent.nouns import Volume
-from agent.phantoms.head_inside import AIR, LABELS, found, middle_of, modelled
+from agent.domain import Volume
+from deploy.phantoms.head_tissue import AIR, LABELS, found, middle_of, modelled
 
 __all__ = ["LANDMARKS", "Root", "root_of"]
 

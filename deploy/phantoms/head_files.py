@@ -2,7 +2,7 @@
 
 Voxels are written in the order in which a scanner sends them (``codes``: where column, row and slice numbers grow
 to), so that a reader has to turn them back. What is said of the patient is as careless as
-:mod:`agent.phantoms.persons` makes it.
+:mod:`deploy.phantoms.persons` makes it.
 """
 
 # nibabel has no annotations
@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from pydicom import Dataset, dcmread
 from pydicom.uid import UID, CTImageStorage, EnhancedMRImageStorage, ExplicitVRLittleEndian, MRImageStorage
 
-from agent.nouns import Volume
-from agent.phantoms.heads import Contrast, Grid, HeadPhantoms, axial
-from agent.phantoms.persons import Person, Visit, careless, item, show, write
+from agent.domain import Volume
+from deploy.phantoms.heads import Contrast, Grid, HeadPhantoms, axial
+from deploy.phantoms.persons import Person, Visit, careless, item, show, write
 
-__all__ = ["SERIES", "Series", "adni", "bids", "enhanced", "localiser", "nifti", "series", "study", "turned"]
+__all__ = ["SERIES", "Series", "bids", "enhanced", "localiser", "nifti", "series", "study", "turned"]
 
 _ECHO: Final = {"T1": ("3", "2300", "GR"), "T2": ("95", "5200", "SE"), "FLAIR": ("120", "9000", "IR")}
 
@@ -105,7 +105,7 @@ def _of_head(person: Person, visit: Visit, index: int, name: str, contrast: Cont
 
 
 def _classed(dataset: Dataset, contrast: Contrast, signed: bool) -> None:
-    """The modules of MR Image (PS3.3 A.4) and CT Image (A.3) beyond the picture."""
+    """The modules of MR Image (PS3.3 A.4) and CT Image (A.3) beyond the image."""
     dataset.ImageType = ["ORIGINAL", "PRIMARY", "AXIAL" if contrast == "CT" else "OTHER"]
     dataset.PixelRepresentation = int(signed)
     if contrast == "CT":
@@ -273,28 +273,3 @@ def bids(folder: Path, phantoms: HeadPhantoms, persons: Sequence[int], visits: i
 
 def _json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1), encoding="utf-8")
-
-
-def adni(
-    folder: Path,
-    phantoms: HeadPhantoms,
-    persons: Sequence[int],
-    rng: np.random.Generator,
-    mm: float = 4.0,
-    visits: int = 1,
-) -> None:
-    """Folders as ADNI gives them out: subject, description, date, image number, then DICOM slices."""
-    for number in persons:
-        person = Person.draw(0, number, rng)
-        for visit in range(visits):
-            met = Visit.later(person, visit, rng) if visit else Visit.of(person)
-            day = f"{met.date[:4]}-{met.date[4:6]}-{met.date[6:]}_{met.time[:2]}_{met.time[2:4]}_{met.time[4:]}.0"
-            where = (
-                folder
-                / f"{number % 90 + 10:03d}_S_{number:04d}"
-                / "MP-RAGE"
-                / day
-                / f"I{100_000 + 10 * number + visit}"
-            )
-            scan = phantoms.scan(number, visit, mm)
-            series(where, scan.volume, (person, met), Series("MP-RAGE", "T1", "PIL"))

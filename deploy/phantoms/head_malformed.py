@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.nouns import Volume
-from agent.phantoms.heads import Grid, HeadPhantoms, Scan, isotropic
+from agent.domain import Volume
+from deploy.phantoms.heads import Grid, HeadPhantoms, Scan, isotropic
 
 __all__ = ["bad_heads", "bottle", "four_dimensional", "knee"]
 
@@ -148,7 +148,7 @@ def _tilted(phantoms: HeadPhantoms, person: int, mm: float, degrees: float = 25.
     nod[1:3, 1:3] = (np.cos(turn), -np.sin(turn)), (np.sin(turn), np.cos(turn))
     centre = np.eye(4)
     centre[:3, 3] = (0, -20, -20)
-    # where a voxel of the tilted picture lies in the upright one
+    # where a voxel of the tilted image lies in the upright one
     to = np.linalg.inv(scan.volume.affine) @ centre @ nod @ np.linalg.inv(centre) @ grid.affine
     values = ndimage.affine_transform(
         scan.volume.values.astype(np.float32), to[:3, :3], to[:3, 3], grid.shape, order=1, mode="constant"

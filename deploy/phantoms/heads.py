@@ -1,8 +1,9 @@
 """Head phantoms: the real head ch2 with a modelled lower face, made into any number of persons with many scans each.
 
-A person is a smooth warp (:mod:`agent.phantoms.head_warps`) and an age: with age the ventricles widen and the cortex
-thins. A visit is a pose in the scanner, noise, a bias field and an intensity scale. Everything follows from the seed,
-the person's number and the visit's. T2, FLAIR and CT are the T1 with other grey values for each tissue, and no more.
+A person is a smooth warp (:mod:`deploy.phantoms.head_deformation`) and an age: with age the ventricles widen and the
+cortex thins. A visit is a pose in the scanner, noise, a bias field and an intensity scale. Everything follows from
+the seed, the person's number and the visit's. T2, FLAIR and CT are the T1 with other grey values for each tissue, and
+no more.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.interpolate import CubicSpline
 
-from agent.nouns import Volume
-from agent.phantoms import head_face, head_inside, head_warps
-from agent.phantoms.head_face import LANDMARKS, Root
+from agent.domain import Volume
+from deploy.phantoms import head_deformation, head_face, head_tissue
+from deploy.phantoms.head_face import LANDMARKS, Root
 
 __all__ = ["CONTRASTS", "Contrast", "Grid", "HeadPhantoms", "Person", "Scan", "axial", "isotropic"]
 
@@ -69,7 +70,7 @@ class Scan:
     volume: Volume
     brain: NDArray[np.bool_]  # (i, j, k)
     tissues: NDArray[np.uint8]  # (i, j, k): 0 none, 1 CSF, 2 GM, 3 WM, of the brain
-    labels: NDArray[np.uint8]  # (i, j, k), indices of agent.phantoms.head_inside.LABELS
+    labels: NDArray[np.uint8]  # (i, j, k), indices of deploy.phantoms.head_tissue.LABELS
     age: float  # years
     to_template: NDArray[np.float64]  # (4, 4) scanner RAS mm to template mm, the best affine inside the brain
     landmarks: dict[str, NDArray[np.float64]]  # scanner RAS mm of LANDMARKS
@@ -98,7 +99,7 @@ def axial(mm: float, thick: float) -> Grid:
 class _Inside:
     """A person's warp and what age did."""
 
-    warp: head_warps.Warp
+    warp: head_deformation.Warp
     where: NDArray[np.int64]  # flat indices of the root that age changes
     much: Floats  # how much of each has become fluid, in (0, 1]
 
@@ -166,7 +167,7 @@ class HeadPhantoms:
             grey += _sampled(source, there, self.root, level) / np.float32(len(steps))
         noise = np.random.default_rng((self.seed, who.number, 3, visit, CONTRASTS.index(contrast)))
         values = _scanned(grey, contrast, noise)
-        tissues: NDArray[np.uint8] = np.where(labels <= head_inside.WM, labels, 0).astype(np.uint8)
+        tissues: NDArray[np.uint8] = np.where(labels <= head_tissue.WM, labels, 0).astype(np.uint8)
         names = np.array([LANDMARKS[name] for name in LANDMARKS]).T
         marks = pose[:3, :3] @ inside.warp.inverse(names) + pose[:3, 3:]
         return Scan(
@@ -179,7 +180,7 @@ class HeadPhantoms:
             dict(zip(LANDMARKS, marks.T, strict=True)),
         )
 
-    def warp(self, number: int) -> head_warps.Warp:
+    def warp(self, number: int) -> head_deformation.Warp:
         """The map of a person's head onto the root."""
         return self._inside(self.person(number)).warp
 
@@ -190,7 +191,7 @@ class HeadPhantoms:
             )
             size = both.normal(1.0 if who.sex == "M" else 0.975, 0.03) * both.normal(1, 0.012, 3)
             ends = self.root.affine[:3, 3], self.root.affine[:3, 3] + np.array(self.root.grey.shape) - 1
-            warp = head_warps.draw(of_head, of_brain, size, ends, self._away)
+            warp = head_deformation.draw(of_head, of_brain, size, ends, self._away)
             self._persons[who.number] = _Inside(warp, *self._aging.at(who.age, years))
         self._persons.move_to_end(who.number)
         while len(self._persons) > _KEPT:
@@ -209,7 +210,7 @@ class HeadPhantoms:
         base = self._base(contrast, level)
         fine = self._base(contrast, 1)
         made = base.copy()
-        offset, share = (0.0, 1.0) if contrast == "T1" else (row[head_inside.CSF] for row in _REMAP[contrast])
+        offset, share = (0.0, 1.0) if contrast == "T1" else (row[head_tissue.CSF] for row in _REMAP[contrast])
         fluid = offset + share * self._aging.grey
         change = inside.much * (fluid - fine.ravel()[inside.where]) / level**3
         place = np.unravel_index(inside.where, fine.shape)
@@ -219,7 +220,7 @@ class HeadPhantoms:
 
     def _labels_at(self, points: Floats, inside: _Inside) -> NDArray[np.uint8]:
         labels = self.root.labels.copy()
-        labels.ravel()[inside.where[inside.much > 0.5]] = head_inside.CSF
+        labels.ravel()[inside.where[inside.much > 0.5]] = head_tissue.CSF
         found: NDArray[np.uint8] = _sampled(labels, points, self.root, 1, order=0).astype(np.uint8)
         return found
 
@@ -236,10 +237,10 @@ class _Aging:
     @classmethod
     def of(cls, root: Root) -> _Aging:
         """Find ventricles and sulci."""
-        brain = (root.labels >= head_inside.CSF) & (root.labels <= head_inside.WM)
+        brain = (root.labels >= head_tissue.CSF) & (root.labels <= head_tissue.WM)
         box = ndimage.find_objects(brain.astype(np.uint8))[0]
         box = tuple(slice(max(0, s.start - 2), s.stop + 2) for s in box)
-        inside, fluid, cortex = brain[box], root.labels[box] == head_inside.CSF, root.labels[box] == head_inside.GM
+        inside, fluid, cortex = brain[box], root.labels[box] == head_tissue.CSF, root.labels[box] == head_tissue.GM
         coarse = ndimage.distance_transform_edt(inside[::2, ::2, ::2]) * 2
         deep = np.repeat(np.repeat(np.repeat(coarse, 2, 0), 2, 1), 2, 2)[tuple(slice(n) for n in inside.shape)]
         found, _ = ndimage.label(fluid & (deep > 18))
@@ -258,7 +259,7 @@ class _Aging:
         patches = np.repeat(np.repeat(np.repeat(grain * (0.35 / grain.std()), 2, 0), 2, 1), 2, 2)
         patch = patches[tuple(slice(n) for n in inside.shape)][near]
         sulcus = np.where(cortex & (to_outer < 3), to_outer, np.inf)[near] + patch
-        grey = float(np.median(root.grey[root.labels == head_inside.CSF]))
+        grey = float(np.median(root.grey[root.labels == head_tissue.CSF]))
         return cls(flat, (to_ventricle[near] + patch).astype(np.float32), sulcus.astype(np.float32), grey)
 
     def at(self, age: float, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:
@@ -276,7 +277,7 @@ class _Aging:
 
 def _away(root: Root) -> tuple[Floats, float]:
     """Millimetres off the brain, 0 inside, in voxels of 3 mm."""
-    brain = (root.labels >= head_inside.CSF) & (root.labels <= head_inside.WM)
+    brain = (root.labels >= head_tissue.CSF) & (root.labels <= head_tissue.WM)
     off = ndimage.distance_transform_edt(~brain[::3, ::3, ::3]) * 3
     return off.astype(np.float32), 3.0
 
@@ -330,7 +331,7 @@ def _moved(grid: Grid, step: NDArray[np.float64]) -> Grid:
     return Grid(affine, grid.shape)
 
 
-def _points(grid: Grid, back: NDArray[np.float64], warp: head_warps.Warp) -> Floats:
+def _points(grid: Grid, back: NDArray[np.float64], warp: head_deformation.Warp) -> Floats:
     """(3, i, j, k) root millimetres of every voxel: the map at a few nodes, and cubic splines between them."""
     nodes = [_nodes(n, s) for n, s in zip(grid.shape, grid.spacing, strict=True)]
     index = np.stack(np.meshgrid(*nodes, indexing="ij"))

@@ -171,7 +171,7 @@ class Visit:
         return cls(f"{root}.1", f"{root}.2", day.strftime("%Y%m%d"), time, f"{person.accession}V{number}")
 
     def instance(self, index: int) -> str:
-        """The SOP Instance UID of one of its pictures, from 0."""
+        """The SOP Instance UID of one of its images, from 0."""
         return f"{self.series}.{index + 1}"
 
 
@@ -226,7 +226,7 @@ def careless(person: Person, visit: Visit, index: int) -> Dataset:
 
 
 def show(dataset: Dataset, picture: NDArray[np.uint8] | NDArray[np.uint16]) -> None:
-    """Put a picture (h, w) or RGB (h, w, 3) into an instance, uncompressed."""
+    """Put an image (h, w) or RGB (h, w, 3) into an instance, uncompressed."""
     rows, columns = picture.shape[:2]
     bits = 8 * picture.dtype.itemsize
     for keyword, value in (("Rows", rows), ("Columns", columns), ("BitsAllocated", bits), ("BitsStored", bits)):

@@ -1,8 +1,8 @@
 """Made-up eyes: what of a retina belongs to the person, and how one photograph of it is drawn.
 
 The vessel tree, disc, macula and pigment are the person's and stay; lesions and the camera belong to one visit.
-Lengths are in half sides of the picture: the field of view has radius 0.97 around (0, 0), x to the right, y down.
-Everything is computed from distances to points, so a picture is anti-aliased at any size.
+Lengths are in half sides of the image: the field of view has radius 0.97 around (0, 0), x to the right, y down.
+Everything is computed from distances to points, so an image is anti-aliased at any size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 GRADES: Final = 5  # international clinical diabetic retinopathy scale (ICDR): 0 none to 4 proliferative
 FIELD: Final = 0.97
 _STEP: Final = 0.02  # between two points of a vessel
-_LEAST_DOT: Final = 0.85  # pixels: smaller lesions would vanish in small pictures
+_LEAST_DOT: Final = 0.85  # pixels: smaller lesions would vanish in small images
 _WAVES: Final = 10
 # heading at the disc and total turn, in degrees against the x axis, of a right eye: temporal is to the left
 _ARCADES: Final = np.array([(112, 88), (-112, -88), (58, -30), (-58, 30)], dtype=np.float32)
@@ -222,7 +222,7 @@ def photograph(person: Anatomy, side: str, grade: int, size: int, rng: np.random
         person: whose.
         side: ``left`` or ``right`` eye.
         grade: of diabetic retinopathy, 0 to 4.
-        size: of the picture in pixels.
+        size: of the image in pixels.
         rng: draws lesions and camera.
     Returns:
         (size, size, 3) uint8 RGB.
@@ -271,7 +271,7 @@ def _light(camera: Floats, rng: np.random.Generator) -> Floats:
 
 
 def _blend(picture: Floats, cover: Floats, colour: Floats) -> None:
-    """Lay a colour over a picture, in place."""
+    """Lay a colour over an image, in place."""
     picture += cover[..., None] * (colour - picture)
 
 

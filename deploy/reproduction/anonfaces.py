@@ -1,7 +1,7 @@
 """AnonFACES' figures and its table, measured again as tables: clustering, information loss, attributes, recognition.
 
-Differences from the paper, on purpose. One picture of each patient is anonymised (Definition 3.1); a patient's other
-pictures are the gallery. The k-means of the paper's code gives everybody to the *farthest* mean: here it is the
+Differences from the paper, on purpose. One image of each patient is anonymised (Definition 3.1); a patient's other
+images are the gallery. The k-means of the paper's code gives everybody to the *farthest* mean: here it is the
 nearest. Two recognisers guide the mechanism, a third one, which it never saw, measures loss and risk: each table says
 how well they know people again, since a blind one finds nobody at risk. Recognisers, generator and encoder are
 trained on other people; the paper's were made by others, on faces. Figures are printed as tables.
@@ -16,17 +16,28 @@ from typing import Final
 
 import numpy as np
 
-from agent.attacks.membership import Pool, Published
-from agent.attacks.recognition import naive, rank_one
-from agent.measures.information_loss import Partition, homogeneity, tightness
-from agent.nouns import Clusters
-from agent.reproduce.datasets import Dataset
-from agent.reproduce.experiment import Measure, Settings, Work, filled, name_of, opened, samples_of, tabled
-from agent.reproduce.kept import Say
-from agent.reproduce.needs import Needs, ready
-from agent.reproduce.networks import content, knowledge, recogniser
-from agent.reproduce.people import MIXINGS, OURS, assignment, clustered, drawn, embedded, mixed, people, risked
-from agent.reproduce.tables import Cell, Relation, Table, Verdict, judged, order
+from agent.domain import Clusters
+from agent.evaluation.partitions import Partition
+from deploy.reproduction.anonfaces_experiment import (
+    MIXINGS,
+    OURS,
+    assignment,
+    clustered,
+    drawn,
+    embedded,
+    mixed,
+    people,
+    risked,
+)
+from deploy.reproduction.attacks.membership import Pool, Published
+from deploy.reproduction.attacks.recognition import naive, rank_one
+from deploy.reproduction.datasets import Dataset
+from deploy.reproduction.experiment import Measure, Settings, Work, filled, name_of, opened, samples_of, tabled
+from deploy.reproduction.measures.information_loss import homogeneity, tightness
+from deploy.reproduction.networks import content, knowledge, recogniser
+from deploy.reproduction.requirements import Needs, ready
+from deploy.reproduction.result_cache import Say
+from deploy.reproduction.tables import Cell, Relation, Table, Verdict, judged, order
 
 CLUSTERINGS: Final = (
     *("anonfaces-average", "anonfaces-complete", "anonfaces-ward"),  # Fig. 2 leaves single linkage out
@@ -72,7 +83,7 @@ def _loss_of_generator(work: Work, seed: int, k: int, row: str) -> dict[str, flo
 
 def _compared(work: Work, seed: int, k: int, row: str) -> dict[str, float]:
     of = people(work, seed)
-    if row == ALONE:  # what the recogniser can still see in the generator's pictures
+    if row == ALONE:  # what the recogniser can still see in the generator's images
         alone = Clusters(tuple((patient.pseudonym,) for patient in of.cohort.patients))
         return risked(of, drawn(of, alone, "StyleGAN"))
     if row == "k-Same (pixels, kNN on PCA)":
@@ -100,7 +111,7 @@ def _alike(work: Work, seed: int, k: int, row: str) -> dict[str, float]:
 
 
 def _ranked(work: Work, seed: int, k: int, row: str) -> dict[str, float]:
-    """Rank-1 of the third recogniser: gallery of other pictures of the same people, and of the test part."""
+    """Rank-1 of the third recogniser: gallery of other images of the same people, and of the test part."""
     of, samples = people(work, seed), work.samples
     gallery_rows = np.concatenate([of.others, work.parts(seed).test])
     gallery = Pool(samples.unit(gallery_rows), samples.owners[gallery_rows])
@@ -283,7 +294,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
 
 
 def run(name: str, data: Dataset, settings: Settings, folder: Path, say: Say) -> Table:
-    """One figure or table of the paper; arguments and errors as of :func:`agent.reproduce.ksalsa.run`."""
+    """One figure or table of the paper; arguments and errors as of :func:`deploy.reproduction.ksalsa.run`."""
     table = TABLES[name]
     with opened(samples_of(data), settings, folder, say) as work:
         ready(work, name, NEEDS[name])

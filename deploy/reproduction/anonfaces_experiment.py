@@ -10,29 +10,31 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.attacks.recognition import vectors
-from agent.nouns import Clusters, Cohort, CohortTooSmall, Latents
-from agent.reproduce.experiment import Rows, Work, cohort_of, name_of
-from agent.reproduce.networks import codec, latents, linear_codes, recogniser
-from agent.stages.average import average, pixel_average
-from agent.stages.baselines import BASELINES
-from agent.stages.cluster import partition
-from agent.stages.gallery import Gallery, gallery_of
-from agent.stages.mix import Mixing, Setting, mix, mix_published
-from agent.stages.mix import Published as PaperMixing
+from agent.domain import Clusters, Cohort, Latents
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.anonfaces.gallery import Gallery, gallery_of
+from agent.mechanisms.anonfaces.identity_mixing import Mixing, Setting, mix, mix_published
+from agent.mechanisms.anonfaces.identity_mixing import Published as PaperMixing
+from agent.microaggregation.aggregation import average
+from agent.microaggregation.partition import partition
+from deploy.reproduction.attacks.recognition import vectors
+from deploy.reproduction.averaging_methods import pixel_average
+from deploy.reproduction.clustering_baselines import BASELINES
+from deploy.reproduction.experiment import Rows, Work, cohort_of, name_of
+from deploy.reproduction.networks import codec, latents, linear_codes, recogniser
 
-Pictures = NDArray[np.uint8]
+Images = NDArray[np.uint8]
 OURS: Final = "ours"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class People:
-    """One picture of each patient of D, and the patients' other pictures."""
+    """One image of each patient of D, and the patients' other images."""
 
     work: Work
     seed: int
     rows: Rows  # (n,) one row for each patient, in the order of patients
-    others: Rows  # rows of the other pictures
+    others: Rows  # rows of the other images
     cohort: Cohort
 
     @property
@@ -43,7 +45,7 @@ class People:
 
 
 def people(work: Work, seed: int) -> People:
-    """D as a person-specific data set (Definition 3.1): the first picture of everybody."""
+    """D as a person-specific data set (Definition 3.1): the first image of everybody."""
 
     def make() -> People:
         rows = work.parts(seed).cohort
@@ -95,7 +97,7 @@ def assignment(clusters: Clusters, patients: Sequence[str]) -> NDArray[np.int64]
     return np.array([place[patient] for patient in patients], np.int64)
 
 
-def drawn(of: People, clusters: Clusters, generator: str) -> tuple[Clusters, Pictures]:
+def drawn(of: People, clusters: Clusters, generator: str) -> tuple[Clusters, Images]:
     """The representatives of a partition by one generator (Fig. 9c), with the partition."""
     if generator == "pixels":
         return clusters, pixel_average(of.cohort, clusters)
@@ -105,7 +107,7 @@ def drawn(of: People, clusters: Clusters, generator: str) -> tuple[Clusters, Pic
     raise ValueError("a generator is StyleGAN or pixels")
 
 
-def risked(of: People, made: tuple[Clusters, Pictures] | None) -> dict[str, float]:
+def risked(of: People, made: tuple[Clusters, Images] | None) -> dict[str, float]:
     """Information loss (Definition 3.2) and re-identification (section 5.1) by a recogniser that guided nothing.
 
     Not a number where nothing was released.
@@ -128,7 +130,7 @@ def risked(of: People, made: tuple[Clusters, Pictures] | None) -> dict[str, floa
     return found | {"clusters below": float((~(means >= net.threshold)).mean())}
 
 
-def mixed(of: People, clusters: Clusters, k: int, how: str) -> tuple[Clusters, Pictures] | None:
+def mixed(of: People, clusters: Clusters, k: int, how: str) -> tuple[Clusters, Images] | None:
     """Identity mixing: as the paper wrote it, or ours; nothing where every cluster stays at risk."""
     view = Setting(codec(of.work, of.seed), _gallery(of), allowed=lambda _: True)  # the paper knows no l-diversity
     codes, rng = latents(of.work, of.seed, of.rows), of.work.rng("mixing", of.seed, k, how)
@@ -137,7 +139,7 @@ def mixed(of: People, clusters: Clusters, k: int, how: str) -> tuple[Clusters, P
             found = mix(codes, clusters, view, Mixing(k), rng)
         else:
             found = mix_published(codes, clusters, view, _PAPER[how](k), rng)
-    except CohortTooSmall:
+    except CohortTooSmallError:
         return None
     return found.clusters, found.images
 

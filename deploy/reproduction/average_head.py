@@ -15,12 +15,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.heads.contour import FAR_MM
-from agent.heads.gamma import BRIGHT, EXTENT_MM, Coarse, Gamma, Population, population_of
-from agent.heads.grid import averaged, cube_at
-from agent.heads.head import Head
-from agent.heads.paste import made_head
-from agent.heads.reasons import NotDefaced
+from agent.defacing.compositing import made_head
+from agent.defacing.distance_field import FAR_MM
+from agent.defacing.head import HeadScan
+from agent.defacing.privacy_transform import EXTENT_MM, Coarse, Gamma, Population, population_of, whole_head
+from agent.volumes.grid import cube_at
 
 FEWEST: Final = 2
 
@@ -65,7 +64,7 @@ class AverageHead:
         return np.asarray(np.clip(drawn, 0.0, 1.0), np.float32)
 
 
-def average_of(heads: Sequence[Head], side: int) -> AverageHead:
+def average_of(heads: Sequence[HeadScan], side: int) -> AverageHead:
     """From public heads. Patients are not public.
 
     Args:
@@ -75,23 +74,8 @@ def average_of(heads: Sequence[Head], side: int) -> AverageHead:
     heads_, surfaces = [], []
     for head in heads:
         cube = cube_at(head.brain.to_template, side, EXTENT_MM)
-        made = made_head(whole(head, side), cube)
+        made = made_head(whole_head(head, side), cube)
         heads_.append(made.tissue.on(cube.affine, cube.shape, 0.0))
         surfaces.append(made.surface.on(cube.affine, cube.shape, FAR_MM))
     population = population_of(heads, side, Coarse().directions)
     return AverageHead(np.stack(heads_), np.stack(surfaces), population)
-
-
-def whole(head: Head, side: int) -> NDArray[np.float32]:
-    """(S, S, S) float32 in [0, 1], the whole head in its cube, scaled as ``Gamma.intensities`` is.
-
-    Raises:
-        NotDefaced: ``brain_volume``, there is no brain to scale by.
-    """
-    cube = cube_at(head.brain.to_template, side, EXTENT_MM)
-    inside = head.volume.values[head.brain.mask]
-    top = float(np.percentile(inside, 99.0)) if inside.size else 0.0
-    if not top > 0.0:
-        raise NotDefaced("brain_volume")
-    seen = np.clip(head.volume.values / np.float32(top), 0.0, BRIGHT).astype(np.float32, copy=False) / BRIGHT
-    return np.clip(averaged(seen, head.volume.affine, cube.shape, cube.affine), 0.0, 1.0)

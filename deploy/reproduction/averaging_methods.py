@@ -12,18 +12,27 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nouns import Clusters, Cohort, Latents
-from agent.reproduce.experiment import Rows, Settings, Work, cohort_of
-from agent.reproduce.needs import classes
-from agent.reproduce.networks import codec, features, latents, linear, linear_codes, style
-from agent.stages.align import ABLATIONS, Alignment, Networks, align, sources_of
-from agent.stages.average import aggregate_labels, average, patient_label, pixel_average
-from agent.stages.cluster import partition
+from agent.domain import Clusters, Cohort, Latents
+from agent.mechanisms.ksalsa.gram_matrices import Grid
+from agent.mechanisms.ksalsa.style_alignment import Alignment, Networks, align, sources_of
+from agent.microaggregation.aggregation import aggregate_labels, average, patient_label
+from agent.microaggregation.partition import partition
+from deploy.reproduction.experiment import Rows, Settings, Work, cohort_of
+from deploy.reproduction.networks import codec, features, latents, linear, linear_codes, style
+from deploy.reproduction.requirements import classes
 
-Pictures = NDArray[np.uint8]
+Images = NDArray[np.uint8]
 INVERTED, PIXEL, PCA, CENTROID, SALSA = "GAN-Inverted", "k-Same-Pixel", "k-Same-PCA", "k-Centroid", "k-SALSA"
 ORIGINAL, HELD_OUT = "Original", "real, held out"
 AVERAGED: Final = (PIXEL, PCA, CENTROID, SALSA)
+ABLATIONS: Final[dict[str, Callable[[Alignment], Alignment]]] = {  # Table 4 and Supplementary Table 5
+    "style only": lambda base: replace(base, lam=0.0),
+    "content only": lambda base: replace(base, lam=1.0),
+    "global style": lambda base: replace(base, grid=Grid(1)),
+    "no alignment": lambda base: replace(base, matching="same"),
+    "MSE-MSE": lambda base: replace(base, align_by="mse", compare_by="mse"),
+    "COS-COS": lambda base: replace(base, align_by="cos", compare_by="cos"),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +41,7 @@ class Group:
 
     work: Work
     seed: int
-    rows: Rows  # of their pictures
+    rows: Rows  # of their images
     k: int
     latents: Latents
     clusters: Clusters
@@ -40,7 +49,7 @@ class Group:
 
     @property
     def cohort(self) -> Cohort:
-        """The patients with their pictures; made anew each time, since it is four times the pictures' bytes."""
+        """The patients with their images; made anew each time, since it is four times the images' bytes."""
         return cohort_of(self.work.samples, self.rows)
 
     @property
@@ -69,15 +78,38 @@ def group(work: Work, seed: int, rows: Rows, k: int) -> Group:
     return found
 
 
-def _centroid(of: Group) -> Pictures:
+def _centroid(of: Group) -> Images:
     return codec(of.work, of.seed).decode(average(of.latents, of.clusters))
 
 
-def _pixel(of: Group) -> Pictures:
+def pixel_average(cohort: Cohort, clusters: Clusters) -> NDArray[np.uint8]:
+    """k-Same-Pixel: the mean image of each cluster, of the mean images of its patients.
+
+    k-SALSA, section 4.2; Newton, Sweeney & Malin 2005. A baseline: its membership attack finds nearly everybody.
+
+    Returns:
+        (m, h, w) or (m, h, w, 3) uint8, in the clusters' order. Summed in float64.
+    Raises:
+        ValueError: a cluster names a patient who is not in the cohort, or is empty, or there is no cluster.
+    """
+    images = {patient.pseudonym: [image.pixels for image in patient.images] for patient in cohort.patients}
+    for cluster in clusters.members:
+        if not cluster or not all(patient in images for patient in cluster):
+            raise ValueError("every cluster must hold patients of the cohort")
+    means = [
+        np.mean([np.mean(images[patient], axis=0, dtype=np.float64) for patient in cluster], axis=0)
+        for cluster in clusters.members
+    ]
+    if not means:
+        raise ValueError("there is no cluster to average")
+    return np.rint(np.stack(means) * 255.0).astype(np.uint8)
+
+
+def _pixel(of: Group) -> Images:
     return pixel_average(of.cohort, of.clusters)
 
 
-def _pca(of: Group) -> Pictures:
+def _pca(of: Group) -> Images:
     means = average(linear_codes(of.work, of.seed, of.rows), of.clusters)
     return linear(of.work, of.seed).decode(means).reshape(-1, *of.work.samples.images.shape[1:])
 
@@ -103,14 +135,14 @@ def _named(settings: Settings, plan: Alignment) -> str:
     return known.get(plan, "as configured")
 
 
-def _salsa(plan: Alignment) -> Callable[[Group], Pictures]:
+def _salsa(plan: Alignment) -> Callable[[Group], Images]:
     return lambda of: codec(of.work, of.seed).decode(aligned_codes(of, plan))
 
 
-def methods(settings: Settings) -> dict[str, Callable[[Group], Pictures]]:
+def methods(settings: Settings) -> dict[str, Callable[[Group], Images]]:
     """Every way to average, by its name: section 4.2, Table 4 and Supplementary Table 5."""
     base = settings.alignment
-    ways: dict[str, Callable[[Group], Pictures]] = {
+    ways: dict[str, Callable[[Group], Images]] = {
         PIXEL: _pixel,
         PCA: _pca,
         CENTROID: _centroid,
@@ -119,16 +151,16 @@ def methods(settings: Settings) -> dict[str, Callable[[Group], Pictures]]:
     return ways | {name: _salsa(change(base)) for name, change in ABLATIONS.items()}
 
 
-def representatives(of: Group, method: str) -> Pictures:
-    """One picture for each cluster, (m, s, s[, 3]), made once."""
+def representatives(of: Group, method: str) -> Images:
+    """One image for each cluster, (m, s, s[, 3]), made once."""
     make = methods(of.work.settings)[method]
     told = f"drawing {method}: {of.told}"
-    pictures: Pictures = of.work.arrays(f"{method}, {of.key}", lambda: {"images": make(of)}, told)["images"]
+    pictures: Images = of.work.arrays(f"{method}, {of.key}", lambda: {"images": make(of)}, told)["images"]
     return pictures
 
 
-def released(work: Work, seed: int, k: int, method: str) -> tuple[Pictures, tuple[str, ...]]:
-    """The pictures and labels that train a classifier; those that are not averaged are drawn to be as many."""
+def released(work: Work, seed: int, k: int, method: str) -> tuple[Images, tuple[str, ...]]:
+    """The images and labels that train a classifier; those that are not averaged are drawn to be as many."""
     parts = work.parts(seed)
     of = group(work, seed, parts.cohort, k)
     if method in methods(work.settings):

@@ -17,52 +17,12 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 
-from agent.nouns import CohortTooSmall
+from agent.microaggregation.partition import BLOCK, _enough, distances, greedy
 
 Codes = NDArray[np.float64]  # (n, d)
 Assignment = NDArray[np.int64]  # (n,): the cluster of every row, 0 .. m-1
 Linkage = Literal["single", "complete", "average", "ward"]
-COMPACT: Final = 0.8  # finished rows are left out when fewer than this share are not
 TURNS: Final = 20  # of k-means; it has settled before on every data set here
-BLOCK: Final = 512  # rows compared with all others at once
-
-
-def distances(a: Codes, b: Codes) -> Codes:
-    """Euclidean distances (len(a), len(b)) by one matrix product; exact to about 1e-8 of the norms."""
-    squared: Codes = np.einsum("ij,ij->i", a, a)[:, None] + np.einsum("ij,ij->i", b, b)
-    squared -= 2.0 * (a @ b.T)
-    np.sqrt(np.maximum(squared, 0.0, out=squared), out=squared)
-    return squared
-
-
-def greedy(codes: Codes, k: int) -> Assignment:
-    """k-SALSA's same-size clustering (section 3.4): the point farthest from all others and its k-1 nearest.
-
-    The paper drops n mod k points and its code mixes them into finished clusters; here they join the last
-    one. The row sums of the distances are kept up to date instead of recomputed, with the same result:
-    O(n^2 d) work, O(n d) memory.
-
-    Raises:
-        CohortTooSmall: fewer than k rows.
-    """
-    n = _enough(codes, k)
-    assignment = np.full(n, n // k - 1, np.int64)
-    rows = np.arange(n)  # of ``rest``
-    rest = codes
-    sums = np.concatenate([distances(codes[a : a + BLOCK], codes).sum(axis=1) for a in range(0, n, BLOCK)])
-    for j in range(n // k - 1):
-        far = int(sums.argmax())
-        near = distances(rest[far : far + 1], rest)[0]
-        near[far] = -1.0
-        near[np.isneginf(sums)] = np.inf
-        taken = np.argpartition(near, k - 1)[:k]
-        assignment[rows[taken]] = j
-        sums -= distances(rest[taken], rest).sum(axis=0)
-        sums[taken] = -np.inf
-        left = np.isfinite(sums)
-        if left.sum() < COMPACT * len(rest):
-            rows, rest, sums = rows[left], rest[left], sums[left]
-    return assignment
 
 
 def anonfaces(codes: Codes, k: int, link: Linkage) -> Assignment:
@@ -78,7 +38,7 @@ def anonfaces(codes: Codes, k: int, link: Linkage) -> Assignment:
     O(n^3 / k) work with a small constant, O(n^2) memory.
 
     Raises:
-        CohortTooSmall: fewer than k rows.
+        CohortTooSmallError: fewer than k rows.
     """
     n = _enough(codes, k)
     apart = np.concatenate([distances(codes[a : a + BLOCK], codes) for a in range(0, n, BLOCK)])
@@ -250,14 +210,6 @@ def _means(codes: Codes, assignment: Assignment) -> Codes:
 def _sizes(n: int, m: int) -> NDArray[np.int64]:
     """(m,): n // m or one more, the bigger first."""
     return np.full(m, n // m, np.int64) + (np.arange(m) < n % m)
-
-
-def _enough(codes: Codes, k: int) -> int:
-    if k < 2:
-        raise ValueError("a cluster has two patients or more: k >= 2")
-    if len(codes) < k:
-        raise CohortTooSmall
-    return len(codes)
 
 
 def _without_chance(method: Callable[[Codes, int], Assignment]) -> Callable[..., Assignment]:

@@ -1,8 +1,9 @@
-"""The papers' data sets, read from a folder of somebody who has them, and the real pictures that come with packages.
+"""The papers' data sets, read from a folder of somebody who has them, and the real images that come with packages.
 
 k-SALSA (section 4, supplement): APTOS 2019 and EyePACS, five grades, 512 x 512 RGB. AnonFACES (section 4): CelebA and
 RaFD. PrivImage (section 4.1): CIFAR-10 and CelebA, with ImageNet as its public set, and Camelyon17, of which its
-successors tell (:mod:`agent.reproduce.photographs`). What a list must be: :mod:`agent.reproduce.listed`.
+successors tell (:mod:`deploy.reproduction.photo_datasets`). What a list must be:
+:mod:`deploy.reproduction.file_lists`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from agent.reproduce.listed import (
-    BadDataset,
+from agent.field_of_view import field as field_of_view
+from agent.field_of_view import fit
+from deploy.reproduction.file_lists import (
     Dataset,
+    DatasetError,
     Listed,
     columns_of,
     dataset,
@@ -28,15 +31,13 @@ from agent.reproduce.listed import (
     plain,
     there,
 )
-from agent.reproduce.photographs import camelyon17, cifar10, imagenet
-from agent.stages.fit import field as field_of_view
-from agent.stages.fit import fit
+from deploy.reproduction.photo_datasets import camelyon17, cifar10, imagenet
 
 __all__ = [
     "LOADERS",
-    "BadDataset",
     "Dataset",
-    "RealPictures",
+    "DatasetError",
+    "RealImages",
     "aptos",
     "camelyon17",
     "celeba",
@@ -44,7 +45,7 @@ __all__ = [
     "eyepacs",
     "imagenet",
     "rafd",
-    "real_pictures",
+    "real_images",
 ]
 
 _GRADES: Final = frozenset("01234")
@@ -61,10 +62,10 @@ def aptos(folder: Path, side: int = 512, limit: int | None = None) -> Dataset:
 
     Args:
         folder: with these two in it.
-        side: of the pictures handed out.
-        limit: the most pictures; the first of the list, and all of a patient or none.
+        side: of the images handed out.
+        limit: the most images; the first of the list, and all of a patient or none.
     Raises:
-        BadDataset: the layout is another.
+        DatasetError: the layout is another.
     """
     ids, grades = columns_of(folder / "train.csv", ("id_code", "diagnosis"))
     _graded("train.csv", grades)
@@ -101,15 +102,15 @@ def celeba(folder: Path, side: int = 128, limit: int | None = None, label: str =
 
     Args:
         folder: with these in it.
-        side: of the pictures handed out.
-        limit: the most pictures; the first of the list, and all of an identity or none.
+        side: of the images handed out.
+        limit: the most images; the first of the list, and all of an identity or none.
         label: the attribute that is the label, "1" or "-1" as in the file.
     Raises:
-        BadDataset: the layout is another, or there is no such attribute.
+        DatasetError: the layout is another, or there is no such attribute.
     """
     attributes, values = _celeba_attributes(_either(folder, "list_attr_celeba.txt"))
     if label not in attributes:
-        raise BadDataset("list_attr_celeba.txt: it has no attribute of that name to be the label")
+        raise DatasetError("list_attr_celeba.txt: it has no attribute of that name to be the label")
     lines = [line.split() for line in lines_of(_either(folder, "identity_CelebA.txt"))]
     bad = [n for n, line in enumerate(lines, 1) if len(line) != 2 or line[0] not in values]
     none_bad("identity_CelebA.txt", "a line is not a picture with attributes and its identity", bad)
@@ -149,10 +150,10 @@ LOADERS: Final[Mapping[str, Callable[[Path, int, int | None], Dataset]]] = {
 
 
 def _celeba_attributes(path: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """Names of the attributes, and their values by picture: a count, the names, then a line for each picture."""
+    """Names of the attributes, and their values by image: a count, the names, then a line for each image."""
     lines = [line.split() for line in lines_of(path)]
     if len(lines) < 3 or len(lines[0]) != 1:
-        raise BadDataset(f"{path.name}: it does not begin with a count and the names of attributes")
+        raise DatasetError(f"{path.name}: it does not begin with a count and the names of attributes")
     names = lines[1]
     bad = [n for n, line in enumerate(lines, 1) if n > 2 and len(line) != len(names) + 1]
     none_bad(path.name, "a line has not one value for each attribute", bad)
@@ -167,11 +168,11 @@ def _graded(file: str, grades: Sequence[str]) -> None:
     none_bad(file, "a grade is not 0 to 4", [n for n, grade in enumerate(grades, 1) if grade not in _GRADES])
 
 
-# ------------------------------------------------------------------ real pictures without a download
+# ------------------------------------------------------------------ real images without a download
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RealPictures:
+class RealImages:
     """What was once in front of a pen or a camera."""
 
     digits: NDArray[np.float32]  # (1797, 8, 8) in [0, 1]
@@ -180,13 +181,13 @@ class RealPictures:
     retina: NDArray[np.float32]  # (n, side, side, 3) in [0, 1], crops of one photograph that do not overlap
 
 
-def real_pictures(side: int = 64) -> RealPictures:
+def real_images(side: int = 64) -> RealImages:
     """scikit-learn's digits, scikit-image's faces and its retina, cut up: for tests and tables.
 
     Args:
         side: of the retina's crops, 128 at most.
     """
-    # optional: scikit-image is no dependency of the agent, and nothing but tests and tables needs its pictures
+    # optional: scikit-image is no dependency of the agent, and nothing but tests and tables needs its images
     from skimage import data  # noqa: PLC0415
 
     untyped: Any = data
@@ -196,7 +197,7 @@ def real_pictures(side: int = 64) -> RealPictures:
     starts = range(0, length - _TILE + 1, _TILE)
     tiles = [whole[top + y : top + y + _TILE, left + x : left + x + _TILE] for y in starts for x in starts]
     lit = [tile for tile in tiles if float(tile.max(axis=2).min()) > 0.1]  # within the disc
-    return RealPictures(
+    return RealImages(
         digits=(found.images / 16.0).astype(np.float32),
         digit_labels=found.target.astype(np.int64),
         faces=untyped.lfw_subset()[:100].astype(np.float32),  # the other hundred show no faces

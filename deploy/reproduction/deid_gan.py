@@ -2,15 +2,16 @@
 
 The ICLR submission of 2021 (its code and appendix were never published). Differences from it, on purpose:
 
-* A program picks among the five and not people: :mod:`agent.attacks.faces`. It learned on other people what the
-  method leaves, so that rates are higher than the paper's. It never answers "uncertain".
+* A program picks among the five and not people: :mod:`deploy.reproduction.attacks.head_identification`. It learned on
+  other people what the method leaves, so that rates are higher than the paper's. It never answers "uncertain".
 * The heads that are compared are of two visits. Each method stands there once more within one visit.
-* The paper's workers saw pictures. Here the attacker measures in millimetres too; a column of its own has pictures of
+* The paper's workers saw images. Here the attacker measures in millimetres too; a column of its own has images of
   heads of one width, and one has the face alone, without forehead, crown and neck. What is under "strip" is what the
   brain gives away through its surface and size: no method that keeps it can promise less to who measures.
 * Rank-1 over all tested people is beside 5-way, and so is what the hull of gamma and the brain give away by itself:
   the brain remains linkable, whatever is done to the face.
-* The removal methods are those of :mod:`agent.heads.removal`, and SIENAX is :mod:`agent.measures.tissue`.
+* The removal methods are those of :mod:`agent.defacing.removal_methods`, and SIENAX is
+  :mod:`deploy.reproduction.measures.tissue_segmentation`.
 * BLURRED has its own blur: the paper's is not in its text.
 * Seconds are of one processor, of the change alone: head and brain are found once for all methods.
 * A head that is refused is in no row. Where one method refuses a head, that row has one person less.
@@ -26,13 +27,21 @@ from typing import Final
 
 import numpy as np
 
-from agent.attacks.face_looks import PHOTOGRAPHS, ZONES, Look, only, out_of_focus, pixels_of
-from agent.attacks.face_matching import CHOICES, People
-from agent.attacks.faces import CHANCE, WORKS, Identification, attacked, looks_of
-from agent.heads.reasons import NotDefaced
-from agent.measures.tissue import PARTS
-from agent.nets.brain_age import brain_age_from, predicted
-from agent.reproduce.deid_heads import (
+from agent.defacing.reidentification.features import ZONES, ScanFeatures
+from agent.defacing.reidentification.matching import CHOICES, People
+from agent.volumes.errors import NotDefacedError
+from deploy.reproduction.attacks.head_identification import (
+    CHANCE,
+    PHOTOGRAPHS,
+    WORKS,
+    Identification,
+    attacked,
+    looks_of,
+    only,
+    out_of_focus,
+    pixels_of,
+)
+from deploy.reproduction.deid_gan_heads import (
     BLURRED,
     BRAIN,
     HULL,
@@ -41,11 +50,13 @@ from agent.reproduce.deid_heads import (
     DeidSettings,
     DeidWork,
     Heads,
-    TooFewHeads,
+    TooFewHeadsError,
 )
-from agent.reproduce.kept import Say, locked
-from agent.reproduce.tables import Cell, Relation, Table, Verdict, judged, order
-from agent.training.brain_age import Aged, train_brain_age
+from deploy.reproduction.measures.brain_age_network import brain_age_from, predicted
+from deploy.reproduction.measures.brain_age_training import Aged, train_brain_age
+from deploy.reproduction.measures.tissue_segmentation import PARTS
+from deploy.reproduction.result_cache import Say, locked
+from deploy.reproduction.tables import Cell, Relation, Table, Verdict, judged, order
 
 FIVE, RANK1, SAME, SAME1 = "5-way", "rank-1", "5-way, same visit", "rank-1, same visit"
 PHOTOS, PHOTOS1, PHOTOS_CHANCE = "5-way, photographs", "rank-1, photographs", "at chance, photographs"
@@ -134,18 +145,20 @@ def attack(work: DeidWork, seed: int, row: str, kind: str = "", visit: int = 1) 
         seed: of the split.
         row: the method.
         kind: what the attacker has: "" everything, in millimetres; ``PHOTOGRAPHS``; or one part of the surface, of
-            ``agent.attacks.face_looks.ZONES``, also in millimetres.
+            ``agent.defacing.reidentification.features.ZONES``, also in millimetres.
         visit: of the de-faced heads; 0 is the same visit.
 
     Raises:
-        TooFewHeads: fewer than five people are left of a part.
+        TooFewHeadsError: fewer than five people are left of a part.
     """
     parts = work.parts(seed)
     groups = list[People]()
     for names in (parts.public, parts.tested):
         pairs = [pair for name in names for pair in _pair(work, seed, row, name, visit)]
         if len(pairs) < CHOICES:
-            raise TooFewHeads(f"{row}: {len(pairs)} of {len(names)} people are left; {CHOICES} at least are needed")
+            raise TooFewHeadsError(
+                f"{row}: {len(pairs)} of {len(names)} people are left; {CHOICES} at least are needed"
+            )
         groups.append(looks_of([(_kind(known, kind), _kind(made, kind)) for known, made in pairs]))
     if kind in ZONES:
         pixels = pixels_of(groups[0].known, work.settings.eye, kind)
@@ -153,7 +166,7 @@ def attack(work: DeidWork, seed: int, row: str, kind: str = "", visit: int = 1) 
     return attacked(row, groups[0], groups[1], work.rng("chance", row, seed, kind, visit))
 
 
-def _pair(work: DeidWork, seed: int, row: str, name: str, visit: int) -> list[tuple[Look, Look]]:
+def _pair(work: DeidWork, seed: int, row: str, name: str, visit: int) -> list[tuple[ScanFeatures, ScanFeatures]]:
     """The two looks at one person; none if the scan is refused, or the method refuses it: it is not released then."""
     if name in work.refused(seed):
         return []
@@ -163,7 +176,7 @@ def _pair(work: DeidWork, seed: int, row: str, name: str, visit: int) -> list[tu
             return [(work.look(first, row, seed), work.look(second, row, seed))]
         known = work.look(first, UNALTERED, seed)
         made = work.look(second, UNALTERED if row == BLURRED else row, seed)
-    except NotDefaced:
+    except NotDefacedError:
         return []
     if row == BLURRED:
         eye, blur = work.settings.eye, work.settings.blur_mm
@@ -171,10 +184,10 @@ def _pair(work: DeidWork, seed: int, row: str, name: str, visit: int) -> list[tu
     return [(known, made)]
 
 
-def _kind(look: Look, kind: str) -> Look:
+def _kind(look: ScanFeatures, kind: str) -> ScanFeatures:
     if kind == PHOTOGRAPHS:
-        return Look({kind: look.channels[kind]}, {})
-    return Look({name: one for name, one in look.channels.items() if name != PHOTOGRAPHS}, look.clouds)
+        return ScanFeatures({kind: look.channels[kind]}, {})
+    return ScanFeatures({name: one for name, one in look.channels.items() if name != PHOTOGRAPHS}, look.clouds)
 
 
 def _effects(work: DeidWork, seed: int, row: str) -> dict[str, float]:
@@ -184,7 +197,7 @@ def _effects(work: DeidWork, seed: int, row: str) -> dict[str, float]:
         people = _tested(work, seed)
         told = [one for name in people[: work.settings.segmented] for one in _told(work, seed, row, name)]
         if not told:
-            raise TooFewHeads(f"{row}: no head is left to segment")
+            raise TooFewHeadsError(f"{row}: no head is left to segment")
         found = {part: median(one[part] for one in told) for part in PARTS}
         found |= _deviation(work, seed, row, people)
         worst = max(one[CHANGED] for one in told)
@@ -198,7 +211,7 @@ def _told(work: DeidWork, seed: int, row: str, name: str) -> list[dict[str, floa
     scan = work.visit(name, 1)
     found = list[dict[str, float]]()
     for method in work.settings.methods:
-        with suppress(NotDefaced):
+        with suppress(NotDefacedError):
             told = work.told(scan, method, seed)
             found += [told] if method == row else []
     return found
@@ -213,11 +226,11 @@ def _deviation(work: DeidWork, seed: int, row: str, people: Sequence[str]) -> di
     for name in people:
         scan = work.visit(name, 1)
         for method in work.settings.methods:
-            with suppress(NotDefaced):
+            with suppress(NotDefacedError):
                 cubes = [work.cube(scan, one, seed) for one in (UNALTERED, method)]
                 made += [np.stack(cubes)] if method == row else []
     if not made:
-        raise TooFewHeads(f"{row}: no head is left to tell the age of")
+        raise TooFewHeadsError(f"{row}: no head is left to tell the age of")
     judge = brain_age_from(net)
     years = [predicted(judge, np.stack([one[side] for one in made])) for side in (0, 1)]
     apart = [float(d) for d in years[1] - years[0]]
@@ -290,8 +303,8 @@ def run(name: str, heads: Heads, settings: DeidSettings, folder: Path, say: Say)
 
     Raises:
         KeyError: no such figure.
-        TooFewHeads: too few people were scanned twice, or too many are refused.
-        Busy, BadCell: see :mod:`agent.reproduce.kept`.
+        TooFewHeadsError: too few people were scanned twice, or too many are refused.
+        BusyError, CellError: see :mod:`deploy.reproduction.result_cache`.
     """
     table = TABLES[name]
     with locked(folder):

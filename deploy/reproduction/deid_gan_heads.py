@@ -21,25 +21,27 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.attacks.face_looks import Cloud, Eye, Look, brain_look, hull_look, looked, photographed
-from agent.heads import skin
-from agent.heads.average import average_of
-from agent.heads.brain import Atlas, Brain, Register
-from agent.heads.change import checked
-from agent.heads.gamma import transform
-from agent.heads.head import Head, examined
-from agent.heads.reasons import NotDefaced
-from agent.heads.region import Region
-from agent.heads.removal import METHODS as REMOVALS
-from agent.measures.rendering import surface
-from agent.measures.tissue import PARTS, Tissues, dice, segment
-from agent.nets.brain_age import head_cube
-from agent.nouns import Volume
-from agent.phantoms.heads import HeadPhantoms
-from agent.phantoms.scanners import find_head
-from agent.reproduce.kept import Kept, Say, sha
-from agent.stages.remodel import Draws, remodel
-from agent.training.brain_age import AgeConfig
+from agent.defacing import head_mask
+from agent.defacing.brain_extraction import Atlas, Brain, Register
+from agent.defacing.change import checked
+from agent.defacing.face_region import Region
+from agent.defacing.head import HeadScan
+from agent.defacing.privacy_transform import transform
+from agent.defacing.quality import examined
+from agent.defacing.reidentification.features import Cloud, Eye, ScanFeatures, extract_features
+from agent.defacing.reidentification.rendering import surface
+from agent.defacing.remodel import HeadGenerator, remodel
+from agent.defacing.removal_methods import METHODS as REMOVALS
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from deploy.phantoms.heads import HeadPhantoms
+from deploy.phantoms.scanner_files import find_head
+from deploy.reproduction.attacks.head_identification import brain_look, hull_look, photographed
+from deploy.reproduction.average_head import average_of
+from deploy.reproduction.measures.brain_age_network import head_cube
+from deploy.reproduction.measures.brain_age_training import AgeConfig
+from deploy.reproduction.measures.tissue_segmentation import PARTS, Tissues, dice, segment
+from deploy.reproduction.result_cache import Kept, Say, sha
 
 UNALTERED, REMODEL, BLURRED = "unaltered", "remodel", "blurred"
 HULL, BRAIN = "hull only", "brain only"
@@ -58,7 +60,7 @@ class Scanned:
     session: str
     age: float | None  # years; None: not known
     load: Callable[[], Volume]
-    truth: Callable[[], Head] | None = None  # of a made head whose brain is known: it is not looked for
+    truth: Callable[[], HeadScan] | None = None  # of a made head whose brain is known: it is not looked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +71,10 @@ class Heads:
     scans: tuple[Scanned, ...]
     atlas: Atlas
     register: Register
-    remodeller: tuple[str, Draws] | None = None  # its digest and itself; None: the mean of the first part's heads
-    stranger: Callable[[str], Draws] | None = None  # cross-fitted: the one that did not learn from a person
+    remodeller: tuple[str, HeadGenerator] | None = (
+        None  # its digest and itself; None: the mean of the first part's heads
+    )
+    stranger: Callable[[str], HeadGenerator] | None = None  # cross-fitted: the one that did not learn from a person
 
     def __post_init__(self) -> None:
         """A session is named once, and people come back."""
@@ -125,7 +129,7 @@ class Parts:
     tested: tuple[str, ...]
 
 
-class TooFewHeads(ValueError):
+class TooFewHeadsError(ValueError):
     """The folder holds too few people with two sessions each. The text says how many would do."""
 
 
@@ -133,7 +137,7 @@ class DeidWork(Kept):
     """The looks, tissues and cubes of one experiment."""
 
     def __init__(self, heads: Heads, settings: DeidSettings, folder: Path, say: Say) -> None:
-        """Keep in a folder what has been computed; see :class:`agent.reproduce.kept.Kept`."""
+        """Keep in a folder what has been computed; see :class:`deploy.reproduction.result_cache.Kept`."""
         told = {name: value for name, value in asdict(settings).items() if name not in _FREE}
         who = sorted((s.person, s.session, s.age) for s in heads.scans)
         network = heads.remodeller[0] if heads.remodeller else "mean"
@@ -148,14 +152,14 @@ class DeidWork(Kept):
         """The split of a seed, among those who were seen twice.
 
         Raises:
-            TooFewHeads: there are not enough.
+            TooFewHeadsError: there are not enough.
         """
         s = self.settings
         names = [name for name, scans in self._visits.items() if len(scans) > 1]
         averaged = 0 if self.heads.remodeller else s.averaged
         if len(names) < averaged + _LEARN + _TEST:
             least = averaged + _LEARN + _TEST
-            raise TooFewHeads(f"{len(names)} people were scanned twice or more; {least} at least are needed")
+            raise TooFewHeadsError(f"{len(names)} people were scanned twice or more; {least} at least are needed")
         order = [names[i] for i in self.rng("parts", seed).permutation(len(names))]
         left = len(names) - averaged
         public = min(s.public, max(_LEARN, left // 3))
@@ -172,19 +176,19 @@ class DeidWork(Kept):
             self._last = scan, Once(self, scan)
         return self._last[1]
 
-    def draws(self, seed: int, person: str) -> Draws:
+    def draws(self, seed: int, person: str) -> HeadGenerator:
         """What draws another head for a person, who is in no part of it."""
         if self.heads.stranger is not None:
             return self.heads.stranger(person)
         if self.heads.remodeller is not None:
             return self.heads.remodeller[1]
 
-        def mean() -> Draws:
+        def mean() -> HeadGenerator:
             self.say(f"mean of public heads, seed {seed}")
             found = [self.once(self.visit(p, 0)).head for p in self.parts(seed).averaged]
             return average_of(found, self.settings.side)
 
-        made: Draws = self.held(f"mean {seed}", mean)
+        made: HeadGenerator = self.held(f"mean {seed}", mean)
         return made
 
     def refused(self, seed: int) -> Mapping[str, str]:
@@ -197,23 +201,23 @@ class DeidWork(Kept):
                     scan = self.visit(person, number)
                     try:
                         self.look(scan, UNALTERED, seed)
-                    except NotDefaced as fault:
+                    except NotDefacedError as fault:
                         found[person] = fault.code
                         continue
                     made = self.settings.methods if number or self.settings.same else ()
                     for method in (*made, HULL, BRAIN):
-                        with suppress(NotDefaced):  # of this method: it is asked again when its row is made
+                        with suppress(NotDefacedError):  # of this method: it is asked again when its row is made
                             self.look(scan, method, seed)
             return found
 
         kept: Mapping[str, str] = self.held(f"refused {seed}", look)
         return kept
 
-    def look(self, scan: Scanned, method: str, seed: int) -> Look:
+    def look(self, scan: Scanned, method: str, seed: int) -> ScanFeatures:
         """What an attacker sees of a scan after a method.
 
         Raises:
-            NotDefaced: the scan was refused, or the method did not work on it.
+            NotDefacedError: the scan was refused, or the method did not work on it.
         """
         one = self.once(scan)
         kept = self.arrays(self._key("look", scan, method, seed), lambda: _flat(one.look(method, seed)), one.told)
@@ -247,7 +251,7 @@ class Once:
         self._made: dict[tuple[str, int], tuple[Volume, float]] = {}
 
     @cached_property
-    def head(self) -> Head:
+    def head(self) -> HeadScan:
         """Examined."""
         if self.scan.truth is not None:
             return self.scan.truth()
@@ -262,7 +266,7 @@ class Once:
         """After a method."""
         return self.head.volume if method == UNALTERED else self._defaced(method, seed)[0]
 
-    def look(self, method: str, seed: int) -> Look:
+    def look(self, method: str, seed: int) -> ScanFeatures:
         """An attacker's; all heads stand as the registration of the unaltered brain has them: the strongest case."""
         s, head = self.work.settings, self.head
         if method in (HULL, BRAIN):
@@ -273,10 +277,10 @@ class Once:
                 if method == BRAIN
                 else hull_look(gamma.hull[some])
             )
-        seen = surface(self.volume(method, seed), skin.threshold(head.volume.values))
-        look = looked(seen, head.brain.to_template, s.eye)
+        seen = surface(self.volume(method, seed), head_mask.threshold(head.volume.values))
+        look = extract_features(seen, head.brain.to_template, s.eye)
         photographs = photographed(seen, head.brain.to_template, s.eye).channels
-        return Look({**look.channels, **photographs}, look.clouds)
+        return ScanFeatures({**look.channels, **photographs}, look.clouds)
 
     def cube(self, method: str, seed: int) -> NDArray[np.float32]:
         """The network's view of the whole head."""
@@ -294,7 +298,7 @@ class Once:
         try:
             found = segment(volume, heads.atlas, heads.register)
             parts = {p: dice(whole.part(p), found.part(p)) for p in PARTS}
-        except NotDefaced:  # the segmenter finds no brain in what a method left: nothing overlaps
+        except NotDefacedError:  # the segmenter finds no brain in what a method left: nothing overlaps
             parts = dict.fromkeys(PARTS, 0.0)
         return told | parts
 
@@ -365,9 +369,9 @@ def _volume(made: HeadPhantoms, person: int, visit: int, mm: float) -> Volume:
     return made.scan(person, visit, mm).volume
 
 
-def _known(made: HeadPhantoms, person: int, visit: int, mm: float) -> Head:
+def _known(made: HeadPhantoms, person: int, visit: int, mm: float) -> HeadScan:
     scan = made.scan(person, visit, mm)
-    return Head(scan.volume, skin.head_mask(scan.volume), Brain(scan.brain, 1.0, scan.to_template))
+    return HeadScan(scan.volume, head_mask.head_mask(scan.volume), Brain(scan.brain, 1.0, scan.to_template))
 
 
 def smaller(settings: DeidSettings, limit: int | None) -> DeidSettings:
@@ -380,18 +384,18 @@ def smaller(settings: DeidSettings, limit: int | None) -> DeidSettings:
     return replace(settings, averaged=averaged, public=public, tested=max(_TEST, limit - public - averaged))
 
 
-def _flat(look: Look) -> dict[str, NDArray[Any]]:
+def _flat(look: ScanFeatures) -> dict[str, NDArray[Any]]:
     flat: dict[str, NDArray[Any]] = {f"channel/{name}": one.astype(np.float16) for name, one in look.channels.items()}
     for name, cloud in look.clouds.items():
         flat |= {f"points/{name}": cloud.points, f"normals/{name}": cloud.normals}
     return flat
 
 
-def _unflat(flat: Mapping[str, NDArray[Any]]) -> Look:
+def _unflat(flat: Mapping[str, NDArray[Any]]) -> ScanFeatures:
     channels = {k.split("/", 1)[1]: v.astype(np.float32) for k, v in flat.items() if k.startswith("channel/")}
     clouds = {
         k.split("/", 1)[1]: Cloud(v, flat["normals/" + k.split("/", 1)[1]])
         for k, v in flat.items()
         if k.startswith("points/")
     }
-    return Look(channels, clouds)
+    return ScanFeatures(channels, clouds)

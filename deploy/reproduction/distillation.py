@@ -2,15 +2,15 @@
 
 Fernandez, Sanchez, Pinaya, Jacenków, Tsaftaris & Cardoso 2023. Differences from the paper, on purpose:
 
-* R_re-id is measured by a second verifier that filtered nothing, and over every picture of every patient that is
-  learned. The paper asks the network that filtered, about the one real picture of a sample's own prompt.
+* R_re-id is measured by a second verifier that filtered nothing, and over every image of every patient that is
+  learned. The paper asks the network that filtered, about the one real image of a sample's own prompt.
 * The threshold is calibrated to a rate of false matches for a gallery of that size; figure 2 has the paper's 0.5.
-* Prompts are templates with a label. There is no report, and no sample has a picture of its own.
+* Prompts are templates with a label. There is no report, and no sample has an image of its own.
 * The autoencoder and the networks that judge learn from people of whom nobody is in the cohort. "Pre-trained" in
   Table 1 is a model of those people; the paper's is Stable Diffusion. Its FID is a Fréchet distance in random
   features here, which compares rows and nothing else.
-* D_synth has as many pictures of each condition. D_distill are the student's pictures before they are vetted: what
-  a release of pictures vets once more stands in a row of its own. D_filtered is what the student learned.
+* D_synth has as many images of each condition. D_distill are the student's images before they are vetted: what
+  a release of images vets once more stands in a row of its own. D_filtered is what the student learned.
 * Made-up radiographs have findings that are independent of the person. A cohort of them is small, so that a teacher
   comes to know it by heart: how much a teacher remembers is a setting, and no finding.
 * Figure 3's models are compared with all patients of the cohort, for one threshold; all take the same steps.
@@ -30,27 +30,27 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from agent.attacks.distillation import DELTAS, Planted, by_threshold, planted_caught
-from agent.measures.fidelity import describe, frechet
-from agent.measures.findings import area, train_findings
-from agent.nets.features import RandomFeatures
-from agent.nets.pictures import to_tensor
-from agent.reproduce.distilling import (
+from agent.evaluation.fidelity import describe, frechet
+from agent.models.features.extractors import RandomFeatures
+from agent.models.image_tensors import to_tensor
+from agent.vetting.filter import vet
+from agent.vetting.nearest_neighbours import exhaustive
+from agent.vetting.reference import Reference, VerifierView, look
+from deploy.reproduction.attacks.extraction import DELTAS, Planted, by_threshold, planted_caught
+from deploy.reproduction.distillation_experiment import (
     DistillSettings,
     DistillWork,
-    Pictures,
+    Images,
     Radiographs,
     aligner,
     opened,
     verifier,
     vetting,
 )
-from agent.reproduce.kept import Say
-from agent.reproduce.students import Made, Teacher, distilled, drawn, planted, real, reference, shown
-from agent.reproduce.tables import Cell, Table, Verdict, judged, order
-from agent.stages.nearest import exhaustive
-from agent.stages.reference import Reference, Sight, look
-from agent.stages.vet import vet
+from deploy.reproduction.distillation_models import Made, Teacher, distilled, drawn, planted, real, reference, shown
+from deploy.reproduction.measures.chest_findings import area, train_findings
+from deploy.reproduction.result_cache import Say
+from deploy.reproduction.tables import Cell, Table, Verdict, judged, order
 
 RE_ID, OWN, AUC, S_ALIGN, LEFT = "R_re-id", "R_re-id, own", "AUC", "s_align", "pictures"
 D_REAL, STRANGERS, D_SYNTH = "D_real", "real, held out", "D_synth"
@@ -63,15 +63,15 @@ _AT_ONCE: Final = 256
 Measure = Callable[[int], Mapping[str, float]]
 
 
-def scores(work: DistillWork, of: Reference, images: Pictures, unseen: bool) -> NDArray[np.float64]:
-    """(n,) highest log-odds of each picture against every picture of the reference, by one verifier."""
+def scores(work: DistillWork, of: Reference, images: Images, unseen: bool) -> NDArray[np.float64]:
+    """(n,) highest log-odds of each image against every image of the reference, by one verifier."""
     judge = verifier(work, unseen)
     batches = (to_tensor(_unit(images[a : a + 64])) for a in range(0, len(images), 64))
-    made: Sight = look(batches, (judge,), work.settings.device)[0][0]
+    made: VerifierView = look(batches, (judge,), work.settings.device)[0][0]
     return exhaustive(judge, made, of.unseen if unseen else of.seen)[0]
 
 
-def re_identified(work: DistillWork, of: Reference, images: Pictures) -> dict[str, float]:
+def re_identified(work: DistillWork, of: Reference, images: Images) -> dict[str, float]:
     """R_re-id by the unseen verifier and by the filter's own, at their thresholds; NaN counts as re-identified."""
     told = {}
     for name, unseen, threshold in ((RE_ID, True, "unseen"), (OWN, False, "verifier")):
@@ -80,7 +80,7 @@ def re_identified(work: DistillWork, of: Reference, images: Pictures) -> dict[st
 
 
 def aligned(work: DistillWork, made: Made) -> float:
-    """Mean s_align of pictures that were asked to show a condition."""
+    """Mean s_align of images that were asked to show a condition."""
     tokens = work.conditions.tokens(torch.from_numpy(made.labels))
     parts = (slice(a, a + _AT_ONCE) for a in range(0, len(tokens), _AT_ONCE))
     judge = aligner(work)  # trained here, if it was not before: outside of what follows
@@ -89,12 +89,12 @@ def aligned(work: DistillWork, made: Made) -> float:
     return float(torch.cat(found).double().mean())
 
 
-def utility(work: DistillWork, seed: int, images: Pictures, findings: NDArray[np.bool_]) -> float:
-    """The mean AUC of five findings on real patients to test on, of a classifier that learns these pictures."""
+def utility(work: DistillWork, seed: int, images: Images, findings: NDArray[np.bool_]) -> float:
+    """The mean AUC of five findings on real patients to test on, of a classifier that learns these images."""
     if bool((findings == findings[:1]).all()):
         return 0.5  # nothing to learn
     s, test, found = work.settings, real(work, seed, test=True), []
-    # as many steps for a small set as for a large one: a cohort's few pictures are not judged by a shorter training
+    # as many steps for a small set as for a large one: a cohort's few images are not judged by a shorter training
     recipe = replace(s.recipe, epochs=max(s.recipe.epochs, round(s.recipe.epochs * s.pictures / len(images))))
     for number in range(s.classifiers):
         predict = train_findings(_unit(images), findings, recipe, 100 * seed + number)
@@ -138,7 +138,7 @@ def _row(work: DistillWork, seed: int, row: str) -> Made:
 
 
 def table2(work: DistillWork) -> Table:
-    """Table 2, with what the filter left, what is released, and pictures of nobody."""
+    """Table 2, with what the filter left, what is released, and images of nobody."""
     cells = dict[tuple[str, str], Cell]()
     for row in (D_REAL, STRANGERS, D_SYNTH, D_FILTERED, D_DISTILL, RELEASED):
         cells |= _cells(work, row, partial(measured, work, row=row))
@@ -220,7 +220,7 @@ def _teacher(work: DistillWork, seed: int, **which: Any) -> dict[str, float]:
 
 
 def memorised(work: DistillWork, which: Teacher) -> dict[str, float]:
-    """R_re-id and the Fréchet distance of a teacher's pictures; neither sees a condition."""
+    """R_re-id and the Fréchet distance of a teacher's images; neither sees a condition."""
 
     def compute() -> dict[str, float]:
         images = drawn(work, which).images
@@ -233,7 +233,7 @@ def memorised(work: DistillWork, which: Teacher) -> dict[str, float]:
 
 
 def caught(work: DistillWork, seed: int, times: int) -> tuple[Planted, dict[str, float]]:
-    """A stranger's picture, ``times`` over in what a teacher learns: what of it is drawn, and what is dropped.
+    """A stranger's image, ``times`` over in what a teacher learns: what of it is drawn, and what is dropped.
 
     Returns:
         What became of it, and its shares by name; a share of nothing is NaN.
@@ -282,7 +282,7 @@ def _judged(
     return Verdict(claim, bool(holds(a.mean, b.mean)), (sum(each), len(each)), numbers)
 
 
-def _unit(images: Pictures) -> NDArray[np.float32]:
+def _unit(images: Images) -> NDArray[np.float32]:
     out: NDArray[np.float32] = images.astype(np.float32) / np.float32(255)
     return out
 
@@ -302,13 +302,13 @@ def run(name: str, sources: Radiographs, settings: DistillSettings, folder: Path
         name: of :data:`TABLES`.
         sources: the public part and the cohorts.
         settings: all that is chosen beforehand.
-        folder: keeps networks, pictures and numbers; a run that was killed, or another table, goes on from there.
+        folder: keeps networks, images and numbers; a run that was killed, or another table, goes on from there.
         say: told what is being done.
     Raises:
         KeyError: no such table.
-        KnowsNobody: the vetting misses near-duplicates of the cohort's own pictures.
-        NothingLeft: no sample was kept.
-        ValueError, Busy, BadCell, Diverged: see :mod:`agent.reproduce.distilling`.
+        RecogniserError: the vetting misses near-duplicates of the cohort's own images.
+        NothingLeftError: no sample was kept.
+        ValueError, BusyError, CellError, DivergedError: see :mod:`deploy.reproduction.distillation_experiment`.
     """
     table = TABLES[name]
     with opened(sources, settings, folder, say) as work:

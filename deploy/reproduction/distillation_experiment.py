@@ -15,26 +15,28 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.measures.utility import Recipe
-from agent.nets import autoencoder as autoencoders
-from agent.nets.alignment import Aligner, aligner_from
-from agent.nets.autoencoder import Autoencoder, autoencoder_from
-from agent.nets.conditions import Conditions
-from agent.nets.verifier import Verifier, verifier_from
-from agent.phantoms.chest import conditions, label_of
-from agent.reproduce.chests import Chests
-from agent.reproduce.kept import Kept, Say, locked, sha
-from agent.stages.distil import Sampling
-from agent.stages.latent import LatentConfig
-from agent.stages.vet import Vetting
-from agent.training import alignment, verification
-from agent.training.alignment import Labelled, train_aligner_of
-from agent.training.autoencoder import AutoencoderTraining, train_autoencoder
-from agent.training.loop import FilePlace, write_whole
-from agent.training.near import NEAR, near_duplicates
-from agent.training.verification import fit_verifier, second_opinion
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.distillation.latent_model import LatentConfig
+from agent.mechanisms.distillation.teacher_student import Sampling
+from agent.models.diffusion import aligner_training
+from agent.models.diffusion import autoencoder as autoencoders
+from agent.models.diffusion.aligner import Aligner, aligner_from
+from agent.models.diffusion.aligner_training import Labelled, train_aligner_of
+from agent.models.diffusion.autoencoder import Autoencoder, autoencoder_from
+from agent.models.diffusion.autoencoder_training import AutoencoderTraining, train_autoencoder
+from agent.models.diffusion.near_duplicates import NEAR, near_duplicates
+from agent.models.diffusion.prompts import Conditions
+from agent.models.recognition import verifier_training
+from agent.models.recognition.verifier import Verifier, verifier_from
+from agent.models.recognition.verifier_training import fit_verifier, second_opinion
+from agent.models.training_loop import FileCheckpointStore
+from agent.vetting.filter import Vetting
+from deploy.phantoms.chest import conditions, label_of
+from deploy.reproduction.mimic_cxr import Chests
+from deploy.reproduction.result_cache import Kept, Say, locked, sha
+from protos.common.durable_files import replace_file
 
-Pictures = NDArray[np.uint8]
+Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 _FREE: Final = ("seeds", "device")  # settings on which no number depends
 _PUBLIC: Final = ("autoencoder", "most", "public", "side", "near")  # on which the public networks depend
@@ -49,7 +51,7 @@ class Lengths:
     aligner: int
     teacher: int
     student: int
-    pretraining: int  # of Table 1's rows, on public pictures; the teacher's own steps follow
+    pretraining: int  # of Table 1's rows, on public images; the teacher's own steps follow
     canary: int = 400  # more steps of a teacher, with a planted patient in the cohort
 
 
@@ -64,11 +66,11 @@ class DistillSettings:
     sampling: Sampling
     pictures: int  # of each set that is measured: D_synth, D_distill
     recipe: Recipe
-    most: int = 1  # findings of a condition; pictures of more are not learned
+    most: int = 1  # findings of a condition; images of more are not learned
     people: tuple[int, int] = (60, 150)  # made-up patients to learn and to test on
     visits: int = 3  # of each of them
     public: int = 700  # made-up people of the public part, two visits each; of a folder, a third of its patients
-    moved: float = 0.0  # the paper: 0.1 of those to test on have half of their pictures learned (section 4.1)
+    moved: float = 0.0  # the paper: 0.1 of those to test on have half of their images learned (section 4.1)
     shares: tuple[float, ...] = (0.1, 0.5, 1.0)  # of the patients to learn, figure 3, rising
     classifiers: int = 2  # of every AUC: its mean over so many initial weights
     false_matches: float = 0.01
@@ -98,7 +100,7 @@ class Radiographs:
 
 
 class DistillWork(Kept):
-    """The networks, models and pictures of one experiment."""
+    """The networks, models and images of one experiment."""
 
     def __init__(self, sources: Radiographs, settings: DistillSettings, folder: Any, say: Say) -> None:
         """Use :func:`opened`."""
@@ -121,9 +123,9 @@ class DistillWork(Kept):
         names = self.conditions.names
         return np.array([names.index(one) if one in names else -1 for one in chests.labels], np.int64)
 
-    def place(self, key: str) -> FilePlace:
+    def place(self, key: str) -> FileCheckpointStore:
         """Of a training's checkpoint."""
-        return FilePlace(self.folder / "networks" / f"{sha([self.digest, key])[:32]}.checkpoint")
+        return FileCheckpointStore(self.folder / "networks" / f"{sha([self.digest, key])[:32]}.checkpoint")
 
     def network(self, name: str, make: Any) -> bytes:
         """A public network's file, made once; ``make`` is given the folder of its checkpoint."""
@@ -132,7 +134,7 @@ class DistillWork(Kept):
         if not path.exists():
             self.say(f"public {name}")
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, make(folder))
+            replace_file(path, make(folder))
         return path.read_bytes()
 
 
@@ -141,7 +143,7 @@ def opened(sources: Radiographs, settings: DistillSettings, folder: Any, say: Sa
     """Work in a folder that nobody else works in meanwhile.
 
     Raises:
-        Busy: somebody does.
+        BusyError: somebody does.
         ValueError: a seed has no cohort, or a cohort nobody to learn or to test on.
     """
     for seed in settings.seeds:
@@ -155,7 +157,7 @@ def opened(sources: Radiographs, settings: DistillSettings, folder: Any, say: Sa
 
 
 def autoencoder(work: DistillWork) -> Autoencoder:
-    """Of the public pictures."""
+    """Of the public images."""
 
     def make(folder: Any) -> bytes:
         s = work.settings
@@ -179,7 +181,7 @@ def verifier(work: DistillWork, unseen: bool = False) -> Verifier:
     s, name = work.settings, "unseen" if unseen else "verifier"
 
     def make(folder: Any) -> bytes:
-        config = replace(verification.suited("filter", s.side, 1, s.steps.verifier), device=s.device)
+        config = replace(verifier_training.suited("filter", s.side, 1, s.steps.verifier), device=s.device)
         config = second_opinion(config) if unseen else config
         # what a latent model gives back has been through the autoencoder: real pairs alone do not show that
         near = None if unseen else near_duplicates(autoencoder(work))
@@ -192,11 +194,11 @@ def verifier(work: DistillWork, unseen: bool = False) -> Verifier:
 
 
 def aligner(work: DistillWork) -> Aligner:
-    """Of the public pictures that show a condition."""
+    """Of the public images that show a condition."""
 
     def make(folder: Any) -> bytes:
         public, labels = work.sources.public, work.labels_of(work.sources.public)
-        config = alignment.suited(work.settings.side, 1, work.settings.steps.aligner)
+        config = aligner_training.suited(work.settings.side, 1, work.settings.steps.aligner)
         config = replace(config, device=work.settings.device)
         labelled = Labelled(public.images, labels, public.owners)
         return train_aligner_of(labelled, work.conditions, config, folder)
@@ -218,7 +220,7 @@ def _precision(device: str) -> Any:
 
 
 def _digest(chests: Chests) -> str:
-    """SHA-256 of pictures and what is known of them."""
+    """SHA-256 of images and what is known of them."""
     found = hashlib.sha256(f"{chests.images.shape}".encode())
     for array in (chests.images, chests.owners, chests.findings, chests.part):
         found.update(np.ascontiguousarray(array).tobytes())

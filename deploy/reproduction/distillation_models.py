@@ -1,7 +1,8 @@
 """The teachers and students of an experiment with Privacy Distillation, and what they draw.
 
-The distillation itself is the mechanism's (:func:`agent.stages.distil.distil`): what is measured here is what a
-release does. What it draws is drawn by the operating system's chance, what is drawn to be measured by the seed's.
+The distillation itself is the mechanism's (:func:`agent.mechanisms.distillation.teacher_student.distil`): what is
+measured here is what a release does. What it draws is drawn by the operating system's chance, what is drawn to be
+measured by the seed's.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nouns import Patient
-from agent.phantoms.chest import FINDINGS
-from agent.reproduce.chests import Chests
-from agent.reproduce.distilling import DistillWork, Labels, Pictures, aligner, autoencoder, vetting
-from agent.reproduce.experiment import Rows, Samples, cohort_of
-from agent.reproduce.kept import sha
-from agent.stages.distil import Course, Output, Work, distil
-from agent.stages.latent import LatentConfig, LatentDiffusion
-from agent.stages.noise import SystemEntropy
-from agent.stages.vet import Reference, reference_of
-from agent.training.diffusion import Average
-from agent.training.latent_diffusion import LatentTrainer, encoded
-from agent.training.loop import FilePlace, Plan, own_generator, train
+from agent.domain import Patient
+from agent.dp.noise import SystemEntropy
+from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffusion
+from agent.mechanisms.distillation.teacher_student import Course, Output, Work, distil
+from agent.models.diffusion.edm_training import Average
+from agent.models.diffusion.latent_training import LatentTrainer, encoded
+from agent.models.training_loop import FileCheckpointStore, Plan, torch_generator, train
+from agent.vetting.filter import Reference, reference_of
+from deploy.phantoms.chest import FINDINGS
+from deploy.reproduction.distillation_experiment import DistillWork, Images, Labels, aligner, autoencoder, vetting
+from deploy.reproduction.experiment import Rows, Samples, cohort_of
+from deploy.reproduction.mimic_cxr import Chests
+from deploy.reproduction.result_cache import sha
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Teacher:
     conditional: bool = True
     pretrained: bool = False
     share: float = 1.0  # of the patients
-    planted: int = 0  # so many copies of a stranger's picture, learned in more steps
+    planted: int = 0  # so many copies of a stranger's image, learned in more steps
 
     @property
     def key(self) -> str:
@@ -52,21 +53,21 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """Pictures and what they were asked to show."""
+    """Images and what they were asked to show."""
 
-    images: Pictures  # (n, s, s)
+    images: Images  # (n, s, s)
     labels: Labels  # (n,) places in the conditions' names, -1 for none
 
 
 def cohort_rows(work: DistillWork, seed: int) -> Rows:
-    """Rows of the pictures to learn that show a condition."""
+    """Rows of the images to learn that show a condition."""
     chests = work.sources.cohorts[seed]
     rows = chests.rows("train")
     return rows[work.labels_of(chests)[rows] >= 0]
 
 
 def planted(work: DistillWork, seed: int) -> Patient:
-    """A stranger to the cohort: the first patient to test on, with the first picture."""
+    """A stranger to the cohort: the first patient to test on, with the first image."""
     chests = work.sources.cohorts[seed]
     strange = np.setdiff1d(chests.owners[chests.rows("test")], chests.owners[chests.rows("train")])
     row = np.flatnonzero(chests.owners == strange[0])[:1]
@@ -75,7 +76,7 @@ def planted(work: DistillWork, seed: int) -> Patient:
 
 
 def reference(work: DistillWork, seed: int, more: Patient | None = None) -> Reference:
-    """Every picture that is learned, whichever share of it a teacher learns; and of a planted patient."""
+    """Every image that is learned, whichever share of it a teacher learns; and of a planted patient."""
 
     def make() -> Reference:
         chests = work.sources.cohorts[seed]
@@ -128,7 +129,7 @@ def _taught(work: DistillWork, which: Teacher) -> LatentDiffusion:
 
 
 def _pretrained(work: DistillWork, which: Teacher) -> LatentDiffusion:
-    """A model of the public pictures, with or without their conditions."""
+    """A model of the public images, with or without their conditions."""
     public = work.sources.public
     labels = work.labels_of(public)
     rows = np.flatnonzero(labels >= 0)
@@ -158,14 +159,14 @@ def tuned(work: DistillWork, start: LatentDiffusion, data: Made, steps: int, key
 
 
 def drawn(work: DistillWork, which: Teacher) -> Made:
-    """D_synth: a teacher's pictures, as many of each condition, nothing filtered."""
+    """D_synth: a teacher's images, as many of each condition, nothing filtered."""
     count = work.settings.pictures
     asked = np.arange(count, dtype=np.int64) % work.conditions.count
     asked = asked if which.conditional else np.full(count, -1, np.int64)
     key = work.keyed(f"drawn, {which.key}", which.seed)
 
     def compute() -> Mapping[str, NDArray[Any]]:
-        return {"images": taught(work, which).sample(asked, own_generator(1_000 + which.seed)), "labels": asked}
+        return {"images": taught(work, which).sample(asked, torch_generator(1_000 + which.seed)), "labels": asked}
 
     return _made(work, key, compute)
 
@@ -186,10 +187,10 @@ def course(work: DistillWork, seed: int) -> Course:
 
 
 def distilled(work: DistillWork, seed: int) -> tuple[Made, Made]:
-    """D_filtered, which the last student learned; and D_distill, that student's pictures before they are vetted."""
+    """D_filtered, which the last student learned; and D_distill, that student's images before they are vetted."""
     of = course(work, seed)
 
-    def place(name: str) -> FilePlace:
+    def place(name: str) -> FileCheckpointStore:
         return work.place(work.keyed(name, seed))
 
     def student() -> tuple[Made, LatentDiffusion]:
@@ -200,7 +201,7 @@ def distilled(work: DistillWork, seed: int) -> tuple[Made, Made]:
     def compute() -> Mapping[str, NDArray[Any]]:
         learned, model = student()
         asked = np.unique(learned.labels)[np.arange(s.pictures) % len(np.unique(learned.labels))]
-        made = model.sample(asked, own_generator(2_000 + seed))
+        made = model.sample(asked, torch_generator(2_000 + seed))
         return {"learned": learned.images, "shown": learned.labels, "images": made, "labels": asked}
 
     s = work.settings
@@ -210,7 +211,7 @@ def distilled(work: DistillWork, seed: int) -> tuple[Made, Made]:
 
 
 def real(work: DistillWork, seed: int, test: bool = False) -> Chests:
-    """D_real: the pictures to learn; or those to test on."""
+    """D_real: the images to learn; or those to test on."""
     chests = work.sources.cohorts[seed]
     return chests.take(chests.rows("test") if test else cohort_rows(work, seed))
 

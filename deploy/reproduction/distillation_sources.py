@@ -9,23 +9,23 @@ from typing import Final
 
 import numpy as np
 
-from agent.measures.utility import Recipe
-from agent.nets.latent_diffusion import PRESETS as DENOISERS
-from agent.phantoms.chest import chest_patients
-from agent.reproduce.chests import NOTE, Chests, chests_from_phantoms, mimic_cxr, moved, parted
-from agent.reproduce.distilling import DistillSettings, Lengths, Radiographs
-from agent.stages.distil import Sampling
-from agent.stages.latent import LatentConfig
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.distillation.latent_model import LatentConfig
+from agent.mechanisms.distillation.teacher_student import Sampling
+from agent.models.diffusion.latent import PRESETS as DENOISERS
+from deploy.phantoms.chest import chest_patients
+from deploy.reproduction.distillation_experiment import DistillSettings, Lengths, Radiographs
+from deploy.reproduction.mimic_cxr import NOTE, Chests, chests_from_phantoms, mimic_cxr, moved, parted
 
 MIMIC, PHANTOMS = "mimic-cxr", "phantoms"
 _ASIDE: Final = 1 / 3  # of a folder's patients, for the public part
 _TESTED: Final = 2_132 / 25_400  # of the others (section 4.1)
 _PUBLIC_SEED: Final = 77
 
-# Tuned on seed 0 alone, by how much the teacher remembers (R_re-id by the filter's verifier; of pictures of nobody it
+# Tuned on seed 0 alone, by how much the teacher remembers (R_re-id by the filter's verifier; of images of nobody it
 # was 0.4 %). 48 patients, rate 2e-3: 1,000 steps 0.3 %, 1,750 steps 2 %. 36 patients, rate 4e-3: 750 steps 0.3 %,
 # 1,500 steps 6 %, 2,250 steps 22 %. Verifiers of 500 steps found 0.92 of what was planted, and 0.9 is asked for by
-# the lower end. With 5 candidates of 100 groups and a student of 1,500 steps, 242 pictures were left to learn.
+# the lower end. With 5 candidates of 100 groups and a student of 1,500 steps, 242 images were left to learn.
 CHEST32: Final = DistillSettings(
     side=32,
     autoencoder="coarse32",
@@ -100,7 +100,7 @@ def folder(data: Path, settings: DistillSettings, limit: int | None) -> Radiogra
     """MIMIC-CXR-JPG: a third of the patients is the public part, always the same; the others are each seed's cohort.
 
     Raises:
-        BadDataset: the folder is laid out otherwise.
+        DatasetError: the folder is laid out otherwise.
         ValueError: there are too few patients.
     """
     found = mimic_cxr(data, settings.side, limit)
@@ -116,6 +116,6 @@ def folder(data: Path, settings: DistillSettings, limit: int | None) -> Radiogra
 
 
 def _halved(chests: Chests, share: float, settings: DistillSettings, rng: np.random.Generator) -> Chests:
-    """Patients to learn and to test on, some of the latter with half of their pictures learned."""
+    """Patients to learn and to test on, some of the latter with half of their images learned."""
     split = parted(chests, share, rng)
     return moved(split, rng, settings.moved) if settings.moved else split

@@ -22,16 +22,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nets.pictures import to_bytes
-from agent.nets.restyle import Polish
-from agent.nets.stylegan import PRESETS as GENERATORS
-from agent.nets.stylegan import Architecture
-from agent.nouns import Cohort, Image, Patient
-from agent.reproduce.datasets import Dataset
-from agent.reproduce.kept import Kept, Say, locked, sha
-from agent.reproduce.tables import Cell, Table
-from agent.stages.align import PUBLISHED, Alignment
-from agent.training.loop import Progress
+from agent.domain import Cohort, Image, Patient
+from agent.mechanisms.ksalsa.style_alignment import PUBLISHED, Alignment
+from agent.models.image_tensors import to_bytes
+from agent.models.stylegan.network import PRESETS as GENERATORS
+from agent.models.stylegan.network import Architecture
+from agent.models.stylegan.restyle import Polish
+from agent.models.training_loop import Progress
+from deploy.reproduction.datasets import Dataset
+from deploy.reproduction.result_cache import Kept, Say, locked, sha
+from deploy.reproduction.tables import Cell, Table
 
 Rows = NDArray[np.int64]
 _FREE: Final = ("seeds", "ks", "checkpoint_every", "device")  # settings on which no number depends
@@ -50,7 +50,7 @@ SMALL: Final = Architecture(32, 3, 64, 64, 2, 1024, 64)  # a quarter of a millio
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """A data set in memory: pictures, whose they are, how they are graded."""
+    """A data set in memory: images, whose they are, how they are graded."""
 
     images: NDArray[np.uint8]  # (n, s, s) or (n, s, s, 3)
     owners: Rows  # (n,): a number for each patient
@@ -59,7 +59,7 @@ class Samples:
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # name -> n values
 
     def __post_init__(self) -> None:
-        """One owner and one label for each square picture."""
+        """One owner and one label for each square image."""
         shape = self.images.shape
         if self.images.dtype != np.uint8 or self.images.ndim not in (3, 4) or shape[1] != shape[2]:
             raise ValueError("pictures are (n, s, s) or (n, s, s, 3) uint8")
@@ -76,19 +76,19 @@ class Samples:
         return told.hexdigest()
 
     def unit(self, rows: Rows) -> NDArray[np.float32]:
-        """Some pictures, in [0, 1]."""
+        """Some images, in [0, 1]."""
         out: NDArray[np.float32] = self.images[rows].astype(np.float32) / np.float32(255.0)
         return out
 
 
 def samples_of(data: Dataset) -> Samples:
-    """Read a data set's pictures, one at a time, as bytes. All of them stay in memory: n * side * side * 3 bytes.
+    """Read a data set's images, one at a time, as bytes. All of them stay in memory: n * side * side * 3 bytes.
 
-    All of EyePACS, 35,126 pictures, is 27.6 GB at 512 px; whatever is computed of a part of it takes that part as
+    All of EyePACS, 35,126 images, is 27.6 GB at 512 px; whatever is computed of a part of it takes that part as
     float32 besides, 50 GB of D0 while an encoder is trained. ``limit`` of the loader bounds both.
 
     Raises:
-        BadDataset: a picture cannot be read.
+        DatasetError: an image cannot be read.
     """
     images = np.empty((len(data), data.side, data.side, 3), np.uint8)
     for index in range(len(data)):
@@ -101,7 +101,7 @@ def samples_of(data: Dataset) -> Samples:
 class Official:
     """A published feature network: the file ``official/KIND`` of the work folder, with its pinned digest."""
 
-    kind: str  # of agent.nets.features.FEATURES: "vgg19-unnormalised", "moco", "inception", ...
+    kind: str  # of deploy.reproduction.feature_networks.FEATURES: "vgg19-unnormalised", "moco", "inception", ...
     sha256: str
 
     def __post_init__(self) -> None:
@@ -117,14 +117,15 @@ class Settings:
     How far codes are aligned was chosen on public data: 700 phantoms drawn for nothing else (400 made into a release,
     300 graded, by three classifiers), with a generator and encoder trained on 600 others. Some of rates 0.001 to 0.1,
     lambda 0.05 to 0.95, random and learned content features, both content targets, layers 1 to 3 and 25 or 50 steps
-    were tried, one at a time: the further a code went, the nearer to real pictures and the worse the grade. At k = 10
+    were tried, one at a time: the further a code went, the nearer to real images and the worse the grade. At k = 10
     the centroid had a kappa of 0.72 and a Fréchet distance of 0.175; 25 steps of 0.002 and lambda 0.05, the default,
     0.72 and 0.131; 25 of 0.004: 0.69 and 0.112; 50 of 0.003: 0.67 and 0.098; 50 of 0.01: 0.38 and 0.064; 50 of 0.1:
     0.09 and 0.063 (rates in the code's own numbers, whose scatter was 0.89; classifiers differed by 0.03 to 0.1). No
-    choice beat the centroid's kappa. ``paper512`` keeps the paper's (``agent.stages.align.PUBLISHED``).
+    choice beat the centroid's kappa. ``paper512`` keeps the paper's
+    (``agent.mechanisms.ksalsa.style_alignment.PUBLISHED``).
     """
 
-    generator: Architecture = SMALL  # its resolution is the side of every picture
+    generator: Architecture = SMALL  # its resolution is the side of every image
     seeds: tuple[int, ...] = (0, 1, 2)
     ks: tuple[int, ...] = (2, 5, 10)
     net_seeds: int = 1  # networks are trained so many times; seed i takes those of i modulo this number
@@ -147,7 +148,7 @@ class Settings:
     alignment: Alignment = field(default_factory=Alignment)
     epochs: int = 40  # of the classifier
     attack_steps: int = 300
-    views: int = 5  # supplement E: pictures of one cluster
+    views: int = 5  # supplement E: images of one cluster
     style: Official | None = None  # the paper's: VGG19; None: random features
     content: Official | None = None  # the paper's: MoCo; None: features learned on D0
     judge: Official | None = None  # the paper's: Inception; None: other random features
@@ -193,7 +194,7 @@ PRESETS: Final[Mapping[str, Settings]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Rows of the pictures of the three parts. Nobody is in two of them."""
+    """Rows of the images of the three parts. Nobody is in two of them."""
 
     public: Rows
     cohort: Rows
@@ -228,7 +229,7 @@ def opened(samples: Samples, settings: Settings, folder: Path, say: Say) -> Iter
     """Work in a folder that nobody else works in meanwhile.
 
     Raises:
-        Busy: somebody does.
+        BusyError: somebody does.
     """
     if samples.images.shape[1] != settings.side:
         raise ValueError(f"the pictures are not {settings.side} pixels a side, as the generator draws them")
@@ -239,9 +240,9 @@ def opened(samples: Samples, settings: Settings, folder: Path, say: Say) -> Iter
 class Work(Kept):
     """The networks and numbers of one experiment, each made once and kept whole.
 
-    A training that was killed goes on from its checkpoint (:mod:`agent.training.loop`); a number or a set of pictures
-    is written beside its place and renamed, so it is there or it is not. What is kept is found by everything that it
-    depends on but the program's own version.
+    A training that was killed goes on from its checkpoint (:mod:`agent.models.training_loop`); a number or a set of
+    images is written beside its place and renamed, so it is there or it is not. What is kept is found by everything
+    that it depends on but the program's own version.
     """
 
     def __init__(self, samples: Samples, settings: Settings, folder: Path, say: Say) -> None:
@@ -255,12 +256,12 @@ class Work(Kept):
         return split(self.samples, self.settings, seed)
 
     def trained_on(self, seed: int) -> Rows:
-        """Rows of the pictures that networks may learn: D0, or D where the papers are followed."""
+        """Rows of the images that networks may learn: D0, or D where the papers are followed."""
         parts = self.parts(seed)
         return parts.cohort if self.settings.as_published else parts.public
 
     def place(self, kind: str, seed: int) -> Path:
-        """The folder of one training: of its kind, seed and pictures, and every setting that it may depend on."""
+        """The folder of one training: of its kind, seed and images, and every setting that it may depend on."""
         told = {k: v for k, v in asdict(self.settings).items() if k not in (*_FREE, *_MEASURED)}
         pictures = hashlib.sha256(self.trained_on(seed).astype("<i8").tobytes()).hexdigest()
         run = sha([self.samples.digest(), told, pictures, seed % self.settings.net_seeds])
@@ -301,7 +302,7 @@ def tabled(work: Work, name: str, title: str, cells: Mapping[tuple[str, str], Ce
 
 
 def cohort_of(samples: Samples, rows: Rows) -> Cohort:
-    """The patients of some rows, under made-up pseudonyms, each with all of their pictures among the rows."""
+    """The patients of some rows, under made-up pseudonyms, each with all of their images among the rows."""
     mine: dict[int, list[Image]] = {}
     for row, pixels in zip(rows, samples.unit(rows), strict=True):
         mine.setdefault(int(samples.owners[row]), []).append(Image(pixels, samples.labels[row]))

@@ -1,6 +1,6 @@
-"""Lists of pictures in files, as a published data set's folder has them, checked whole before a picture is read.
+"""Lists of images in files, as a published data set's folder has them, checked whole before an image is read.
 
-A picture is read, and fitted (:mod:`agent.stages.fit`), when it is asked for. Errors name files of the layout,
+An image is read, and fitted (:mod:`agent.field_of_view`), when it is asked for. Errors name files of the layout,
 columns and numbers in a list, and nothing that stands in it.
 """
 
@@ -17,79 +17,81 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from agent.nouns import Cohort, Image, Patient
-from agent.stages.fit import fit
+from agent.domain import Cohort, Image, Patient
+from agent.field_of_view import fit
+from protos.common.errors import ConfigError
 
 _MOST_TOLD: Final = 5  # problems in one message
 
 
-class BadDataset(ValueError):
+class DatasetError(ConfigError, ValueError):
     """A folder is not laid out as the data set is. The text says what is missing, and no content."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Pictures in files, with whose they are and what they show. One entry for each picture."""
+    """Images in files, with whose they are and what they show. One entry for each image."""
 
     name: str
-    side: int  # of the pictures as they are handed out
+    side: int  # of the images as they are handed out
     paths: tuple[Path, ...] = field(repr=False)
     patients: tuple[str, ...] = field(repr=False)
     labels: tuple[str, ...] = field(repr=False)
     attributes: Mapping[str, tuple[str, ...]] = field(repr=False)
     unit_note: str  # what a "patient" is here
-    records: tuple[int, ...] = field(default=(), repr=False)  # of pictures that share files: which one of its file
+    records: tuple[int, ...] = field(default=(), repr=False)  # of images that share files: which one of its file
     read: Callable[[Path, int], NDArray[np.uint8]] | None = None  # and how it is read, as (h, w, 3)
 
     def __post_init__(self) -> None:
-        """As many of everything, each picture once."""
+        """As many of everything, each image once."""
         columns = (self.patients, self.labels, *self.attributes.values())
         if not self.paths or any(len(column) != len(self.paths) for column in columns):
-            raise BadDataset(f"{self.name}: there are no pictures, or a column has not one entry for each")
+            raise DatasetError(f"{self.name}: there are no pictures, or a column has not one entry for each")
         if len(set(self._places())) != len(self.paths):
-            raise BadDataset(f"{self.name}: a picture is listed twice")
+            raise DatasetError(f"{self.name}: a picture is listed twice")
         if (len(self.records) if self.read else len(self.paths)) != len(self.paths):
-            raise BadDataset(f"{self.name}: pictures that share files have a number in their file each")
+            raise DatasetError(f"{self.name}: pictures that share files have a number in their file each")
         if not self.side >= 1 or not all(self.patients):
-            raise BadDataset(f"{self.name}: the side is positive, and every picture is somebody's")
+            raise DatasetError(f"{self.name}: the side is positive, and every picture is somebody's")
 
     def __len__(self) -> int:
-        """How many pictures."""
+        """How many images."""
         return len(self.paths)
 
     def _places(self) -> Iterable[tuple[Path, int]]:
         return zip(self.paths, self.records or (0,) * len(self.paths), strict=True)
 
     def image(self, index: int) -> NDArray[np.float32]:
-        """One picture, (side, side, 3) RGB in [0, 1], read from its file.
+        """One image, (side, side, 3) RGB in [0, 1], read from its file.
 
         Raises:
-            BadDataset: it cannot be read, or is smaller than ``side``; it is named by its number in the list, from 1.
+            DatasetError: it cannot be read, or is smaller than ``side``; it is named by its number in the list, from
+            1.
         """
         try:
             pixels = self.read(self.paths[index], self.records[index]) if self.read else _picture(self.paths[index])
         except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError):
-            raise BadDataset(f"{self.name}: picture {index + 1} of the list cannot be read") from None
+            raise DatasetError(f"{self.name}: picture {index + 1} of the list cannot be read") from None
         try:
             return fit(pixels.astype(np.float32) / np.float32(255), self.side)
         except ValueError:
-            raise BadDataset(
+            raise DatasetError(
                 f"{self.name}: picture {index + 1} of the list is smaller than {self.side} x {self.side}"
             ) from None
 
     def images(self, indices: Iterable[int] | None = None) -> NDArray[np.float32]:
-        """Several pictures, or all, (n, side, side, 3). Raises: BadDataset, see :meth:`image`."""
+        """Several images, or all, (n, side, side, 3). Raises: DatasetError, see :meth:`image`."""
         return np.stack([self.image(index) for index in (range(len(self)) if indices is None else indices)])
 
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Which pictures each patient has, patients in order."""
+        """Which images each patient has, patients in order."""
         found: dict[str, list[int]] = {}
         for index, patient in enumerate(self.patients):
             found.setdefault(patient, []).append(index)
         return {patient: tuple(found[patient]) for patient in sorted(found)}
 
     def cohort(self, patients: Iterable[str] | None = None) -> Cohort:
-        """These patients with all their pictures, or all patients. Raises: BadDataset, see :meth:`image`."""
+        """These patients with all their images, or all patients. Raises: DatasetError, see :meth:`image`."""
         rows = self.rows()
         return Cohort(
             tuple(
@@ -107,7 +109,7 @@ def _picture(path: Path) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """A list of pictures, before its files were looked for."""
+    """A list of images, before its files were looked for."""
 
     paths: Sequence[Path]
     patients: Sequence[str]
@@ -116,10 +118,10 @@ class Listed:
 
 
 def dataset(name: str, side: int, listed: Listed, note: str, limit: int | None) -> Dataset:
-    """The pictures of a list, or the first of them: all of a patient or none.
+    """The images of a list, or the first of them: all of a patient or none.
 
     Raises:
-        BadDataset: a file is missing, or what is left is no data set.
+        DatasetError: a file is missing, or what is left is no data set.
     """
     kept = limited(listed.patients, limit)
     missing = [index + 1 for index in kept if not listed.paths[index].is_file()]
@@ -134,11 +136,11 @@ def dataset(name: str, side: int, listed: Listed, note: str, limit: int | None) 
 
 
 def limited(patients: Sequence[str], limit: int | None) -> list[int]:
-    """The first patients of a list with all their pictures, as long as these are not more than ``limit``."""
+    """The first patients of a list with all their images, as long as these are not more than ``limit``."""
     if limit is None:
         return list(range(len(patients)))
     if not limit >= 1:
-        raise BadDataset("a limit is one picture or more")
+        raise DatasetError("a limit is one picture or more")
     sizes: dict[str, int] = {}
     for one in patients:
         sizes[one] = sizes.get(one, 0) + 1
@@ -157,7 +159,7 @@ def columns_of(path: Path, names: tuple[str, str]) -> tuple[list[str], list[str]
     head = [cell.strip() for cell in rows[0]] if rows else []
     missing = [name for name in names if name not in head]
     if missing:
-        raise BadDataset(f"{path.name}: missing columns: {', '.join(missing)}")
+        raise DatasetError(f"{path.name}: missing columns: {', '.join(missing)}")
     none_bad(
         path.name, "a row has not one cell for each column", [n for n, r in enumerate(rows, 1) if len(r) != len(head)]
     )
@@ -166,29 +168,29 @@ def columns_of(path: Path, names: tuple[str, str]) -> tuple[list[str], list[str]
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a text file that are not empty. Raises: BadDataset: it cannot be read."""
+    """The lines of a text file that are not empty. Raises: DatasetError: it cannot be read."""
     try:
         return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError):
-        raise BadDataset(f"{path.name} is missing or cannot be read") from None
+        raise DatasetError(f"{path.name} is missing or cannot be read") from None
 
 
 def there(folder: Path) -> Path:
-    """The folder itself. Raises: BadDataset: there is none."""
+    """The folder itself. Raises: DatasetError: there is none."""
     if not folder.is_dir():
-        raise BadDataset("the data set's folder is missing")
+        raise DatasetError("the data set's folder is missing")
     return folder
 
 
 def plain(file: str, number: int, name: str) -> str:
     """A name that leads to no other folder."""
     if not name or name.startswith(".") or re.search(r"[/\\\0]", name):
-        raise BadDataset(f"{file}: entry {number} is not the name of a picture")
+        raise DatasetError(f"{file}: entry {number} is not the name of a picture")
     return name
 
 
 def none_bad(file: str, what: str, bad: Sequence[int]) -> None:
-    """Raises BadDataset, with the first of the numbers, if anything is wrong."""
+    """Raises DatasetError, with the first of the numbers, if anything is wrong."""
     if bad:
         more = " and more" if len(bad) > _MOST_TOLD else ""
-        raise BadDataset(f"{file}: {what}: number {', '.join(map(str, bad[:_MOST_TOLD]))}{more} of the list")
+        raise DatasetError(f"{file}: {what}: number {', '.join(map(str, bad[:_MOST_TOLD]))}{more} of the list")

@@ -2,23 +2,23 @@
 
 Differences from the paper, on purpose:
 
-* Networks are trained on other patients (:mod:`agent.reproduce.experiment`); the paper trained on D itself, which
-  makes every picture a function of everybody. The basis of k-Same-PCA is of those others too.
+* Networks are trained on other patients (:mod:`deploy.reproduction.experiment`); the paper trained on D itself, which
+  makes every image a function of everybody. The basis of k-Same-PCA is of those others too.
 * Clusters are of patients, of k to 2k - 1 of them, and nobody is dropped. They are the product's own partition, the
   same for all methods, and not the published greedy one, whose last clusters can be smaller than k.
 * One lambda for every k and data set. Supplement B has 0.1, 0.05 and 0.03 at k = 2, 5 and 10 for APTOS, and 0.01,
   0.02 and 0.01 for EyePACS: shares of two losses at the scale of the published code's Gram matrices, which are not
-  normalised. Ours are (:mod:`agent.stages.align`), so the same numbers would mean something else. A lambda for each k
-  was not tried.
+  normalised. Ours are (:mod:`agent.mechanisms.ksalsa.style_alignment`), so the same numbers would mean something
+  else. A lambda for each k was not tried.
 * Without the published files, random features stand for VGG19 and Inception, and features learned on D0 for MoCo. A
   Fréchet distance in other features than Inception's does not compare with the paper's: orders do. Covariances are
-  shrunk, since there are fewer pictures than features. Tables say which networks they were made with; KID, precision
+  shrunk, since there are fewer images than features. Tables say which networks they were made with; KID, precision
   and recall stand beside the distance, as other opinions that nothing is judged by.
 * The classifier is a small network of ours in place of a ResNet-50. The last epoch counts; the published code takes
   the best one on the test set. The attack is a small network too, and rebuilt: the published script labels a part of
   the members wrongly. Beside it stand two attacks that learn nothing, and the best of the three.
 * EyePACS is graded as normal or retinopathy (section 4.4) in every table that grades. The paper drew 10,000 of its
-  pictures for that; here ``--limit`` bounds them for the whole experiment.
+  images for that; here ``--limit`` bounds them for the whole experiment.
 * The ablations, and Supplementary Tables 5 and 6, are at k = 5 or the nearest of the menu, and show fidelity as well.
 * There is no Supplementary Table 7 of its own: "Subsampled" is Table 2 and "Augmented" Supplementary Table 6; "Full",
   the whole D for a classifier, is not measured. Nor is supplement H (G-PATE, a private GAN).
@@ -34,7 +34,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.attacks.membership import (
+from agent.evaluation.fidelity import LEAST, Extractor, Features, describe, frechet, kid, manifold
+from agent.evaluation.utility import Examples, Recipe, network_trainer, tstr
+from agent.intervals import Resampling
+from agent.mechanisms.ksalsa.augmentation import Views, augmented, public_spread
+from agent.microaggregation.aggregation import average
+from deploy.reproduction.attacks.membership import (
     Game,
     Learned,
     NearestFeatures,
@@ -44,11 +49,8 @@ from agent.attacks.membership import (
     attack,
     train_attack,
 )
-from agent.attacks.membership import Recipe as AttackRecipe
-from agent.measures.fidelity import LEAST, Extractor, Features, describe, frechet, kid, manifold
-from agent.measures.intervals import Resampling
-from agent.measures.utility import Examples, Recipe, network_trainer, tstr
-from agent.reproduce.averages import (
+from deploy.reproduction.attacks.membership import Recipe as AttackRecipe
+from deploy.reproduction.averaging_methods import (
     AVERAGED,
     CENTROID,
     HELD_OUT,
@@ -58,20 +60,18 @@ from agent.reproduce.averages import (
     PIXEL,
     SALSA,
     Group,
-    Pictures,
+    Images,
     aligned_codes,
     group,
     released,
     representatives,
 )
-from agent.reproduce.datasets import Dataset
-from agent.reproduce.experiment import Rows, Samples, Settings, Work, filled, name_of, opened, samples_of, tabled
-from agent.reproduce.kept import Say
-from agent.reproduce.needs import Needs, classes, middle, ready
-from agent.reproduce.networks import codec, features, judge, looked_with
-from agent.reproduce.tables import Cell, Relation, Table, judged, order
-from agent.stages.augment import Views, augmented, public_spread
-from agent.stages.average import average
+from deploy.reproduction.datasets import Dataset
+from deploy.reproduction.experiment import Rows, Samples, Settings, Work, filled, name_of, opened, samples_of, tabled
+from deploy.reproduction.networks import codec, features, judge, looked_with
+from deploy.reproduction.requirements import Needs, classes, middle, ready
+from deploy.reproduction.result_cache import Say
+from deploy.reproduction.tables import Cell, Relation, Table, judged, order
 
 __all__ = [
     "AVERAGED",
@@ -89,11 +89,11 @@ __all__ = [
 
 _HOW: Final = Resampling(20)  # the spread that is printed is over seeds
 _NEIGHBOURS: Final = 5  # of precision and recall
-_COMPARED: Final = 2_000  # real pictures, at most, that KID, precision and recall look at
+_COMPARED: Final = 2_000  # real images, at most, that KID, precision and recall look at
 
 
 def fidelity(work: Work, seed: int, k: int, method: str) -> dict[str, float]:
-    """The Fréchet distance to D's real pictures, shrunk covariances, in the judge's features and in learned ones.
+    """The Fréchet distance to D's real images, shrunk covariances, in the judge's features and in learned ones.
 
     Random features of another seed than those that align styles are still of their kind: an alignment of Gram
     matrices is near to what they measure. Features that were learned on D0 are another opinion.
@@ -106,7 +106,7 @@ def fidelity(work: Work, seed: int, k: int, method: str) -> dict[str, float]:
 
 
 def overlap(work: Work, seed: int, k: int, method: str) -> dict[str, float]:
-    """KID, and precision and recall of 5 neighbours, in the judge's features, to some of D's real pictures."""
+    """KID, and precision and recall of 5 neighbours, in the judge's features, to some of D's real images."""
     real, fake = _described(work, seed, k, method, judge(work))
     rows = work.rng("compared", seed).permutation(len(real.values))[:_COMPARED]
     a, b = real.values[rows], fake.values
@@ -115,7 +115,7 @@ def overlap(work: Work, seed: int, k: int, method: str) -> dict[str, float]:
 
 
 def _described(work: Work, seed: int, k: int, method: str, net: Extractor) -> tuple[Features, Features]:
-    """D's real pictures and a release, in a network's features."""
+    """D's real images and a release, in a network's features."""
     rows = work.parts(seed).cohort
 
     def release() -> Features:
@@ -126,8 +126,8 @@ def _described(work: Work, seed: int, k: int, method: str, net: Extractor) -> tu
     return real, work.held(f"made {seed} {k} {method} {net.name}", release)
 
 
-def utility(work: Work, seed: int, made: Pictures, labels: Sequence[str]) -> dict[str, float]:
-    """Accuracy and quadratic kappa on the test part's real pictures (section 4.4)."""
+def utility(work: Work, seed: int, made: Images, labels: Sequence[str]) -> dict[str, float]:
+    """Accuracy and quadratic kappa on the test part's real images (section 4.4)."""
     shown = classes(work.samples)
     grades = sorted(set(shown))
     test, rng = work.parts(seed).test, work.rng("classifier", seed)
@@ -176,7 +176,7 @@ def _pool(samples: Samples, rows: Rows) -> Pool:
     return Pool(samples.unit(rows), samples.owners[rows])
 
 
-def _unit(images: Pictures) -> NDArray[np.float32]:
+def _unit(images: Images) -> NDArray[np.float32]:
     out: NDArray[np.float32] = images.astype(np.float32) / np.float32(255.0)
     return out
 
@@ -189,7 +189,7 @@ def _table(work: Work, name: str, title: str, cells: Mapping[tuple[str, str], Ce
 
 
 def table1(work: Work) -> Table:
-    """Fidelity (Table 1), with real held-out pictures as the floor."""
+    """Fidelity (Table 1), with real held-out images as the floor."""
     rows = (HELD_OUT, INVERTED, *AVERAGED)
     cells = filled(work, rows, work.settings.ks, "fidelity", fidelity)
     cells |= filled(work, rows, work.settings.ks, "KID, precision, recall", overlap)
@@ -298,7 +298,7 @@ def _as_many(work: Work, seed: int, k: int, row: str) -> dict[str, float]:
 
 
 def table8(work: Work) -> Table:
-    """k at the same number of clusters (Supplementary Table 8): more behind each picture teaches more."""
+    """k at the same number of clusters (Supplementary Table 8): more behind each image teaches more."""
     ks = work.settings.ks
     cells = filled(work, (SALSA,), ks, "as many clusters", _as_many)
     by_k = {(f"k={k}", name): cells[SALSA, f"k={k} {name}"] for k in ks for name in ("accuracy", "kappa")}
@@ -340,8 +340,8 @@ def run(name: str, data: Dataset, settings: Settings, folder: Path, say: Say) ->
         say: told what is being done.
     Raises:
         KeyError: no such table.
-        TooFewPatients: the data set is too small for it, which is known before anything is trained.
-        ValueError, BadWeights, Busy, BadCell: see :mod:`agent.reproduce.experiment`.
+        TooFewPatientsError: the data set is too small for it, which is known before anything is trained.
+        ValueError, WeightsError, BusyError, CellError: see :mod:`deploy.reproduction.experiment`.
     """
     table = TABLES[name]
     with opened(samples_of(data), settings, folder, say) as work:

@@ -6,7 +6,7 @@ images is not published, and the split that comes with the data has 293 patients
 by patient, and :func:`moved` moves the halves. The labels are CheXpert's, made by machine from the reports (Irvin et
 al. 2019); no report is read here.
 
-A list is read line by line, and only the pictures that are handed out are opened. Errors name files of the layout,
+A list is read line by line, and only the images that are handed out are opened. Errors name files of the layout,
 columns and numbers in a list, and nothing that stands in it.
 """
 
@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from agent.phantoms.chest import FINDINGS, ChestPatient, Finding, label_of, stacked
-from agent.reproduce.listed import BadDataset, limited, none_bad, there
-from agent.stages.fit import fit
+from agent.field_of_view import fit
+from deploy.phantoms.chest import FINDINGS, ChestPatient, Finding, label_of, stacked
+from deploy.reproduction.file_lists import DatasetError, limited, none_bad, there
 
 Part = Literal["train", "validate", "test"]
 PARTS: Final[tuple[Part, ...]] = ("train", "validate", "test")
@@ -50,7 +50,7 @@ _STUDY: Final = re.compile(r"\d{8}")
 _PICTURE: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{8}){4}")
 _LONGEST: Final = 1 << 16  # characters of a line
 _MOST_LINES: Final = 2_000_000  # MIMIC's longest list has 377,111
-_MOST_BYTES: Final = 4 << 30  # of pictures at once
+_MOST_BYTES: Final = 4 << 30  # of images at once
 _MOST_PIXELS: Final = 1 << 26  # of one file; MIMIC's largest have 15 million
 
 
@@ -64,7 +64,7 @@ class Chests:
     part: NDArray[np.int64]  # (n,) index of PARTS
 
     def __post_init__(self) -> None:
-        """One of each for each picture, and known parts."""
+        """One of each for each image, and known parts."""
         count = len(self.images)
         if self.images.ndim != 3 or not self.images.size or self.images.shape[1] != self.images.shape[2]:
             raise ValueError("radiographs are (n, s, s), not none")
@@ -76,23 +76,23 @@ class Chests:
             raise ValueError("owners are numbers from 0, and parts are of PARTS")
 
     def __len__(self) -> int:
-        """How many pictures."""
+        """How many images."""
         return len(self.images)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of each picture: "none", or the names of its findings, as in "edema+effusion"."""
+        """Of each image: "none", or the names of its findings, as in "edema+effusion"."""
         return tuple(
             label_of([one for one, shown in zip(FINDINGS, row, strict=True) if shown]) for row in self.findings
         )
 
     def rows(self, part: Part) -> NDArray[np.int64]:
-        """Which pictures are in this part."""
+        """Which images are in this part."""
         found: NDArray[np.int64] = np.flatnonzero(self.part == PARTS.index(part)).astype(np.int64)
         return found
 
     def take(self, rows: NDArray[np.int64]) -> Chests:
-        """Some of the pictures; patients keep their numbers. Raises: ValueError: none are taken."""
+        """Some of the images; patients keep their numbers. Raises: ValueError: none are taken."""
         return Chests(self.images[rows], self.owners[rows], self.findings[rows], self.part[rows])
 
 
@@ -120,17 +120,17 @@ def parted(chests: Chests, share: float, rng: np.random.Generator) -> Chests:
 
 
 def moved(chests: Chests, rng: np.random.Generator, share: float = 0.1) -> Chests:
-    """Move half of the pictures of some of the patients left for testing to training (section 4.1).
+    """Move half of the images of some of the patients left for testing to training (section 4.1).
 
-    Such a patient is in both parts, and no picture is: what a model gives away of a patient it knows is asked with a
-    picture that it does not know.
+    Such a patient is in both parts, and no image is: what a model gives away of a patient it knows is asked with an
+    image that it does not know.
 
     Args:
         chests: with a part for testing.
         rng: draws the patients and which half of each, rounded down.
-        share: of the patients for testing; rounded up, of those with two pictures or more.
+        share: of the patients for testing; rounded up, of those with two images or more.
     Raises:
-        ValueError: no patient for testing has two pictures, or the share is not in (0, 1].
+        ValueError: no patient for testing has two images, or the share is not in (0, 1].
     """
     rows = chests.rows("test")
     people, counts = np.unique(chests.owners[rows], return_counts=True)
@@ -149,40 +149,41 @@ def moved(chests: Chests, rng: np.random.Generator, share: float = 0.1) -> Chest
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """One frontal picture of the lists."""
+    """One frontal image of the lists."""
 
     picture: str  # dicom_id
     patient: str  # subject_id
     study: str
-    line: int  # in the metadata, from 1 for the first picture
+    line: int  # in the metadata, from 1 for the first image
 
 
 def mimic_cxr(folder: Path, side: int = 512, limit: int | None = None) -> Chests:
     """MIMIC-CXR-JPG 2.0.0 as PhysioNet publishes it, in the parts that come with it.
 
     ``mimic-cxr-2.0.0-metadata.csv.gz``, ``-chexpert.csv.gz``, ``-split.csv.gz`` and
-    ``files/p10/p10000032/s50414267/<dicom_id>.jpg``. What a picture and a label are: :data:`NOTE`.
+    ``files/p10/p10000032/s50414267/<dicom_id>.jpg``. What an image and a label are: :data:`NOTE`.
 
     Args:
         folder: with these in it. ``files`` may be a link; what is in it must not lead out of it.
-        side: of the pictures handed out: the centred square (:func:`agent.stages.fit.fit`), never enlarged.
-        limit: the most pictures: those of the first patients of the list, all of a patient or none.
+        side: of the images handed out: the centred square (:func:`agent.field_of_view.fit`), never enlarged.
+        limit: the most images: those of the first patients of the list, all of a patient or none.
     Returns:
-        Pictures in the order of the metadata; patients are numbered in the same order.
+        Images in the order of the metadata; patients are numbered in the same order.
     Raises:
-        BadDataset: the layout is another, an id is none or there twice, a patient is in two parts, a file is missing,
-            unreadable or smaller than ``side``, or the pictures would take more than 4 GiB.
+        DatasetError: the layout is another, an id is none or there twice, a patient is in two parts, a file is
+        missing,
+            unreadable or smaller than ``side``, or the images would take more than 4 GiB.
     """
     if not side >= 1:
-        raise BadDataset("mimic-cxr: the side of a picture is positive")
+        raise DatasetError("mimic-cxr: the side of a picture is positive")
     frontal = _frontal(there(folder))
     findings = _findings(folder, {one.study: one.patient for one in frontal})
     known = [one for one in frontal if one.study in findings]
     kept = [known[index] for index in limited([one.patient for one in known], limit)]
     if not kept:
-        raise BadDataset("mimic-cxr: no frontal picture has labels, or the limit is less than the first patient's")
+        raise DatasetError("mimic-cxr: no frontal picture has labels, or the limit is less than the first patient's")
     if not len(kept) * side * side <= _MOST_BYTES:
-        raise BadDataset(f"mimic-cxr: set a limit of at most {_MOST_BYTES // (side * side)} pictures of this side")
+        raise DatasetError(f"mimic-cxr: set a limit of at most {_MOST_BYTES // (side * side)} pictures of this side")
     parts = _parts(folder, {one.picture: one.patient for one in kept})
     paths = _paths(folder / "files", kept)
     images = np.empty((len(kept), side, side), np.uint8)
@@ -198,7 +199,7 @@ def mimic_cxr(folder: Path, side: int = 512, limit: int | None = None) -> Chests
 
 
 def _frontal(folder: Path) -> list[_Listed]:
-    """The frontal pictures of the metadata, in its order."""
+    """The frontal images of the metadata, in its order."""
     name, found, seen = _LIST.format("metadata"), list[_Listed](), set[str]()
     patients = dict[str, str]()
     for line, (picture, patient, study, view) in _lines(
@@ -233,7 +234,7 @@ def _findings(folder: Path, studies: dict[str, str]) -> dict[str, list[bool]]:
 
 
 def _parts(folder: Path, pictures: dict[str, str]) -> dict[str, int]:
-    """The part of each of the pictures; no patient is in two."""
+    """The part of each of the images; no patient is in two."""
     name, found, own = _LIST.format("split"), dict[str, int](), dict[str, str]()
     for line, (picture, patient, part) in _lines(folder / name, ("dicom_id", "subject_id", "split")):
         if part not in PARTS:
@@ -246,7 +247,7 @@ def _parts(folder: Path, pictures: dict[str, str]) -> dict[str, int]:
             none_bad(name, "a picture is there twice, or another patient's", [line])
         found[picture] = PARTS.index(part)
     if len(found) != len(pictures):
-        raise BadDataset(f"{name}: {len(pictures) - len(found)} pictures of the metadata are in no part")
+        raise DatasetError(f"{name}: {len(pictures) - len(found)} pictures of the metadata are in no part")
     return found
 
 
@@ -258,28 +259,28 @@ def _lines(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, tuple[str,
             head = next(rows, [])
             missing = [name for name in columns if name not in head]
             if missing:
-                raise BadDataset(f"{path.name}: missing columns: {', '.join(missing)}")
+                raise DatasetError(f"{path.name}: missing columns: {', '.join(missing)}")
             at = [head.index(name) for name in columns]
             for line, row in enumerate(rows, 1):
                 if len(row) != len(head):
                     none_bad(path.name, "a row has not one cell for each column", [line])
                 yield line, tuple(row[index].strip() for index in at)
     except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:
-        if isinstance(error, BadDataset):
+        if isinstance(error, DatasetError):
             raise
-        raise BadDataset(f"{path.name} is missing or cannot be read") from None
+        raise DatasetError(f"{path.name} is missing or cannot be read") from None
 
 
 def _bounded(name: str, lines: Iterator[str]) -> Iterator[str]:
     """A packed file can unpack to anything: neither one line nor all of them may fill the memory."""
     for number, line in enumerate(lines):
         if number > _MOST_LINES or len(line) >= _LONGEST:
-            raise BadDataset(f"{name}: it has more lines, or longer ones, than a list of MIMIC's")
+            raise DatasetError(f"{name}: it has more lines, or longer ones, than a list of MIMIC's")
         yield line
 
 
 def _paths(root: Path, kept: Sequence[_Listed]) -> list[Path]:
-    """The file of each picture, inside ``root`` by its name and through every link."""
+    """The file of each image, inside ``root`` by its name and through every link."""
     paths = [root / f"p{p.patient[:2]}" / f"p{p.patient}" / f"s{p.study}" / f"{p.picture}.jpg" for p in kept]
     none_bad("mimic-cxr", "the file of a picture is missing", _lines_where(kept, [not p.is_file() for p in paths]))
     real = root.resolve()
@@ -293,16 +294,16 @@ def _lines_where(kept: Sequence[_Listed], bad: Sequence[bool]) -> list[int]:
 
 
 def _picture(path: Path, side: int, line: int) -> NDArray[np.uint8]:
-    """One picture (side, side), read no finer than it needs to be."""
+    """One image (side, side), read no finer than it needs to be."""
     try:
         with Pillow.open(path, formats=("JPEG",)) as opened:
             if opened.width * opened.height > _MOST_PIXELS:
-                raise BadDataset(f"mimic-cxr: picture {line} of the list has more pixels than a radiograph")
+                raise DatasetError(f"mimic-cxr: picture {line} of the list has more pixels than a radiograph")
             opened.draft("L", (2 * side, 2 * side))  # JPEG unpacks at 1/2, 1/4 or 1/8: never less than asked for
             pixels = np.asarray(opened.convert("L"), np.float32) / np.float32(255)
     except (OSError, SyntaxError, Pillow.DecompressionBombError):
-        raise BadDataset(f"mimic-cxr: picture {line} of the list cannot be read") from None
+        raise DatasetError(f"mimic-cxr: picture {line} of the list cannot be read") from None
     try:
         return np.rint(fit(pixels, side) * 255).astype(np.uint8)
     except ValueError:
-        raise BadDataset(f"mimic-cxr: picture {line} of the list is smaller than {side} x {side}") from None
+        raise DatasetError(f"mimic-cxr: picture {line} of the list is smaller than {side} x {side}") from None

@@ -10,27 +10,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.nets.feature_net import FeatureNet
-from agent.nets.features import FEATURES, RandomFeatures, Source, features_from
-from agent.nets.restyle import encoder_from
-from agent.nets.siamese import KnowsNobody, Recogniser, RecogniserArchitecture, recogniser_from
-from agent.nets.stylegan import Generator, generator_from
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.weights import Origin, Provenance
-from agent.nouns import Latents
-from agent.reproduce.experiment import Official, Rows, Work, cohort_of, name_of
-from agent.stages.invert import Basis, fit_basis, invert
-from agent.stages.styled import StyledCodec
-from agent.training.gan import GENERATOR, GanConfig, train_generator
-from agent.training.inversion import FILE as ENCODER
-from agent.training.inversion import InversionConfig, train_encoder
-from agent.training.loop import write_whole
-from agent.training.recognition import RecognitionConfig, fit_recogniser
-from agent.training.representation import RepresentationConfig, train_features
+from agent.domain import Latents
+from agent.mechanisms.common.linear_codec import Basis, fit_basis, invert
+from agent.mechanisms.common.stylegan_codec import StyledCodec
+from agent.models.features.extractors import RandomFeatures, features_from
+from agent.models.features.feature_net import FeatureNet
+from agent.models.features.simclr_training import RepresentationConfig, train_features
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition.recogniser import Recogniser, RecogniserArchitecture, RecogniserError, recogniser_from
+from agent.models.recognition.recogniser_training import RecognitionConfig, fit_recogniser
+from agent.models.stylegan.network import Generator, generator_from
+from agent.models.stylegan.restyle import encoder_from
+from agent.models.stylegan.restyle_training import FILE as ENCODER
+from agent.models.stylegan.restyle_training import InversionConfig, train_encoder
+from agent.models.stylegan.training import GENERATOR, GanConfig, train_generator
+from agent.models.weights import Origin, Provenance
+from deploy.reproduction.experiment import Official, Rows, Work, cohort_of, name_of
+from deploy.reproduction.feature_networks import FEATURES, Source
+from protos.common.durable_files import replace_file
 
 STYLE_SEED: Final = 1  # of the random features that align styles
 JUDGE_SEED: Final = 101  # of those that measure fidelity: never the same
-_BATCH: Final = 32  # pictures encoded or drawn at once
+_BATCH: Final = 32  # images encoded or drawn at once
 _WHOLE: Final = "network.safetensors"
 _MOST_SIDE: Final = 64  # pixels that a recogniser or a learned feature network sees, at most
 
@@ -105,7 +106,7 @@ def features(work: Work, seed: int) -> FeatureNet:
         )
         images, device = work.samples.images[work.trained_on(seed)], torch.device(s.device)
         raw = train_features(images, config, place, work.told("features"), device)
-        write_whole(place / _WHOLE, raw)
+        replace_file(place / _WHOLE, raw)
     return features_from((place / _WHOLE).read_bytes(), provenance(work))
 
 
@@ -115,8 +116,8 @@ def recogniser(work: Work, seed: int, which: int) -> Recogniser:
     They differ in seed and width. However little one knows, it is taken: a table says how much that is.
 
     Raises:
-        TooFewPeople: D0 has too few people with several pictures.
-        KnowsNobody: it tells nobody apart, so that it has no threshold.
+        TooFewPeopleError: D0 has too few people with several images.
+        RecogniserError: it tells nobody apart, so that it has no threshold.
     """
     s, place = work.settings, work.place(f"recogniser{which}", seed)
     if not (place / _WHOLE).exists():
@@ -125,17 +126,17 @@ def recogniser(work: Work, seed: int, which: int) -> Recogniser:
         told, device = work.told(config.name), torch.device(s.device)
         try:
             raw = fit_recogniser(images, owners, config, place, told, device).file
-        except KnowsNobody as error:
-            raise KnowsNobody(
+        except RecogniserError as error:
+            raise RecogniserError(
                 f"{config.name}, one of the experiment's recognisers, tells nobody apart after {config.steps} steps: "
                 "take more of the data set (--limit), or a larger --preset"
             ) from error
-        write_whole(place / _WHOLE, raw)
+        replace_file(place / _WHOLE, raw)
     return recogniser_from((place / _WHOLE).read_bytes(), provenance(work))
 
 
 def recognition(work: Work, seed: int, which: int) -> tuple[Rows, RecognitionConfig]:
-    """What a recogniser learns, and how: everybody with two pictures or more in D0 is an identity."""
+    """What a recogniser learns, and how: everybody with two images or more in D0 is an identity."""
     s, rows = work.settings, work.trained_on(seed)
     people, counts = np.unique(work.samples.owners[rows], return_counts=True)
     rows = rows[np.isin(work.samples.owners[rows], people[counts >= 2])]
@@ -159,7 +160,7 @@ def knowledge(work: Work, which: int) -> str:
     try:
         for each in judges:
             each.demand()
-    except KnowsNobody:
+    except RecogniserError:
         return f"identity-{which} KNOWS TOO FEW PEOPLE AGAIN to judge a release: of pairs it never saw it {rates}"
     return f"identity-{which}, of pairs it never saw, {rates}"
 
@@ -188,7 +189,7 @@ def officials(work: Work) -> None:
     """Read every published network that was named, so that a wrong file is known before anything is trained.
 
     Raises:
-        ValueError, BadWeights: it is not there, or not what it should be.
+        ValueError, WeightsError: it is not there, or not what it should be.
     """
     for given in (work.settings.style, work.settings.content, work.settings.judge):
         if given:
@@ -196,7 +197,7 @@ def officials(work: Work) -> None:
 
 
 def looked_with(work: Work) -> str:
-    """Which networks look at pictures, and what they stand for, as a note of a table."""
+    """Which networks look at images, and what they stand for, as a note of a table."""
     s = work.settings
     roles = (
         ("style", style(work).name, s.style, "VGG19"),

@@ -1,8 +1,8 @@
 """The data sets of differentially private synthesis: CIFAR-10, ImageNet and Camelyon17, from their folders.
 
-PrivImage (section 4.1) makes CIFAR-10 and CelebA (:func:`agent.reproduce.datasets.celeba`) again, with ImageNet as
-its public set; its successors added Camelyon17 (Gong et al. 2025, DPImageBench). Only layouts that are read without
-running anything: of CIFAR-10 the binary version, since the other one is pickled (design P13).
+PrivImage (section 4.1) makes CIFAR-10 and CelebA (:func:`deploy.reproduction.datasets.celeba`) again, with ImageNet
+as its public set; its successors added Camelyon17 (Gong et al. 2025, DPImageBench). Only layouts that are read
+without running anything: of CIFAR-10 the binary version, since the other one is pickled (design P13).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.reproduce.listed import BadDataset, Dataset, Listed, dataset, lines_of, none_bad, there
+from deploy.reproduction.file_lists import Dataset, DatasetError, Listed, dataset, lines_of, none_bad, there
 
 _BATCHES: Final = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
 _RECORD: Final = 1 + 3 * 32 * 32  # bytes: the class, then 32 x 32 red, green and blue values
@@ -29,15 +29,15 @@ def cifar10(folder: Path, side: int = 32, limit: int | None = None) -> Dataset:
 
     Args:
         folder: with these in it, or above it (``cifar-10-batches-bin``).
-        side: of the pictures handed out, at most 32.
-        limit: the most pictures, the first of the files in their order.
+        side: of the images handed out, at most 32.
+        limit: the most images, the first of the files in their order.
     Raises:
-        BadDataset: the layout is another, or a label is none of the names'.
+        DatasetError: the layout is another, or a label is none of the names'.
     """
     inner = folder / "cifar-10-batches-bin"
     where = inner if inner.is_dir() else there(folder)
     if not (where / _BATCHES[0]).exists() and any(folder.rglob("data_batch_1")):
-        raise BadDataset("this is CIFAR-10's pickled version, which is not read: take the binary version")
+        raise DatasetError("this is CIFAR-10's pickled version, which is not read: take the binary version")
     names = [line.strip() for line in lines_of(where / "batches.meta.txt")]
     paths, records, labels, parts = list[Path](), list[int](), list[str](), list[str]()
     for batch in _BATCHES:
@@ -57,13 +57,13 @@ def cifar10(folder: Path, side: int = 32, limit: int | None = None) -> Dataset:
 
 
 def _labels(path: Path) -> list[int]:
-    """The classes of one batch; the pictures stay where they are."""
+    """The classes of one batch; the images stay where they are."""
     try:
         raw = np.fromfile(path, np.uint8)
     except OSError:
-        raise BadDataset(f"{path.name} is missing or cannot be read") from None
+        raise DatasetError(f"{path.name} is missing or cannot be read") from None
     if not len(raw) or len(raw) % _RECORD:
-        raise BadDataset(f"{path.name}: it is not of records of {_RECORD} bytes")
+        raise DatasetError(f"{path.name}: it is not of records of {_RECORD} bytes")
     labels: list[int] = raw[::_RECORD].tolist()
     return labels
 
@@ -79,10 +79,10 @@ def imagenet(folder: Path, side: int = 32, limit: int | None = None) -> Dataset:
 
     Args:
         folder: with a folder for each synset, which is the label.
-        side: of the pictures handed out.
-        limit: the most pictures: the first of every synset, then the second, and so on.
+        side: of the images handed out.
+        limit: the most images: the first of every synset, then the second, and so on.
     Raises:
-        BadDataset: there is no synset.
+        DatasetError: there is no synset.
     """
     inner = folder / "train"
     where = inner if inner.is_dir() else there(folder)
@@ -109,15 +109,15 @@ def camelyon17(folder: Path, side: int = 32, limit: int | None = None) -> Datase
 
     Args:
         folder: with these in it.
-        side: of the pictures handed out, at most 96.
-        limit: the most pictures: the first patch of every patient, then the second, and so on.
+        side: of the images handed out, at most 96.
+        limit: the most images: the first patch of every patient, then the second, and so on.
     Raises:
-        BadDataset: the layout is another.
+        DatasetError: the layout is another.
     """
     rows = list(csv.DictReader(lines_of(folder / "metadata.csv")))
     missing = [name for name in _PATCH if not rows or name not in rows[0]]
     if missing:
-        raise BadDataset(f"metadata.csv: missing columns: {', '.join(missing)}")
+        raise DatasetError(f"metadata.csv: missing columns: {', '.join(missing)}")
     wrong = partial(none_bad, "metadata.csv")
     numeric = [all((row[name] or "").isdecimal() for name in _PATCH) for row in rows]
     wrong("a cell is not a whole number", [n for n, whole in enumerate(numeric, 1) if not whole])

@@ -7,10 +7,10 @@ Differences from the paper, on purpose:
   than the paper's conversion. Sampling is Poisson, both noises are the operating system's, divisors are public.
 * All methods of a model have one architecture, one fine-tuning, and one pre-training where they have any. DPDM and
   DPGAN have none, as in the paper: they had fewer steps.
-* PDP-Diffusion and DPGAN-p learn all public pictures without a condition: a public name is no class of the cohort.
+* PDP-Diffusion and DPGAN-p learn all public images without a condition: a public name is no class of the cohort.
   PrivImage's selection is per class, so that it learns the condition as well (supplement C.2). That, and not nearness
-  alone, is a part of its lead; figure 7's last row is the same model on all pictures.
-* The CNN is a small one (:mod:`agent.measures.classifiers`), the Fréchet distance is in random features with shrunk
+  alone, is a part of its lead; figure 7's last row is the same model on all images.
+* The CNN is a small one (:mod:`agent.evaluation.classifiers`), the Fréchet distance is in random features with shrunk
   covariances where no Inception is at hand: orders compare, figures don't. SDS (Eq. 5) uses means of the query
   function's own features in place of word vectors.
 * Table 3's rows without noise take the same steps with the same clip. More steps would show what a model could do.
@@ -29,18 +29,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.measures.classifiers import CNN, LR, MLP, train_logistic, train_perceptron
-from agent.measures.fidelity import describe, frechet
-from agent.measures.semantics import Meaning, class_means, frequencies, similarity
-from agent.measures.utility import Examples, Train, network_trainer
-from agent.nets.features import RandomFeatures
-from agent.nets.pictures import to_tensor
-from agent.nets.semantics import Semantics
-from agent.reproduce.experiment import Rows
-from agent.reproduce.kept import Say
-from agent.reproduce.private import (
+from agent.evaluation.classifiers import CNN, LR, MLP, train_logistic, train_perceptron
+from agent.evaluation.fidelity import describe, frechet
+from agent.evaluation.semantic_similarity import Meaning, class_means, frequencies, similarity
+from agent.evaluation.utility import Examples, Train, network_trainer
+from agent.models.features.extractors import RandomFeatures
+from agent.models.image_tensors import to_tensor
+from agent.models.semantics.classifier import Semantics
+from deploy.reproduction.experiment import Rows
+from deploy.reproduction.privimage_experiment import (
+    Images,
     Method,
-    Pictures,
     PrivateSettings,
     PrivateWork,
     Release,
@@ -51,7 +50,9 @@ from agent.reproduce.private import (
     selected,
     semantics,
 )
-from agent.reproduce.tables import Cell, Relation, Table, Verdict, judged, order
+from deploy.reproduction.result_cache import Say
+from deploy.reproduction.tables import Cell, Relation, Table, Verdict, judged, order
+from policies.accounting.rounding import epsilon_text, format_rounded_up
 
 DPGAN, DPGAN_P, PRIVIMAGE_G = (
     Method("DPGAN", "G", "none"),
@@ -68,10 +69,10 @@ NONPRIV_G, NONPRIV_D = Method("NonPrivG", "G", "selected", False), Method("NonPr
 REAL, PUBLIC = "real pictures", "public pictures of the same names"
 FD: Final = "FD"
 _JUDGE: Final = 2024  # seed of the features that judge
-_COMPARED: Final = 5_000  # pictures, at most, of a Fréchet distance (section 4.3)
+_COMPARED: Final = 5_000  # images, at most, of a Fréchet distance (section 4.3)
 
 
-def utility(work: PrivateWork, seed: int, images: Pictures, labels: NDArray[np.int64]) -> dict[str, float]:
+def utility(work: PrivateWork, seed: int, images: Images, labels: NDArray[np.int64]) -> dict[str, float]:
     """Accuracy of LR, MLP and CNN on the real test part (section 4.3)."""
     test = work.halves(seed).test
     truth, count = work.grades[test], len(work.classes)
@@ -87,8 +88,8 @@ def utility(work: PrivateWork, seed: int, images: Pictures, labels: NDArray[np.i
     return {name: float((one(made, seed)(real) == truth).mean()) for name, one in train.items()}
 
 
-def fidelity(work: PrivateWork, seed: int, images: Pictures) -> dict[str, float]:
-    """The Fréchet distance to the cohort's real pictures."""
+def fidelity(work: PrivateWork, seed: int, images: Images) -> dict[str, float]:
+    """The Fréchet distance to the cohort's real images."""
     net = RandomFeatures(seed=_JUDGE, channels=3 if images.ndim == 4 else 1, depth=2 if images.shape[1] < 32 else 4)
     rng = work.rng("compared", seed)
     real = work.halves(seed).cohort
@@ -119,7 +120,7 @@ def real(work: PrivateWork, seed: int) -> dict[str, float]:
 
 
 def public(work: PrivateWork, seed: int) -> dict[str, float]:
-    """A classifier that learns the public pictures whose names are the cohort's classes: what costs no privacy.
+    """A classifier that learns the public images whose names are the cohort's classes: what costs no privacy.
 
     Raises:
         ValueError: the public set has no such names.
@@ -154,7 +155,7 @@ def _table(work: PrivateWork, name: str, title: str, cells: Mapping[tuple[str, s
     s = work.settings
     rows, columns = (tuple(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     names = f"{work.sensitive.name} as the sensitive set, {work.public.name} as the public one"
-    unit = f"epsilon by PLD at delta {s.delta:g}, of one {s.unit} added or removed"
+    unit = f"epsilon by PLD at delta {format_rounded_up(s.delta)}, of one {s.unit} added or removed"
     notes = (f"{names}; {unit}; mean ± sd of {len(s.seeds)} seed(s)", *told)
     return Table(name, title, rows, columns, cells, (), notes)
 
@@ -167,7 +168,7 @@ def _priced(work: PrivateWork, releases: Iterable[Release]) -> tuple[str, ...]:
         query = f", query of noise {work.settings.query.noise:g}" if len(parts) > 1 else ""
         told[
             f"model {release.method.family}{query}: q {claim.sampling_rate:g}, T {claim.steps}, "
-            f"sigma {claim.noise_multiplier:.3f}: epsilon {epsilon:.4f}"
+            f"sigma {claim.noise_multiplier:.3f}: epsilon {epsilon_text(epsilon)}"
         ] = None
     return tuple(told)
 
@@ -280,14 +281,14 @@ def fig7(work: PrivateWork) -> Table:
     return judged(table, [order(table, CNN, ("100%", "<", names[keep])) for keep in s.keeps])
 
 
-def _embedded(net: Semantics, images: Pictures) -> NDArray[np.float64]:
+def _embedded(net: Semantics, images: Images) -> NDArray[np.float64]:
     with torch.no_grad():
         parts = [net.embed(to_tensor(_unit(images[a : a + 256]))).double() for a in range(0, len(images), 256)]
     out: NDArray[np.float64] = torch.cat(parts).numpy()
     return out
 
 
-def _unit(images: Pictures) -> NDArray[np.float32]:
+def _unit(images: Images) -> NDArray[np.float32]:
     out: NDArray[np.float32] = images.astype(np.float32) / np.float32(255.0)
     return out
 
@@ -307,13 +308,13 @@ def run(name: str, sources: Sources, settings: PrivateSettings, folder: Path, sa
         name: of :data:`TABLES`.
         sources: the sensitive and the public set.
         settings: all that is chosen beforehand.
-        folder: keeps networks, pictures and numbers; a run that was killed, or another table, goes on from there.
+        folder: keeps networks, images and numbers; a run that was killed, or another table, goes on from there.
         say: told what is being done.
     Raises:
         KeyError: no such table.
-        SharedPicture: a public picture is a sensitive one.
-        Unreachable: no noise keeps an epsilon.
-        ValueError, Busy, BadCell, Diverged: see :mod:`agent.reproduce.private`.
+        SharedImageError: a public image is a sensitive one.
+        CoordinatorUnreachableError: no noise keeps an epsilon.
+        ValueError, BusyError, CellError, DivergedError: see :mod:`deploy.reproduction.privimage_experiment`.
     """
     table = TABLES[name]
     with opened(sources, settings, folder, say) as work:

@@ -1,7 +1,7 @@
-"""One experiment with private synthesis: settings, the split, and every model and set of pictures of it, kept.
+"""One experiment with private synthesis: settings, the split, and every model and set of images of it, kept.
 
-A cohort of real patients, a public set with names for its pictures, and a test part that no mechanism sees. Methods
-differ in what they learn first (nothing, all public pictures, or a selection that the cohort was asked for) and in
+A cohort of real patients, a public set with names for its images, and a test part that no mechanism sees. Methods
+differ in what they learn first (nothing, all public images, or a selection that the cohort was asked for) and in
 the model; they have one architecture for each model, one fine-tuning, and one pre-training where they have any.
 Noise is the operating system's, as in a release: two runs have the same networks and other noise.
 """
@@ -18,26 +18,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.measures.utility import Recipe
-from agent.nets.diffusion import DiffusionArchitecture
-from agent.nets.semantics import Semantics, semantics_from
-from agent.reproduce.experiment import Rows, Samples, cohort_of
-from agent.reproduce.kept import Kept, Say, locked, sha
-from agent.stages.adversarial import Adversarial, AdversarialConfig
-from agent.stages.clipping import Unit, chunked
-from agent.stages.diffusion import Diffusion, DiffusionConfig
-from agent.stages.finetune import PrivateSgd, train_privately
-from agent.stages.generative import GenerativeModel
-from agent.stages.noise import SystemEntropy
-from agent.stages.select import Query, chosen, histogram, refuse_shared, selection
-from agent.training.loop import FilePlace, own_generator, write_whole
-from agent.training.semantics import SemanticsConfig, suited, train_semantics
-from policies.accounting import calibrate, tight_epsilon
-from policies.claims import Gaussian, SubsampledGaussian
+from agent.dp.clipping import PrivacyUnit, vmap_engine
+from agent.dp.dpsgd import PrivateSgd, train_privately
+from agent.dp.noise import SystemEntropy
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.common.generative_model import GenerativeModel
+from agent.mechanisms.privimage.conditional_gan import Adversarial, AdversarialConfig
+from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
+from agent.mechanisms.privimage.semantic_query import Query, chosen, histogram, refuse_shared, selection
+from agent.models.diffusion.edm import DiffusionArchitecture
+from agent.models.semantics.classifier import Semantics, semantics_from
+from agent.models.semantics.training import SemanticsConfig, suited, train_semantics
+from agent.models.training_loop import FileCheckpointStore, torch_generator
+from deploy.reproduction.experiment import Rows, Samples, cohort_of
+from deploy.reproduction.result_cache import Kept, Say, locked, sha
+from policies.accounting.accountant import calibrate, tight_epsilon
+from policies.accounting.claims import Gaussian, SubsampledGaussian
+from protos.common.durable_files import replace_file
 
 Family = Literal["D", "G"]
 Public = Literal["none", "whole", "selected"]
-Pictures = NDArray[np.uint8]
+Images = NDArray[np.uint8]
 UNSAFE_NO_NOISE: Final = 2e-3  # of Table 3's non-private rows: the least that a claim may have; epsilon is a million
 _FREE: Final = ("seeds", "epsilons", "chunk", "device")  # settings on which no number depends
 
@@ -65,12 +66,12 @@ class PrivateSettings:
     epsilons: tuple[float, ...] = (10.0, 1.0)
     seeds: tuple[int, ...] = (0, 1, 2)
     test: float = 0.22  # of the patients, where the data set has no published split
-    per_picture: bool = False  # the papers' unit: every picture counts as somebody; else the patient, all pictures
+    per_picture: bool = False  # the papers' unit: every image counts as somebody; else the patient, all images
     images_per_patient: int = 4  # in one step
     semantics_steps: int = 600
     diffusion_pretraining: int = 1_200  # steps
     adversarial_pretraining: int = 1_500
-    synthetic: int = 2_000  # pictures of a release
+    synthetic: int = 2_000  # images of a release
     recipe: Recipe = Recipe(epochs=20, side=8)  # noqa: RUF009 - frozen; of the CNN
     keeps: tuple[int, ...] = (1, 2, 3)  # k_2 of figures 6 and 7, rising
     widths: tuple[tuple[int, ...], ...] = ()  # of figure 7's diffusion models
@@ -108,14 +109,14 @@ class Sources:
     public: Samples  # a label is a semantic
 
     def __post_init__(self) -> None:
-        """Pictures of one size and colour, and none in both."""
+        """Images of one size and colour, and none in both."""
         if self.sensitive.images.shape[1:] != self.public.images.shape[1:]:
             raise ValueError("sensitive and public pictures must be of one size, all grey or all in colour")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Halves:
-    """Rows of the sensitive pictures: nobody is in both."""
+    """Rows of the sensitive images: nobody is in both."""
 
     cohort: Rows
     test: Rows
@@ -142,15 +143,15 @@ class PrivateWork(Kept):
         if parts:
             test = np.array([part == "test" for part in parts])
         else:
-            # by the patient also where the unit is the picture: a test on the same people would flatter
+            # by the patient also where the unit is the image: a test on the same people would flatter
             people = np.unique(self.sensitive.owners)
             order = np.random.Generator(np.random.Philox(2_000 + seed)).permutation(people)
             test = np.isin(self.sensitive.owners, order[: round(self.settings.test * len(people))])
         return Halves(np.flatnonzero(~test).astype(np.int64), np.flatnonzero(test).astype(np.int64))
 
-    def place(self, key: str) -> FilePlace:
+    def place(self, key: str) -> FileCheckpointStore:
         """Of a training's checkpoint."""
-        return FilePlace(self.folder / "networks" / f"{sha([self.digest, key])[:32]}.checkpoint")
+        return FileCheckpointStore(self.folder / "networks" / f"{sha([self.digest, key])[:32]}.checkpoint")
 
 
 @contextmanager
@@ -158,8 +159,8 @@ def opened(sources: Sources, settings: PrivateSettings, folder: Path, say: Say) 
     """Work in a folder that nobody else works in meanwhile.
 
     Raises:
-        Busy: somebody does.
-        SharedPicture: a public picture is a sensitive one.
+        BusyError: somebody does.
+        SharedImageError: a public image is a sensitive one.
     """
     with locked(folder):
         work = PrivateWork(sources, settings, folder, say)
@@ -179,7 +180,7 @@ def semantics(work: PrivateWork) -> Semantics:
                 "semantics", suited(side, channels), work.bins, steps=work.settings.semantics_steps
             )
             place = work.place("semantics")
-            write_whole(path, train_semantics(work.public.images, work.public_bins, config, place).file)
+            replace_file(path, train_semantics(work.public.images, work.public_bins, config, place).file)
             place.path.unlink(missing_ok=True)
         return semantics_from(path.read_bytes(), "public")
 
@@ -201,14 +202,14 @@ def asked(work: PrivateWork, seed: int, private: bool = True) -> NDArray[np.floa
 
 
 def selected(work: PrivateWork, seed: int, keep: int, private: bool = True) -> tuple[Rows, NDArray[np.int64]]:
-    """Public pictures of the chosen semantics, and the class that each was chosen for."""
+    """Public images of the chosen semantics, and the class that each was chosen for."""
     query = replace(work.settings.query, keep=keep)
     return selection(work.public_bins, chosen(asked(work, seed, private), query))
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Which pictures are meant."""
+    """Which images are meant."""
 
     method: Method
     seed: int
@@ -224,7 +225,7 @@ class Release:
         return f"{m.family} {m.public}{keep if m.public == 'selected' else ''}{self._sized()}, seed {self.seed}"
 
     def key(self, settings: PrivateSettings) -> str:
-        """All that its pictures depend on."""
+        """All that its images depend on."""
         how = f"epsilon {self.epsilon:g}" if self.method.private else "no noise"
         return f"{self.learnt(settings)}, {how}" if self.tuned else f"{self.learnt(settings)}, as pre-trained"
 
@@ -253,22 +254,22 @@ def price(work: PrivateWork, release: Release) -> tuple[SubsampledGaussian, tupl
     return claim, (claim, *also), found["epsilon"]
 
 
-def released(work: PrivateWork, release: Release) -> tuple[Pictures, NDArray[np.int64]]:
-    """A release: pictures and their classes, as many of each."""
+def released(work: PrivateWork, release: Release) -> tuple[Images, NDArray[np.int64]]:
+    """A release: images and their classes, as many of each."""
     s, count = work.settings, len(work.classes)
     labels = np.repeat(np.arange(count, dtype=np.int64), -(-s.synthetic // count))
 
-    def compute() -> Mapping[str, Pictures]:
+    def compute() -> Mapping[str, Images]:
         model = _tuned(work, release) if release.tuned else _learnt(work, release)
-        return {"images": model.sample(labels, own_generator(release.seed))}
+        return {"images": model.sample(labels, torch_generator(release.seed))}
 
     key = f"pictures, {release.key(s)}"
-    images: Pictures = work.arrays(key, compute, f"{release.method.name}: {key}")["images"]
+    images: Images = work.arrays(key, compute, f"{release.method.name}: {key}")["images"]
     return images, labels
 
 
 def _learnt(work: PrivateWork, release: Release) -> GenerativeModel:
-    """The model with what it learned from public pictures."""
+    """The model with what it learned from public images."""
     s, m = work.settings, release.method
     if m.public == "none":
         return _built(work, release)
@@ -308,7 +309,7 @@ def _tuned(work: PrivateWork, release: Release) -> GenerativeModel:
     place = work.place(release.key(s))
     run = sha([work.digest, release.key(s)])
     units = _units(work, release.seed)
-    train_privately(model.task(), units, sgd, SystemEntropy(), chunked(s.chunk), place=place, run=run)
+    train_privately(model.task(), units, sgd, SystemEntropy(), vmap_engine(s.chunk), place=place, run=run)
     place.path.unlink(missing_ok=True)
     return model
 
@@ -329,15 +330,15 @@ def widened(architecture: DiffusionArchitecture, widths: tuple[int, ...]) -> Dif
     return replace(architecture, widths=widths, head_channels=head)
 
 
-def _units(work: PrivateWork, seed: int) -> list[Unit]:
+def _units(work: PrivateWork, seed: int) -> list[PrivacyUnit]:
     rows = work.halves(seed).cohort
     images, grades = torch.from_numpy(work.sensitive.images), torch.from_numpy(work.grades)
     mine: dict[int, list[int]] = {}
     for row in rows:
         mine.setdefault(int(work.owners[row]), []).append(int(row))
-    return [Unit((images[mine[owner]], grades[mine[owner]])) for owner in sorted(mine)]
+    return [PrivacyUnit((images[mine[owner]], grades[mine[owner]])) for owner in sorted(mine)]
 
 
 def _owned(work: PrivateWork) -> Samples:
-    """The sensitive pictures, each with the unit that it counts for."""
+    """The sensitive images, each with the unit that it counts for."""
     return replace(work.sensitive, owners=work.owners)

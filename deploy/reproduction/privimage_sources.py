@@ -1,7 +1,7 @@
 """What the experiments with private synthesis run on: data sets of a folder, or handwriting that needs none; presets.
 
-``digits8`` needs no folder: scikit-learn's digits play the cohort, every picture a patient of its own (43 persons
-wrote them, and who wrote which is not told), and made-up letters and digits (:mod:`agent.phantoms.writing`) the
+``digits8`` needs no folder: scikit-learn's digits play the cohort, every image a patient of its own (43 persons
+wrote them, and who wrote which is not told), and made-up letters and digits (:mod:`deploy.phantoms.handwriting`) the
 public set.
 """
 
@@ -15,26 +15,27 @@ from typing import Final
 import numpy as np
 from sklearn.datasets import load_digits
 
-from agent.measures.utility import Recipe
-from agent.nets import adversarial, diffusion
-from agent.nets.diffusion import DiffusionArchitecture
-from agent.phantoms.writing import glyphs
-from agent.reproduce.datasets import LOADERS
-from agent.reproduce.experiment import Samples, samples_of
-from agent.reproduce.private import Job, PrivateSettings, Sources
-from agent.stages.adversarial import AdversarialConfig, Fine
-from agent.stages.diffusion import DiffusionConfig
-from agent.stages.select import Query
-from agent.training.adversarial import Descent, Pretraining
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.privimage.conditional_gan import AdversarialConfig, Fine
+from agent.mechanisms.privimage.diffusion import DiffusionConfig
+from agent.mechanisms.privimage.semantic_query import Query
+from agent.models.conditional_gan import network as adversarial
+from agent.models.conditional_gan.training import Descent, Pretraining
+from agent.models.diffusion import edm as diffusion
+from agent.models.diffusion.edm import DiffusionArchitecture
+from deploy.phantoms.handwriting import glyphs
+from deploy.reproduction.datasets import LOADERS
+from deploy.reproduction.experiment import Samples, samples_of
+from deploy.reproduction.privimage_experiment import Job, PrivateSettings, Sources
 
 DIGITS: Final = "digits"
 _GLYPHS: Final = 120  # of each character
 _GLYPH_SEED: Final = 7
 _SMALL8: Final = DiffusionArchitecture(8, 1, 10, (16, 16), 1, (False, False), 16, 8)
 
-# Tuned on made-up writing alone: 1,400 pictures of digits in italic fonts, bent otherwise than the public set's,
+# Tuned on made-up writing alone: 1,400 images of digits in italic fonts, bent otherwise than the public set's,
 # played the cohort, 400 more the test part. A CNN told 97 % of them when it had learned the cohort itself, 72 % from
-# the public digits, 62 % from pictures of a model pre-trained on those. Fine-tuned at q 0.5, clip 0.05, one run each:
+# the public digits, 62 % from images of a model pre-trained on those. Fine-tuned at q 0.5, clip 0.05, one run each:
 # diffusion, sigma 1.204 (epsilon 10), 20 steps at a rate of 1e-3 86 %, 3e-3 90 %, 6e-3 84 %; 40 steps of 2e-3 90 %;
 # 20 steps of 3e-3 without noise 91 %; of 6e-3 from random weights 22 %. At sigma 7.46 (epsilon 1), 3e-3: 83 %. GAN,
 # epsilon 10: 20 steps of 1e-3 65 %, of 2e-3 58 %; 100 steps of 2e-3 71 %. Its 40 steps here were a matter of time.
@@ -110,7 +111,7 @@ def read(data: Path, public: Path, layout: str, settings: PrivateSettings, limit
     """A data set's folder as the sensitive set, ImageNet's as the public one.
 
     Raises:
-        BadDataset: a folder is laid out otherwise.
+        DatasetError: a folder is laid out otherwise.
     """
     side = settings.diffusion.architecture.side
     sensitive = samples_of(LOADERS[layout](data, side, limit))

@@ -7,15 +7,15 @@ from typing import Final
 
 import numpy as np
 
-from agent.reproduce.experiment import Samples, Settings, Work, sizes
-from agent.reproduce.networks import officials, recognition
-from agent.training.recognition import ENOUGH, TooFewPeople
-from agent.training.recognition import split as recognised
+from agent.models.recognition.recogniser_training import ENOUGH, TooFewPeopleError
+from agent.models.recognition.recogniser_training import split as recognised
+from deploy.reproduction.experiment import Samples, Settings, Work, sizes
+from deploy.reproduction.networks import officials, recognition
 
-LEARNT: Final = 2  # pictures, or patients, from which networks can be trained at all
+LEARNT: Final = 2  # images, or patients, from which networks can be trained at all
 
 
-class TooFewPatients(ValueError):
+class TooFewPatientsError(ValueError):
     """The data set is too small for a table at its preset. The text says how many patients would do."""
 
 
@@ -28,7 +28,7 @@ class Needs:
     middle: bool = False  # it tries one k only: :func:`middle`
     attacked: bool = False  # half of the test part is released as well, at every k
     graded: bool = False  # a classifier is tried on the test part
-    second: bool = False  # everybody in the cohort has a second picture
+    second: bool = False  # everybody in the cohort has a second image
     recognisers: tuple[int, ...] = ()
 
 
@@ -38,7 +38,7 @@ def middle(settings: Settings) -> int:
 
 
 def classes(samples: Samples) -> tuple[str, ...]:
-    """What a classifier is taught of each picture: of EyePACS "0", normal, or "1", retinopathy (section 4.4)."""
+    """What a classifier is taught of each image: of EyePACS "0", normal, or "1", retinopathy (section 4.4)."""
     if samples.name == "eyepacs":
         return tuple("0" if grade == "0" else "1" for grade in samples.labels)
     return samples.labels
@@ -48,9 +48,9 @@ def ready(work: Work, name: str, needs: Needs) -> None:
     """Refuse what is known to fail, before anything is trained.
 
     Raises:
-        TooFewPatients: a part would be too small, or has no two grades.
-        TooFewPeople: D0 has too few people with several pictures to train and calibrate a recogniser.
-        ValueError, BadWeights: a published network that was named is not there, or not what it should be.
+        TooFewPatientsError: a part would be too small, or has no two grades.
+        TooFewPeopleError: D0 has too few people with several images to train and calibrate a recogniser.
+        ValueError, WeightsError: a published network that was named is not there, or not what it should be.
     """
     officials(work)
     if needs.second:
@@ -75,7 +75,7 @@ def _parts(work: Work, name: str, needs: Needs) -> None:
         enough += 1
     why = f" ({needs.clusters} clusters)" if needs.clusters > 1 else ""
     half = ", half of whom are released too" if needs.attacked else ""
-    raise TooFewPatients(
+    raise TooFewPatientsError(
         f"{name} up to k = {k}: too few patients. It takes {least[0]} in the public part, {least[1]} in the "
         f"cohort{why}, {least[2]} in the test part{half}; there are {found[0]}, {found[1]} and {found[2]}. As far as "
         f"it is read, the data set has {people} patients in {len(work.samples.images)} pictures; {enough} patients "
@@ -88,7 +88,7 @@ def _second(work: Work) -> None:
         _, counts = np.unique(work.samples.owners[work.parts(seed).cohort], return_counts=True)
         if not counts.min() >= 2:
             lone = int((counts < 2).sum())
-            raise TooFewPatients(
+            raise TooFewPatientsError(
                 f"Rank-1 needs two pictures of everybody in the cohort: {lone} of {len(counts)} have one only"
             )
 
@@ -97,21 +97,23 @@ def _graded(work: Work) -> None:
     told = np.array(classes(work.samples))
     for seed in work.settings.seeds:
         if len(np.unique(told[work.parts(seed).test])) < 2:
-            raise TooFewPatients("the pictures of the test part are of one grade: no classifier can be tried on them")
+            raise TooFewPatientsError(
+                "the pictures of the test part are of one grade: no classifier can be tried on them"
+            )
 
 
 def _recognised(work: Work, name: str, which: int) -> None:
     for seed in sorted({seed % work.settings.net_seeds for seed in work.settings.seeds}):
         rows, config = recognition(work, seed, which)
         owners = work.samples.owners[rows]
-        corners = work.samples.images[:, :1, :1][rows]  # as many pictures, and none of their bytes
+        corners = work.samples.images[:, :1, :1][rows]  # as many images, and none of their bytes
         try:
             recognised(corners, owners, config)
-        except TooFewPeople as error:
+        except TooFewPeopleError as error:
             _, counts = np.unique(owners, return_counts=True)
             each = max(2.0, float(counts.mean())) if len(counts) else 2.0
             enough = _enough(each, config.false_match_rate, config.held_out)
-            raise TooFewPeople(
+            raise TooFewPeopleError(
                 f"{name}: too few people to train, calibrate and judge its recognisers. The part that they learn "
                 f"from has {len(counts)} people with two pictures or more, {len(owners)} pictures in all; with "
                 f"{each:.2g} pictures each and a false match rate of {config.false_match_rate:g} it takes about "
@@ -120,7 +122,7 @@ def _recognised(work: Work, name: str, which: int) -> None:
 
 
 def _enough(each: float, rate: float, held_out: float) -> int:
-    """People with so many pictures each, of whom a held-out share makes enough pairs of two people."""
+    """People with so many images each, of whom a held-out share makes enough pairs of two people."""
     people = 4
     while True:
         held = round(held_out * people)

@@ -15,16 +15,17 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from agent.training.loop import write_whole
+from protos.common.durable_files import replace_file
+from protos.common.errors import RefusedError, StorageError
 
 Say = Callable[[str], None]
 
 
-class Busy(RuntimeError):
+class BusyError(RefusedError, RuntimeError):
     """Another run works in the folder."""
 
 
-class BadCell(ValueError):
+class CellError(StorageError, ValueError):
     """A kept number cannot be read back. Delete the file to compute it anew."""
 
 
@@ -33,14 +34,14 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold a folder, made if need be, that nobody else works in meanwhile.
 
     Raises:
-        Busy: somebody does.
+        BusyError: somebody does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as fault:
-            raise Busy("another run works in this folder") from fault
+            raise BusyError("another run works in this folder") from fault
         yield
 
 
@@ -66,14 +67,14 @@ class Kept:
             self.say(key)
             path.parent.mkdir(exist_ok=True)
             told = {name: float(value).hex() for name, value in compute().items()}
-            write_whole(path, json.dumps({"key": key, "values": told}, indent=1).encode())
+            replace_file(path, json.dumps({"key": key, "values": told}, indent=1).encode())
         try:
             kept = json.loads(path.read_bytes())
             if kept["key"] != key:
-                raise BadCell(f"numbers/{path.name} is damaged: delete it to compute it anew")
+                raise CellError(f"numbers/{path.name} is damaged: delete it to compute it anew")
             return {name: float.fromhex(value) for name, value in kept["values"].items()}
         except (KeyError, TypeError, ValueError) as fault:
-            raise BadCell(f"numbers/{path.name} is damaged: delete it to compute it anew") from fault
+            raise CellError(f"numbers/{path.name} is damaged: delete it to compute it anew") from fault
 
     def arrays(
         self, key: str, compute: Callable[[], Mapping[str, NDArray[Any]]], told: str
@@ -84,11 +85,11 @@ class Kept:
             self.say(told)
             path.parent.mkdir(exist_ok=True)
             plain = {name: np.ascontiguousarray(value) for name, value in compute().items()}
-            write_whole(path, safetensors.numpy.save(plain, {"key": key}))
+            replace_file(path, safetensors.numpy.save(plain, {"key": key}))
         try:
             out: dict[str, NDArray[Any]] = safetensors.numpy.load(path.read_bytes())
         except safetensors.SafetensorError as fault:
-            raise BadCell(f"arrays/{path.name} is damaged: delete it to compute it anew") from fault
+            raise CellError(f"arrays/{path.name} is damaged: delete it to compute it anew") from fault
         return out
 
     def held(self, key: str, make: Callable[[], Any]) -> Any:

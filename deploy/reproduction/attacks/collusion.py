@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
-from agent.attacks.disclosure import Disclosure, credit
-from agent.measures.intervals import Figure, Resampling, Units, percentile, rate, resampled
+from agent.intervals import Figure, Resampling, Units, percentile, rate, resampled
+from deploy.reproduction.attacks.disclosure import Disclosure, credit
 
 Values = NDArray[np.float64]
 
@@ -76,7 +76,7 @@ def collusion(known: Known, rng: np.random.Generator, how: Resampling | None = N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:
-    """A release as pictures, and how whoever attacks it makes pictures of the same kind."""
+    """A release as images, and how whoever attacks it makes images of the same kind."""
 
     codes: NDArray[np.float32]  # (n, d): everybody who might be in it
     members: tuple[tuple[int, ...], ...]  # rows of codes
@@ -84,7 +84,7 @@ class Shown:
     decode: Callable[[NDArray[np.float32]], NDArray[np.uint8]]  # (j, d) -> (j, ...), the mechanism's own
 
     def __post_init__(self) -> None:
-        """One picture for each cluster; the rest is checked by :class:`Known`."""
+        """One image for each cluster; the rest is checked by :class:`Known`."""
         if len(self.pictures) != len(self.members) or self.pictures.dtype != np.uint8:
             raise ValueError("every cluster has its 8-bit picture")
         Known(self.codes.astype(np.float64), self.members, np.zeros((len(self.members), self.codes.shape[1])))
@@ -94,7 +94,7 @@ def guessed(of: Shown, rng: np.random.Generator, among: int = 100) -> Disclosure
     """Whoever knows all members of a cluster but one does what the mechanism does, with every candidate as the last.
 
     The parrot of AnonFACES, section 5.1, as one person plays it: the plain mean of the known members and a candidate
-    is drawn, and compared with the released picture. Secret weights are there so that no such picture is the released
+    is drawn, and compared with the released image. Secret weights are there so that no such image is the released
     one; the nearest of them tells nevertheless, since another member moves a mean by more than its weights do.
 
     Args:
@@ -102,8 +102,8 @@ def guessed(of: Shown, rng: np.random.Generator, among: int = 100) -> Disclosure
         rng: draws one target of each cluster, and the other candidates among everybody who is not a known member.
         among: candidates, the target included.
     Returns:
-        ``equal``: one candidate's picture is the released one, byte for byte (none is: the guess is blind). ``near``:
-        the candidate whose picture is nearest in pixels. Chance is one candidate.
+        ``equal``: one candidate's image is the released one, byte for byte (none is: the guess is blind). ``near``:
+        the candidate whose image is nearest in pixels. Chance is one candidate.
     Raises:
         ValueError: there are fewer people than candidates.
     """

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 from scipy.stats import rankdata
 
-from agent.attacks.membership import in_release
-from agent.measures.intervals import Figure, Interval, Resampling, rate, table
+from agent.intervals import Figure, Interval, Resampling, rate, table
+from deploy.reproduction.attacks.membership import in_release
 
 Values = NDArray[np.float64]
 Rows = NDArray[np.int64]

@@ -1,7 +1,7 @@
 """What a generative model gives away of its patients, and what the vetting catches of it (Privacy Distillation, 4.3).
 
 Extraction in the manner of Carlini et al. 2023 ("Extracting training data from diffusion models", arXiv 2301.13188,
-section 5.1): a sample is extracted when it lies much nearer to one training picture than that picture's neighbours
+section 5.1): a sample is extracted when it lies much nearer to one training image than that image's neighbours
 do. A planted patient, whom the teacher was made to know by heart, asks the same of the vetting: what shows that
 patient must be dropped. The paper measured with the network that filtered; a second one measures here.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 from scipy.special import expit
 
-from agent.measures.intervals import Figure, rate
+from agent.intervals import Figure, rate
 
 Pictures = NDArray[np.uint8]  # (n, h, w) or (n, h, w, 3)
 DELTAS: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # about those of Figure 2
@@ -28,10 +28,10 @@ _ROWS: Final = 256  # samples compared at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extraction:
-    """Which samples are a training picture again."""
+    """Which samples are a training image again."""
 
     closeness: NDArray[np.float64]  # (n,) distance to the nearest, in units of half of its neighbours'; small is bad
-    nearest: NDArray[np.int64]  # (n,) which training picture
+    nearest: NDArray[np.int64]  # (n,) which training image
     figure: Figure  # the share of samples whose closeness is at most 1
 
     @property
@@ -41,7 +41,7 @@ class Extraction:
 
 
 def extraction(samples: Pictures, known: Pictures, nearest: int = _NEAREST, alpha: float = _ALPHA) -> Extraction:
-    """Carlini's criterion: l_2(x, x_1) <= alpha mean of l_2(x, x_i) over the ``nearest`` training pictures of x.
+    """Carlini's criterion: l_2(x, x_1) <= alpha mean of l_2(x, x_i) over the ``nearest`` training images of x.
 
     Args:
         samples: (n, h, w[, 3]).
@@ -49,7 +49,7 @@ def extraction(samples: Pictures, known: Pictures, nearest: int = _NEAREST, alph
         nearest: n of the paper, 50.
         alpha: of the paper, 0.5.
     Raises:
-        ValueError: no samples, fewer than three training pictures, or another shape.
+        ValueError: no samples, fewer than three training images, or another shape.
     """
     if not (len(samples) and len(known) >= 3 and samples.shape[1:] == known.shape[1:]):
         raise ValueError("samples and three training pictures or more, of one shape")
@@ -66,7 +66,7 @@ def extraction(samples: Pictures, known: Pictures, nearest: int = _NEAREST, alph
         places.append(far.argmin(axis=1))
     close = np.concatenate(closeness)
     hits = int((close <= 1.0).sum())
-    # what chance reaches is not known beforehand: measure it with pictures of patients whom the model never saw
+    # what chance reaches is not known beforehand: measure it with images of patients whom the model never saw
     return Extraction(close, np.concatenate(places).astype(np.int64), rate("extracted", hits, len(close), 0.0))
 
 
@@ -90,13 +90,13 @@ class Planted:
 
 
 def planted_caught(samples: Pictures, kept: NDArray[np.bool_], picture: Pictures, known: Pictures) -> Planted:
-    """How many samples show the planted picture, and how many of those the vetting dropped.
+    """How many samples show the planted image, and how many of those the vetting dropped.
 
     Args:
         samples: (n, h, w[, 3]) of the teacher.
         kept: (n,) the vetting's answers.
         picture: (h, w[, 3]) the planted one.
-        known: (m, h, w[, 3]) the other patients' pictures.
+        known: (m, h, w[, 3]) the other patients' images.
     """
     found = extraction(samples, np.concatenate([known, picture[None]]))
     shows = found.extracted & (found.nearest == len(known))

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, relu
 
-from agent.measures.intervals import Figure, Resampling, Units, percentile, resampled, table
-from agent.nets.pictures import resized, to_tensor
-from agent.training.loop import seeded
+from agent.intervals import Figure, Resampling, Units, percentile, resampled, table
+from agent.models.image_tensors import resized, to_tensor
+from agent.models.training_loop import seeded
 
 Values = NDArray[np.float64]
 FALSE_POSITIVES: Final = 0.01

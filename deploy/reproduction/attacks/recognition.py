@@ -18,17 +18,17 @@ from scipy.spatial.distance import cdist
 from scipy.stats import binom
 from torch import Tensor
 
-from agent.attacks.membership import Pool, Published
-from agent.measures.intervals import Figure, rate, table
-from agent.nets.pictures import to_tensor
+from agent.intervals import Figure, rate, table
+from agent.models.image_tensors import to_tensor
+from deploy.reproduction.attacks.membership import Pool, Published
 
 Values = NDArray[np.float64]
-_SAME: Final = 1e-6  # distances that differ by less are a tie: one picture embedded in two batches
+_SAME: Final = 1e-6  # distances that differ by less are a tie: one image embedded in two batches
 _UNIT: Final = 1e-3  # how far from length 1 a unit vector may be
 
 
 class Recogniser(Protocol):
-    """Says which images are of the same person; ``agent.nets.siamese.Recogniser`` is one."""
+    """Says which images are of the same person; ``agent.models.recognition.recogniser.Recogniser`` is one."""
 
     @property
     def name(self) -> str:
@@ -136,10 +136,10 @@ def parrot(recogniser: Recogniser, gallery: Pool, probes: Pool, deidentify: Deid
         gallery: known people, among them all of the probes.
         probes: other images of some of them, or the same (the worst case).
         deidentify: one replacement for each image. Called twice, gallery first. A mechanism with secret randomness
-            draws anew; a deterministic one, such as pixelation, answers the same picture with the same picture.
+            draws anew; a deterministic one, such as pixelation, answers the same image with the same image.
         k: of the mechanism.
     Returns:
-        Rank-1; pictures which are the same for many people are a tie, of which the right one is 1/ties.
+        Rank-1; images which are the same for many people are a tie, of which the right one is 1/ties.
     Raises:
         ValueError: a probe's person is not in the gallery, or the mechanism did not replace every image.
     """

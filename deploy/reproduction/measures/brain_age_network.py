@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.heads.grid import averaged, cube_at
-from agent.nets.weights import BadWeights, Origin, Provenance, built, pack, unpack
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.models.weights import Origin, Provenance, WeightsError, built, pack, unpack
+from agent.volumes.grid import averaged, cube_at
 
 KIND: Final = "brain_age"
 WHITEST: Final = 1.5  # of the 99th percentile inside the brain: what is brighter is clipped, as in gamma
@@ -182,7 +182,7 @@ def brain_age_from(raw: bytes, provenance: Provenance = "file") -> BrainAge:
     """Read what :func:`brain_age_bytes` wrote.
 
     Raises:
-        BadWeights: not such a file, or its configuration describes no such network.
+        WeightsError: not such a file, or its configuration describes no such network.
     """
     packed = unpack(raw, KIND)
     try:
@@ -193,6 +193,6 @@ def brain_age_from(raw: bytes, provenance: Provenance = "file") -> BrainAge:
             raise ValueError("unknown or missing keys")
         architecture, years = AgeArchitecture(**told), Scale(**scale)
     except (TypeError, ValueError, AttributeError) as fault:
-        raise BadWeights("the file's configuration describes no network of ages") from fault
+        raise WeightsError("the file's configuration describes no network of ages") from fault
     net = built(lambda: AgeNet(architecture), packed.state)
     return BrainAge(net, years, Origin(provenance, packed.sha256))

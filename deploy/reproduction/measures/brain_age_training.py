@@ -13,9 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from agent.nets.brain_age import AgeArchitecture, AgeNet, BrainAge, Scale, brain_age_bytes, predicted
-from agent.training.loop import Place, Plan, Progress, optimizer_state, restore_optimizer, seeded, train
-from agent.training.views import eased, run_digest
+from agent.domain import CheckpointStore
+from agent.models.augmentations import eased, run_digest
+from agent.models.training_loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train
+from deploy.reproduction.measures.brain_age_network import (
+    AgeArchitecture,
+    AgeNet,
+    BrainAge,
+    Scale,
+    brain_age_bytes,
+    predicted,
+)
 
 _FEWEST: Final = 4  # heads
 
@@ -48,7 +56,7 @@ class AgeConfig:
 class Aged:
     """Public or made heads with the ages of their owners, never the cohort (P6)."""
 
-    cubes: NDArray[np.float32]  # (n, s, s, s) of agent.nets.brain_age.head_cube
+    cubes: NDArray[np.float32]  # (n, s, s, s) of deploy.reproduction.measures.brain_age_network.head_cube
     years: NDArray[np.float64]  # (n,)
 
     def __post_init__(self) -> None:
@@ -67,7 +75,7 @@ class Aged:
 
 
 def train_brain_age(
-    heads: Aged, config: AgeConfig, place: Path | Place, say: Callable[[Progress], None] = lambda _: None
+    heads: Aged, config: AgeConfig, place: Path | CheckpointStore, say: Callable[[Progress], None] = lambda _: None
 ) -> bytes:
     """Train a network of ages.
 
@@ -77,10 +85,10 @@ def train_brain_age(
         place: of its checkpoint; a run that was killed goes on from there.
         say: told of the progress.
     Returns:
-        The file that :func:`agent.nets.brain_age.brain_age_from` reads.
+        The file that :func:`deploy.reproduction.measures.brain_age_network.brain_age_from` reads.
     Raises:
         ValueError: heads of another side.
-        OtherRun, BadCheckpoint, Diverged: see :func:`agent.training.loop.train`.
+        OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     if heads.cubes.shape[1] != config.architecture.side:
         raise ValueError("the heads have another side than the network")

@@ -1,9 +1,9 @@
-"""The paper's downstream classifier: several findings of one picture, learned from a labelled set, tested on real.
+"""The paper's downstream classifier: several findings of one image, learned from a labelled set, tested on real.
 
 Privacy Distillation, section 4.2 and Table 2: f_class learns the findings of D_real, D_synth, D_filtered or
 D_distill, and its mean area under the ROC curve on real held-out patients is what the set is worth. Ours is the small
-network of :mod:`agent.measures.utility`, with binary cross-entropy. The paper's second phase, which maximises the AUC
-itself, is left out: sets compare by the first alone. Nothing is chosen on the test set: the last epoch counts.
+network of :mod:`agent.evaluation.utility`, with binary cross-entropy. The paper's second phase, which maximises the
+AUC itself, is left out: sets compare by the first alone. Nothing is chosen on the test set: the last epoch counts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from scipy.stats import rankdata
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from agent.measures.intervals import Figure, Resampling, Units, percentile, resampled
-from agent.measures.utility import Network, Recipe
-from agent.nets.pictures import resized, to_tensor
-from agent.training.loop import Diverged, own_generator, seeded
+from agent.errors import DivergedError
+from agent.evaluation.utility import Network, Recipe
+from agent.intervals import Figure, Resampling, Units, percentile, resampled
+from agent.models.image_tensors import resized, to_tensor
+from agent.models.training_loop import seeded, torch_generator
 
 Images = NDArray[np.float32]  # (n, h, w[, 3]) in [0, 1]
 Findings = NDArray[np.bool_]  # (n, f): what each shows
@@ -29,18 +30,18 @@ _AT_ONCE = 256
 
 
 def train_findings(images: Images, findings: Findings, recipe: Recipe, seed: int) -> Predictor:
-    """Learn which findings a picture shows: SGD with Nesterov momentum 0.9, weight decay 5e-4, a cosine schedule.
+    """Learn which findings an image shows: SGD with Nesterov momentum 0.9, weight decay 5e-4, a cosine schedule.
 
     Args:
         images: of the set, (n, h, w[, 3]) float32 in [0, 1].
-        findings: (n, f) bool. One that all pictures or none show is not learned, and predicts at random.
+        findings: (n, f) bool. One that all images or none show is not learned, and predicts at random.
         recipe: of the training; its target and turn are not for findings.
         seed: of weights and order: the same seed, the same predictor.
     Returns:
-        Logits for pictures of any number and size.
+        Logits for images of any number and size.
     Raises:
         ValueError: shapes or types do not fit, the set is empty or not finite, or no finding differs in it.
-        Diverged: when the predictor is asked and its answers are not numbers.
+        DivergedError: when the predictor is asked and its answers are not numbers.
     """
     _check(images, findings)
     if bool((findings == findings[:1]).all()):
@@ -50,7 +51,7 @@ def train_findings(images: Images, findings: Findings, recipe: Recipe, seed: int
     seen, wanted = (seen - mean) / std, torch.from_numpy(findings.astype(np.float32))
     with seeded(seed):
         net = Network(seen.shape[1], recipe.width, findings.shape[1])
-    generator = own_generator(seed)
+    generator = torch_generator(seed)
     optimizer = torch.optim.SGD(net.parameters(), recipe.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs * -(-len(seen) // recipe.batch))
     for _ in range(recipe.epochs):
@@ -69,7 +70,7 @@ def train_findings(images: Images, findings: Findings, recipe: Recipe, seed: int
         ]
         logits: NDArray[np.float64] = torch.cat(parts).double().numpy()
         if not bool(np.isfinite(logits).all()):
-            raise Diverged("the classifier's answers are not numbers: train it at a smaller rate")
+            raise DivergedError("the classifier's answers are not numbers: train it at a smaller rate")
         return logits
 
     return predict
@@ -107,8 +108,8 @@ def auc(
     Returns:
         The mean AUC over the findings, then each one's, with 95 % intervals; chance is 0.5.
     Raises:
-        ValueError: shapes do not fit, or a finding that all or none of the test pictures show: nobody can tell.
-        Diverged: a predictor's answers are not numbers.
+        ValueError: shapes do not fit, or a finding that all or none of the test images show: nobody can tell.
+        DivergedError: a predictor's answers are not numbers.
     """
     _check(images, findings)
     several = (predictors,) if callable(predictors) else tuple(predictors)
@@ -136,7 +137,7 @@ def auc(
 
 
 def _check(images: Images, findings: Findings) -> None:
-    """Raise ValueError where these are no labelled pictures."""
+    """Raise ValueError where these are no labelled images."""
     if images.ndim not in (3, 4) or not len(images) or images.dtype != np.float32:
         raise ValueError("images are (n, h, w) or (n, h, w, 3) float32, not empty")
     if findings.ndim != 2 or findings.dtype != np.bool_ or len(findings) != len(images) or not findings.shape[1]:

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.bet import bet
-from agent.heads.brain import Atlas, Register, carried
-from agent.heads.grid import oriented, spacing
-from agent.heads.skin import head_mask
-from agent.nouns import Volume
+from agent.defacing.bet import bet
+from agent.defacing.brain_extraction import Atlas, Register, carried
+from agent.defacing.head_mask import head_mask
+from agent.domain import Volume
+from agent.volumes.grid import oriented, spacing
 
 NONE, CSF, GM, WM = 0, 1, 2, 3
 PARTS: Final = ("gm", "wm", "csf", "vcsf", "brain")
@@ -89,7 +89,7 @@ def segment(volume: Volume, atlas: Atlas, register: Register) -> Tissues:
     Returns:
         Labels on the grid of ``oriented(volume)``.
     Raises:
-        NotDefaced: no head is found in it, or it cannot be registered.
+        NotDefacedError: no head is found in it, or it cannot be registered.
     """
     volume = oriented(volume)
     return bounded(volume, atlas, by_skull(volume, atlas, register(volume, atlas)))
@@ -116,7 +116,7 @@ def by_skull(volume: Volume, atlas: Atlas, to_template: NDArray[np.float64]) -> 
     Returns:
         (4, 4): the same, larger or smaller about ``MIDDLE_MM``.
     Raises:
-        NotDefaced: no head is found in it.
+        NotDefacedError: no head is found in it.
     """
     head = _reach(head_mask(volume), to_template @ volume.affine)
     brain = _reach(atlas.brain, atlas.affine)
